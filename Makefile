@@ -1,0 +1,51 @@
+# Two commands for a fresh machine with Python 3.11 or newer:  make demo,  make test.
+# Both make .venv on first use, and mend it when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+
+.PHONY: demo test lint bench clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.stamp-run
+	$(BIN)/onebox train --data digits --model cnn
+
+test: lint
+	$(BIN)/pytest -q
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.stamp-test
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-run: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	@echo "Installing onebox into $(VENV)"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-torch pyproject.toml constraints.txt
+	@echo "Installing onebox and its test tools into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+# torch comes first and by itself: the tested pin holds before anything else could ask for another version.
+$(VENV)/.stamp-torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "onebox needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name one that is:  make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch into $(VENV) (a few minutes the first time)"
+	@$(PIP) install -c constraints.txt torch
+	@touch $@

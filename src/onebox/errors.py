@@ -1,0 +1,144 @@
+"""The exception tree: everything that onebox raises on purpose.
+
+    OneboxError
+    ├── UsageError(ValueError)      a wrong argument, flag or call; exit status 2 on the command line
+    ├── CaptureError                a model that cannot be captured as a graph
+    ├── DataError                   a data file or sample that is missing or damaged
+    ├── CheckpointError             a checkpoint that is missing, damaged or foreign
+    ├── WireError                   a message that breaks the protocol or its limits
+    ├── PoolError                   devices could not be had, or were given back
+    └── WorkerError                 something failed on a worker
+        ├── OperatorError           an operator failed; everything computed from it is void
+        │   └── DeviceMemoryError   ... because the device, or its quota, has no memory left
+        ├── WorkerDied              the process of a worker ended
+        ├── WorkerHung              a worker stopped answering, or stopped making progress
+        └── ReplicasParted          replicas that must be bit-identical are not
+
+A message says what came, what is allowed and what to do. The fields that say where are attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OneboxError(Exception):
+    """Root of every error that onebox raises on purpose."""
+
+
+class UsageError(OneboxError, ValueError):
+    """A wrong argument, flag or call."""
+
+
+class CaptureError(OneboxError):
+    """A model that cannot be captured as a graph.
+
+    Args:
+        message: What came, and what to do.
+        where: The line of the user's model, as ``file:line``, where it is known.
+    """
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class DataError(OneboxError):
+    """A data file or a sample that is missing or damaged.
+
+    Args:
+        message: What came, what is allowed, what to do.
+        path: The file.
+        sample: Index or name of the sample inside it, where one is to blame.
+    """
+
+    def __init__(self, message: str, *, path: object = None, sample: object = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.sample = sample
+
+
+class CheckpointError(OneboxError):
+    """A checkpoint that is missing, damaged, or belongs to something else.
+
+    Args:
+        message: What is wrong with it, and what to do.
+        path: The folder or file.
+    """
+
+    def __init__(self, message: str, *, path: object = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class WireError(OneboxError):
+    """A message that breaks the protocol, or is larger or deeper than the limits allow."""
+
+
+class PoolError(OneboxError):
+    """Devices could not be had, or the pool is closed."""
+
+
+class WorkerError(OneboxError):
+    """Something failed on a worker.
+
+    Args:
+        message: What happened, and what to do.
+        worker: The worker's number in its pool.
+        host: The worker's host.
+        device: The worker's device, such as ``cpu`` or ``cuda:0``.
+    """
+
+    def __init__(
+        self, message: str, *, worker: int | None = None, host: str | None = None, device: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.host = host
+        self.device = device
+
+
+class OperatorError(WorkerError):
+    """An operator failed on a worker; every buffer that it would have written is void.
+
+    Args:
+        message: The whole story, for a person.
+        operator: Name of the operator or instruction, such as ``aten.mm.default``.
+        shapes: Types and shapes of its tensor arguments, for a person.
+        **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
+    """
+
+    def __init__(self, message: str, *, operator: str = "", shapes: str = "", **where: Any) -> None:
+        super().__init__(message, **where)
+        self.operator = operator
+        self.shapes = shapes
+
+
+class DeviceMemoryError(OperatorError):
+    """The device, or the worker's quota on it, has no memory left for an operator."""
+
+
+class WorkerDied(WorkerError):
+    """The process of a worker ended.
+
+    Args:
+        message: The whole story, for a person.
+        exit_status: Exit status; negative for the signal that ended it.
+        last_words: The end of what it wrote to standard error.
+        **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
+    """
+
+    def __init__(
+        self, message: str, *, exit_status: int | None = None, last_words: str = "", **where: Any
+    ) -> None:
+        super().__init__(message, **where)
+        self.exit_status = exit_status
+        self.last_words = last_words
+
+
+class WorkerHung(WorkerError):
+    """A worker stopped answering, or stopped making progress."""
+
+
+class ReplicasParted(WorkerError):
+    """Replicas that must be bit-identical are not."""

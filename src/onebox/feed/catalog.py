@@ -1,0 +1,53 @@
+"""Data sets by name, as they are given on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onebox.errors import DataError, UsageError
+from onebox.feed.cifar10 import load_cifar10
+from onebox.feed.dataset import DataSet
+from onebox.feed.digits import load_digits
+from onebox.feed.mnist import load_mnist
+
+FOLDER_LOADERS = {"mnist": load_mnist, "cifar10": load_cifar10}
+ALLOWED = "digits, mnist:FOLDER or cifar10:FOLDER"
+
+
+def load_dataset(spec: str) -> DataSet:
+    """Load a data set into memory.
+
+    Args:
+        spec: ``digits`` (comes with scikit-learn), ``mnist:FOLDER`` (IDX files, gzipped or not) or
+            ``cifar10:FOLDER`` (two tar archives of JPEG files). A leading ``~`` in the folder is the home
+            folder.
+
+    Returns:
+        DataSet: All of its samples, as bytes.
+
+    Raises:
+        UsageError: No such data set, or a folder too many or too few.
+        DataError: A file is missing or damaged.
+
+    Example:
+        >>> data = load_dataset("digits")
+        >>> data.train.images.shape[1:]
+        torch.Size([1, 8, 8])
+    """
+    name, colon, place = spec.partition(":")
+    if name == "digits":
+        if colon:
+            raise UsageError(
+                f"Data set {spec!r}: digits comes with scikit-learn and takes no folder; say digits."
+            )
+        return load_digits()
+    if name not in FOLDER_LOADERS:
+        raise UsageError(f"Data set {spec!r} is not known; allowed are {ALLOWED}.")
+    if not place:
+        raise UsageError(f"Data set {spec!r} needs the folder that holds its files: {name}:FOLDER.")
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is not a folder; {name}:FOLDER names the one that holds the files.", path=folder
+        )
+    return FOLDER_LOADERS[name](folder)

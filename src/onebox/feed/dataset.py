@@ -1,0 +1,112 @@
+"""What a data set is: two splits of images and labels, and the statistics to normalise them with.
+
+Shape letters: N samples, C channels, H and W pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from onebox.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """Images and their labels, in a fixed order.
+
+    Args:
+        images: ``uint8 [N, C, H, W]``, 0 to 255.
+        labels: ``int64 [N]``.
+
+    Raises:
+        UsageError: A wrong type or shape, no sample, or not one label for each image.
+
+    Example:
+        >>> import torch
+        >>> split = Split(images=torch.zeros(5, 1, 8, 8, dtype=torch.uint8), labels=torch.arange(5))
+        >>> len(split)
+        5
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        images, labels = self.images, self.labels
+        if images.dtype != torch.uint8 or images.dim() != 4 or images.numel() == 0:
+            raise UsageError(
+                f"images are {_describe(images)}; they have to be uint8 [N, C, H, W], none of them 0."
+            )
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise UsageError(
+                f"labels are {_describe(labels)}; they have to be int64 [{len(images)}], one an image."
+            )
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataSet:
+    """A classification data set in memory.
+
+    Args:
+        name: For people, such as ``digits``.
+        classes: Number of classes; every label is in ``[0, classes)``.
+        train: Samples to train on.
+        test: Samples to test on, of the same image shape.
+
+    Attributes:
+        mean: Mean of each channel of the training images, scaled to [0, 1].
+        std: Standard deviation (of the population) likewise; 1.0 for a channel that is constant, so that
+            dividing by it is always safe.
+
+    Raises:
+        UsageError: A label outside of the classes, or splits of different image shapes.
+    """
+
+    name: str
+    classes: int
+    train: Split
+    test: Split
+    mean: tuple[float, ...] = field(init=False)
+    std: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            shapes = f"{_describe(self.train.images)} and {_describe(self.test.images)}"
+            raise UsageError(f"{self.name}: training and test images are {shapes}; C, H and W have to agree.")
+        for split in (self.train, self.test):
+            low, high = int(split.labels.min()), int(split.labels.max())
+            if low < 0 or high >= self.classes:
+                raise UsageError(
+                    f"{self.name}: labels go from {low} to {high}; allowed are 0 to {self.classes - 1}."
+                )
+        mean, std = _channel_statistics(self.train.images)
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "std", std)
+
+
+def _channel_statistics(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, scaled to [0, 1].
+
+    From the histogram of the 256 levels: exact counts, the same on every machine, and no float copy of the
+    images.
+    """
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means, stds = [], []
+    for channel in images_NCHW.unbind(1):
+        share = torch.bincount(channel.flatten(), minlength=256).double() / channel.numel()
+        mean = (share * levels).sum()
+        std = (share * (levels - mean).square()).sum().sqrt()
+        means.append(mean.item())
+        stds.append(std.item() if channel.min() != channel.max() else 1.0)
+    return tuple(means), tuple(stds)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,151 @@
+"""The joint graph: forward and backward of an exported model as one functional ATen graph with named ends.
+
+This file alone touches AOTAutograd's export, an internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
+descriptors say what each input and output of the graph is; here they become :class:`Port`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from onebox.errors import CaptureError
+from onebox.graph.capture import Captured
+
+
+class Port(NamedTuple):
+    """What an input or an output of a graph or program is.
+
+    Args:
+        kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
+            gradient of the loss: the micro-batch's share of the batch), ``result`` (0 is the loss), ``update`` (new
+            value of a buffer), ``gradient`` (of a parameter) or ``saved`` (from forward to backward).
+        name: Qualified name, or index.
+    """
+
+    kind: Literal[
+        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "saved"
+    ]
+    name: str | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """A functional ATen graph.
+
+    Args:
+        graph: Its nodes.
+        inputs: For each placeholder, in order, its port; ``None`` for one that nobody reads.
+        outputs: For each output node, in order, its port; outputs that are missing or unwanted are left out.
+        constants: Tensors that the graph holds itself, by the name of their port.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[tuple[fx.Node, Port], ...]
+    outputs: tuple[tuple[fx.Node, Port], ...]
+    constants: dict[str, Tensor]
+
+
+def joint_graph(captured: Captured, *, backward: bool) -> Joint:
+    """Trace an exported model through AOTAutograd.
+
+    Args:
+        captured: The model.
+        backward: Whether to trace gradients too.
+
+    Raises:
+        CaptureError: AOTAutograd refuses, or no parameter needs a gradient.
+    """
+    module = captured.exported.module()
+    with contextlib.ExitStack() as stack:
+        if not backward:
+            stack.enter_context(torch.no_grad())
+        try:
+            joint = aot_export_joint_with_descriptors(stack, module, captured.example)
+        except Exception as error:
+            raise CaptureError(f"the model cannot be differentiated as a graph: {error}") from error
+        graph = joint.graph_module.graph
+        _forget_statistics(graph)
+        constants: dict[str, Tensor] = {}
+        inputs = [
+            (node, _input_port(node.meta["desc"], captured, module, constants))
+            for node in graph.nodes
+            if node.op == "placeholder"
+        ]
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                constants[node.target] = getattr(joint.graph_module, node.target)
+                inputs.append((node, Port("constant", node.target)))
+        outputs = list(_outputs(graph, captured))
+    if backward and not any(port.kind == "gradient" for _, port in outputs):
+        raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
+    return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants)
+
+
+def _forget_statistics(graph: fx.Graph) -> None:
+    """Let the gradient of training-mode batch norm no longer name the running statistics, which it does not read.
+
+    Its arguments are (gradient, x, weight, running mean, running variance, mean, 1 / deviation, training, eps, mask).
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _input_port(desc: Any, captured: Captured, module: fx.GraphModule, constants: dict[str, Tensor]) -> Port:
+    if isinstance(desc, ParamAOTInput | BufferAOTInput):
+        name = captured.aliases.get(desc.target)
+        if name is None:
+            constants[desc.target] = _attribute(module, desc.target)
+            return Port("constant", desc.target)
+        return Port("parameter" if isinstance(desc, ParamAOTInput) else "buffer", name)
+    if isinstance(desc, PlainAOTInput):
+        return Port("leaf", desc.idx)
+    if isinstance(desc, TangentAOTInput) and desc.output == PlainAOTOutput(0):
+        return Port("weight", 0)
+    raise CaptureError(f"the graph has an input of a kind that is not supported: {desc!r}")
+
+
+def _attribute(module: Any, target: str) -> Tensor:
+    for part in target.split("."):
+        module = getattr(module, part)
+    tensor: Tensor = module.detach()
+    return tensor
+
+
+def _outputs(graph: fx.Graph, captured: Captured) -> list[tuple[fx.Node, Port]]:
+    output = next(node for node in graph.nodes if node.op == "output")
+    found: list[tuple[fx.Node, Port]] = []
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if not isinstance(node, fx.Node):
+            continue
+        if isinstance(desc, PlainAOTOutput):
+            found.append((node, Port("result", desc.idx)))
+        elif isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
+            name = captured.aliases.get(desc.grad_of.target)
+            if name is not None:
+                found.append((node, Port("gradient", name)))
+        elif isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, BufferAOTInput):
+            found.append((node, Port("update", captured.aliases[desc.mutated_input.target])))
+        elif isinstance(desc, InputMutationAOTOutput):
+            raise CaptureError(
+                "the model writes to its inputs or parameters in forward: copy them first (x = x.clone())"
+            )
+    names = [port for _, port in found]
+    if len(set(names)) != len(names):
+        raise CaptureError("a tied parameter has two gradients in one graph; please report this model")
+    return found

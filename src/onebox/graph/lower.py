@@ -1,0 +1,181 @@
+"""Lowering: nodes of a functional ATen graph become a :class:`Program`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from onebox.errors import CaptureError
+from onebox.wire import (
+    DType,
+    Layout,
+    Many,
+    MemoryFormat,
+    Operator,
+    OwnDevice,
+    Program,
+    Slot,
+    TensorSpec,
+    Value,
+    dtype_name,
+    is_random,
+    shares_memory,
+    with_deaths,
+)
+
+_aten = torch.ops.aten
+
+_SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default}
+"""Operators that hand on their argument: on a functional tape nobody writes to it."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Tell whether a node's one output shares the memory of its argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and shares_memory(node.target)
+
+
+def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number the random operators of a whole graph, in its order."""
+    random = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and is_random(n.target)]
+    return {node: number for number, node in enumerate(random)}
+
+
+def resolve(node: fx.Node) -> fx.Node:
+    """Follow a node to the one whose value it hands on."""
+    while node.op == "call_function":
+        arguments = node.args
+        first = arguments[0] if arguments else None
+        if not isinstance(first, fx.Node):
+            return node
+        if node.target in _SAME_VALUE or (node.target is _aten.clone.default and not node.kwargs):
+            node = first
+        elif node.target is _aten.t.default and resolve(first).target is _aten.t.default:
+            inner = resolve(first).args[0]
+            assert isinstance(inner, fx.Node)
+            node = inner
+        else:
+            return node
+    return node
+
+
+def arguments_of(node: fx.Node) -> list[fx.Node]:
+    """Return the resolved nodes that a node reads, ``getitem`` seen through to what it picks from."""
+    return [resolve(argument) for argument in node.all_input_nodes]
+
+
+def lower(
+    nodes: Iterable[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    positions: Mapping[fx.Node, int],
+) -> Program:
+    """Turn nodes, in topological order, into a program.
+
+    Args:
+        nodes: What to compute; ``getitem`` nodes are named by who reads them and may be left out.
+        inputs: The nodes whose values are given, in the order of the program's inputs.
+        outputs: The nodes whose values are wanted.
+        positions: From :func:`random_positions`.
+
+    Raises:
+        CaptureError: An operator or an argument that cannot travel.
+    """
+    builder = _Builder(inputs)
+    for node in nodes:
+        if node.target is not operator.getitem and node not in builder.slots:
+            builder.add(node, positions.get(node, -1))
+    return with_deaths(builder.program(outputs))
+
+
+class _Builder:
+    """Slots and operators under construction."""
+
+    def __init__(self, inputs: Sequence[fx.Node]) -> None:
+        self.slots: dict[fx.Node, int] = {node: number for number, node in enumerate(inputs)}
+        self.inputs = tuple(_spec(node.meta["val"], node) for node in inputs)
+        self.count = len(self.slots)
+        self.operators: list[Operator] = []
+
+    def add(self, node: fx.Node, position: int) -> None:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+            raise CaptureError(f"the graph calls {target}, which no worker has; use plain PyTorch operators")
+        args = tuple(self._value(argument, node) for argument in node.args)
+        kwargs = {key: self._value(value, node) for key, value in node.kwargs.items() if key != "pin_memory"}
+        made = node.meta["val"]
+        outs: list[int | None] = []
+        specs: list[TensorSpec | None] = []
+        picks = [made] if isinstance(made, Tensor) else list(made)
+        for index, value in enumerate(picks):
+            wanted = node if isinstance(made, Tensor) else _picker(node, index)
+            if wanted is None or not isinstance(value, Tensor):
+                outs.append(None)
+                specs.append(None)
+            else:
+                outs.append(self._slot(wanted))
+                specs.append(_spec(value, node))
+        self.operators.append(Operator(str(target), args, kwargs, tuple(outs), tuple(specs), (), position))
+
+    def program(self, outputs: Sequence[fx.Node]) -> Program:
+        return Program(
+            self.inputs, tuple(self.operators), tuple(self.slots[node] for node in outputs), self.count
+        )
+
+    def _slot(self, node: fx.Node) -> int:
+        self.slots[node] = self.count
+        self.count += 1
+        return self.slots[node]
+
+    def _value(self, argument: Any, node: fx.Node) -> Value:
+        if isinstance(argument, fx.Node):
+            return Slot(self.slots[canonical(argument)])
+        if isinstance(argument, torch.dtype):
+            return DType(dtype_name(argument))
+        if isinstance(argument, torch.device):
+            return OwnDevice()
+        if argument is torch.strided:
+            return Layout()
+        if isinstance(argument, torch.memory_format):
+            return MemoryFormat(str(argument).removeprefix("torch."))
+        if isinstance(argument, list | tuple):
+            return Many(tuple(self._item(item, node) for item in argument))
+        if argument is None or isinstance(argument, bool | int | float | str):
+            return argument
+        raise CaptureError(f"{node.target} has an argument of type {type(argument).__name__}, which cannot travel")
+
+    def _item(self, item: Any, node: fx.Node) -> Slot | bool | int | float | None:
+        value = self._value(item, node)
+        if isinstance(value, Slot | bool | int | float) or value is None:
+            return value
+        raise CaptureError(f"{node.target} has a list of {type(item).__name__}, which cannot travel")
+
+
+def canonical(node: fx.Node) -> fx.Node:
+    """Return the node under which a value is known: resolved, and one ``getitem`` for each output of an operator."""
+    node = resolve(node)
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return _picker(source, index) or node
+    return node
+
+
+def _picker(node: fx.Node, index: int) -> fx.Node | None:
+    """Return the first ``getitem`` of an output of a node, if there is one."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    return None
+
+
+def _spec(value: Any, node: fx.Node) -> TensorSpec:
+    if not isinstance(value, Tensor):
+        raise CaptureError(f"{node} is a {type(value).__name__}, not a tensor")
+    if not all(isinstance(size, int) for size in value.shape):
+        raise CaptureError(f"{node.target} has a result whose shape depends on the values of tensors: {value.shape}")
+    return TensorSpec(dtype_name(value.dtype), tuple(int(size) for size in value.shape))

@@ -1,0 +1,133 @@
+"""How the training graph changes buffers (running statistics, counters), so that replicas can share the work exactly.
+
+Micro-batches update a buffer one after the other. Replicas that each run some of the micro-batches still end with the
+buffer of a single process when the update is affine in the buffer itself, ``new = decay * old + data``, with a constant
+decay: K updates give ``decay**K * old`` plus the data of each, decayed by how many came after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from onebox.graph.joint import Joint
+from onebox.graph.lower import arguments_of, resolve
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """How one buffer changes with a micro-batch.
+
+    Args:
+        name: The buffer.
+        kind: ``constant``: from its old value alone; ``affine``: ``decay * old`` plus something that depends on the
+            data; ``general``: anything else, or the loss reads the buffer.
+        decay: With ``affine``, the factor.
+    """
+
+    name: str
+    kind: Literal["constant", "affine", "general"]
+    decay: float = 0.0
+
+
+def buffer_updates(joint: Joint) -> dict[str, Update]:
+    """Classify the update of every buffer that a graph changes."""
+    sources = {str(port.name): node for node, port in joint.inputs if port.kind == "buffer"}
+    changed = {str(port.name): node for node, port in joint.outputs if port.kind == "update"}
+    outputs = [node for node, port in joint.outputs]
+    found: dict[str, Update] = {}
+    for name, result in changed.items():
+        others = [node for node in outputs if node is not result]
+        old = sources.get(name)
+        if old is None:
+            found[name] = Update(name=name, kind="affine", decay=0.0)
+            continue
+        private = not any(_reads(node, old) for node in others)
+        decay = _decay(resolve(result), old)
+        if private and _ancestors(result) <= {old}:
+            found[name] = Update(name=name, kind="constant")
+        elif private and decay is not None and result.meta["val"].dtype.is_floating_point:
+            found[name] = Update(name=name, kind="affine", decay=decay)
+        else:
+            found[name] = Update(name=name, kind="general")
+    return found
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return the graph inputs that a value depends on."""
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    stack = [resolve(node)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op in ("placeholder", "get_attr"):
+            found.add(node)
+        stack.extend(arguments_of(node))
+    return found
+
+
+def _reads(node: fx.Node, source: fx.Node) -> bool:
+    """Tell whether a value depends on a buffer, knowing what training-mode batch norm reads."""
+    seen: set[fx.Node] = set()
+    stack = [resolve(node)]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node is source:
+            return True
+        if node.target is operator.getitem and _is_batch_norm(resolve(node.args[0])):  # type: ignore[arg-type]
+            stack.extend(_batch_norm_reads(resolve(node.args[0]), node.args[1]))  # type: ignore[arg-type]
+        else:
+            stack.extend(arguments_of(node))
+    return False
+
+
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Tell whether a node is batch norm with batch statistics: (x, weight, bias, mean, var, True, momentum, eps)."""
+    return node.target is _aten._native_batch_norm_legit_functional.default and node.args[5] is True
+
+
+def _batch_norm_reads(node: fx.Node, output: int) -> list[fx.Node]:
+    """Return what one output of training-mode batch norm depends on: only 3 and 4 read the running statistics."""
+    skipped = {3: {4}, 4: {3}}.get(output, {3, 4})
+    wanted = [argument for position, argument in enumerate(node.args) if position not in skipped]
+    return [resolve(argument) for argument in wanted if isinstance(argument, fx.Node)]
+
+
+def _decay(node: fx.Node, source: fx.Node) -> float | None:
+    """Return the constant factor of a buffer in a value that is affine in it, or ``None``."""
+    if node is source:
+        return 1.0
+    if not _reads(node, source):
+        return 0.0
+    if node.target is operator.getitem:
+        norm = resolve(node.args[0])  # type: ignore[arg-type]
+        if _is_batch_norm(norm) and node.args[1] in (3, 4):
+            momentum = norm.args[6]
+            old = _decay(resolve(norm.args[node.args[1]]), source)  # type: ignore[arg-type, index]
+            return None if old is None or not isinstance(momentum, float | int) else (1.0 - momentum) * old
+        return None
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and not node.kwargs:
+        sign = 1.0 if node.target is _aten.add.Tensor else -1.0
+        parts = [
+            _decay(resolve(argument), source) if isinstance(argument, fx.Node) else 0.0 for argument in node.args[:2]
+        ]
+        return None if None in parts else parts[0] + sign * parts[1]  # type: ignore[operator]
+    if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar):
+        value, factor = node.args[:2]
+        if isinstance(value, fx.Node) and isinstance(factor, float | int):
+            inner = _decay(resolve(value), source)
+            divided = node.target in (_aten.div.Tensor, _aten.div.Scalar)
+            return None if inner is None else (inner / factor if divided else inner * factor)
+    return None

@@ -1,0 +1,47 @@
+"""Who is alive: signs of life in, verdicts out. Pure: the time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SILENCE_S = 3.5
+"""A worker that has given no sign of life for so long is hung; workers give one every half second."""
+
+STALL_S = 3.0
+"""A worker whose work has made no progress and used no processor for so long is hung."""
+
+_PAUSE_S = 1.5
+"""A client that was itself not running for so long cannot tell silence from its own sleep."""
+
+
+@dataclass
+class Liveness:
+    """Watches the signs of life of the workers of a pool."""
+
+    _last_s: dict[int, float] = field(default_factory=dict)
+    _stalled: dict[int, tuple[float, str]] = field(default_factory=dict)
+    _checked_s: float | None = None
+
+    def beat(self, worker: int, now_s: float, stalled_s: float = 0.0, doing: str = "") -> None:
+        """Take a sign of life."""
+        self._last_s[worker] = now_s
+        self._stalled[worker] = (stalled_s, doing)
+
+    def forget(self, worker: int) -> None:
+        """No longer watch a worker."""
+        self._last_s.pop(worker, None)
+        self._stalled.pop(worker, None)
+
+    def hung(self, now_s: float) -> dict[int, str]:
+        """Return the workers that are hung, and why."""
+        if self._checked_s is not None and now_s - self._checked_s > _PAUSE_S:
+            self._last_s = dict.fromkeys(self._last_s, now_s)
+        self._checked_s = now_s
+        verdicts: dict[int, str] = {}
+        for worker, last_s in self._last_s.items():
+            stalled_s, doing = self._stalled[worker]
+            if now_s - last_s > SILENCE_S:
+                verdicts[worker] = f"gave no sign of life for {now_s - last_s:.1f} s"
+            elif stalled_s > STALL_S:
+                verdicts[worker] = f"has made no progress with a {doing} instruction for {stalled_s:.1f} s"
+        return verdicts

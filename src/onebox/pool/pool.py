@@ -1,0 +1,250 @@
+"""A pool: devices that somebody may use, each owned by a worker."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool.discover import requested_devices
+from onebox.pool.failures import Place
+from onebox.pool.process import START_S, WorkerProcess
+from onebox.pool.switchboard import Answer, Switchboard
+from onebox.wire import new_keys
+from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Hello, Instruction, LeaveGroup
+from onebox.worker import Fault, WorkerConfig
+
+GROUP_S = 60.0
+"""Bound of every wait inside a group of workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """One device of a pool.
+
+    Args:
+        number: Its number in the pool.
+        host: The host that it is in.
+        device: Its name there, ``cpu`` or ``cuda:k``.
+        name: Product name.
+        threads: Threads that its CPU operators may use.
+        memory_bytes: Its memory, or the worker's quota where that is less.
+    """
+
+    number: int
+    host: str
+    device: str
+    name: str
+    threads: int
+    memory_bytes: int
+
+    @property
+    def kind(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.device.split(":")[0]
+
+
+class Pool:
+    """Devices, each owned by a worker process; made by :func:`open`.
+
+    A context manager: leaving it ends all workers and closes all sockets.
+    """
+
+    def __init__(self, processes: list[WorkerProcess], switchboard: Switchboard, devices: list[DeviceInfo]) -> None:
+        self.devices: tuple[DeviceInfo, ...] = tuple(devices)
+        self._processes = processes
+        self._switchboard = switchboard
+        self._numbers = itertools.count(1)
+        self._owner = os.getpid()
+        self._closed = False
+        atexit.register(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def __repr__(self) -> str:
+        return f"<onebox.Pool of {', '.join(device.device for device in self.devices)}>"
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """The process id of each worker."""
+        return tuple(process.pid for process in self._processes)
+
+    def new_number(self) -> int:
+        """Return a number for a buffer, definition or group that nothing else in this pool has."""
+        return next(self._numbers)
+
+    def post(
+        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+    ) -> Future[Answer]:
+        """Send instructions to a worker; see :meth:`Switchboard.post`."""
+        return self._switchboard.post(worker, instructions, frames, answer=answer)
+
+    def form_group(self, workers: Sequence[int], via: Literal["workers", "client"]) -> int:
+        """Form a group of workers and return its number.
+
+        Args:
+            workers: Members; their order gives the ranks.
+            via: ``workers`` for transfers from worker to worker (NCCL among CUDA devices, else Gloo), ``client`` for
+                sums that are made at the client.
+
+        Raises:
+            OneboxError: The group could not be formed.
+        """
+        group = self.new_number()
+        kinds = {self.devices[worker].kind for worker in workers}
+        backend: Literal["gloo", "nccl", "client"] = "gloo"
+        if via == "client":
+            backend = "client"
+            self._switchboard.sums.form(group, workers)
+        elif kinds == {"cuda"} and torch.distributed.is_nccl_available():
+            backend = "nccl"
+        joined = [
+            self.post(
+                worker,
+                [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S)],
+                answer=True,
+            )
+            for rank, worker in enumerate(workers)
+        ]
+        for future in joined:
+            future.result()
+        return group
+
+    def leave_group(self, group: int, workers: Sequence[int]) -> None:
+        """Dissolve a group."""
+        for worker in workers:
+            self.post(worker, [LeaveGroup(group)])
+        self._switchboard.key_values.forget(group)
+        self._switchboard.sums.forget(group)
+
+    def close(self) -> None:
+        """End all workers and close all sockets. Idempotent."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        broken = self._switchboard.broken is not None
+        if not broken:
+            for worker in range(len(self.devices)):
+                self.post(worker, [Bye()])
+        self._switchboard.stop()
+        _close(self._processes, grace_s=0.0 if broken else 2.0)
+
+
+def _close(processes: Sequence[WorkerProcess], *, grace_s: float) -> None:
+    for process in processes:
+        process.close(grace_s=grace_s)
+
+
+def open_pool(
+    spec: str = "auto",
+    *,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    faults: dict[int, Sequence[Fault]] | None = None,
+) -> Pool:
+    """Open a pool of this machine's devices.
+
+    Args:
+        spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
+            ``cuda:0,cuda:1`` or ``cpu*2``.
+        threads: Threads of each worker; an equal share of the cores when ``None``.
+        memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
+        faults: For tests: what goes wrong on which worker.
+
+    Returns:
+        The pool; close it, or use it as a context manager.
+
+    Raises:
+        UsageError: The specification is wrong, or names a device that is not there.
+        PoolError: A worker could not be started, or is of another version.
+        WorkerDied: A worker ended while it started.
+
+    Example:
+        >>> import onebox
+        >>> with onebox.open("cpu*2") as pool:
+        ...     len(pool)
+        2
+    """
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"memory_bytes={memory_bytes}: a worker needs some memory; leave it out for no limit")
+    requests = requested_devices(spec, threads)
+    mine = new_keys()
+    processes: list[WorkerProcess] = []
+    switchboard = Switchboard(mine)
+    try:
+        keys = [new_keys() for _ in requests]
+        for number, (request, pair) in enumerate(zip(requests, keys, strict=True)):
+            config = WorkerConfig(
+                request.device,
+                request.threads,
+                pair.public,
+                pair.secret,
+                mine.public,
+                quota_bytes=memory_bytes or 0,
+                faults=tuple((faults or {}).get(number, ())),
+            )
+            processes.append(WorkerProcess(number, config))
+        hellos = [
+            switchboard.connect(
+                process, Place(worker=number, host="localhost", device=requests[number].device), pair.public, "127.0.0.1"
+            )
+            for number, (process, pair) in enumerate(zip(processes, keys, strict=True))
+        ]
+        switchboard.start()
+        devices = [_welcome(number, hello) for number, hello in enumerate(hellos)]
+    except BaseException:
+        switchboard.stop()
+        _close(processes, grace_s=0.0)
+        raise
+    return Pool(processes, switchboard, devices)
+
+
+def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:
+    try:
+        hello = future.result(START_S)
+    except FutureTimeout:
+        raise PoolError(f"worker {number} did not say hello within {START_S:.0f} s") from None
+    if hello.protocol != PROTOCOL or hello.torch.split("+")[0] != torch.__version__.split("+")[0]:
+        raise PoolError(
+            f"worker {number} speaks protocol {hello.protocol} with torch {hello.torch}, this client protocol "
+            f"{PROTOCOL} with torch {torch.__version__}: install the same versions on both sides"
+        )
+    return DeviceInfo(
+        number=number,
+        host="localhost",
+        device=hello.device,
+        name=hello.name,
+        threads=hello.threads,
+        memory_bytes=hello.memory_bytes,
+    )
+
+
+def raise_first(futures: Sequence[Future[Answer]]) -> list[Answer]:
+    """Wait for futures and return their answers; if any failed, raise the first failure when all are done.
+
+    Raises:
+        OneboxError: What went wrong.
+    """
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if isinstance(error, OneboxError)), errors[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,134 @@
+"""Worker processes on this machine: started with their keys on standard input, ended by whoever started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.worker import Ports, WorkerConfig
+
+START_S = 90.0
+"""How long a worker may take until it has bound its ports: importing torch is most of it."""
+
+_LAST_WORDS = 4000
+
+
+class WorkerProcess:
+    """A worker process of this machine.
+
+    Args:
+        number: The worker's number, for messages.
+        config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
+    """
+
+    def __init__(self, number: int, config: WorkerConfig) -> None:
+        self.number = number
+        self._config = config
+        self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "onebox.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=_environment(config.threads),
+            start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+            self._process.stdin.flush()
+        self.descriptor = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def ports(self) -> Ports:
+        """Wait until the worker has bound its ports.
+
+        Raises:
+            WorkerDied: It ended instead.
+            PoolError: It took too long.
+        """
+        assert self._process.stdout is not None
+        line = b""
+        end_s = time.monotonic() + START_S
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end_s - time.monotonic()))
+            if not ready:
+                raise PoolError(f"worker {self.number} did not start within {START_S:.0f} s: {self.last_words()}")
+            part = os.read(self._process.stdout.fileno(), 256)
+            if not part:
+                raise self.death()
+            line += part
+        return msgspec.json.decode(line, type=Ports)
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of the end of the process."""
+        try:
+            status: int | None = self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            status = None
+        words = self.last_words()
+        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
+        said = f"; its last words:\n{words}" if words else "; it said nothing"
+        return WorkerDied(
+            f"worker {self.number} ({self._config.device}, process {self.pid}) ended with {how}{said}",
+            exit_status=status,
+            last_words=words,
+            worker=self.number,
+            host="localhost",
+            device=self._config.device,
+        )
+
+    def last_words(self) -> str:
+        """Return the end of what the worker wrote to standard error."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(self._stderr.fileno(), _LAST_WORDS, max(0, size - _LAST_WORDS))
+        return text.decode(errors="replace").strip()
+
+    def close(self, *, grace_s: float) -> None:
+        """End the process: wait for its own end for a while, then kill it. Idempotent."""
+        if self._stderr.closed:
+            return
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        try:
+            self._process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self.descriptor)
+        self._stderr.close()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Return the environment of a worker: its share of threads, and an allocator that keeps what it has.
+
+    Without the last three, glibc returns every large buffer to the kernel and pays for its pages again in the next
+    operator; ``benchmarks/remote.py`` shows the difference.
+    """
+    source = Path(__file__).resolve().parent.parent.parent
+    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+        "MALLOC_TOP_PAD_": str(64 << 20),
+    }

@@ -1,0 +1,113 @@
+"""What the client does for groups of workers: their key-value store, and sums of their buckets. Pure: events in, answers out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from onebox.wire.messages import Contribution, Lookup
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a worker's lookup.
+
+    Args:
+        worker: The worker's number.
+        ticket: Its number for the question.
+        value: What it asked for.
+    """
+
+    worker: int
+    ticket: int
+    value: bytes
+
+
+@dataclass
+class KeyValues:
+    """The key-value stores of all groups; a ``get`` is answered when its key is there."""
+
+    _values: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    _waiting: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+
+    def lookup(self, worker: int, lookup: Lookup) -> list[Answer]:
+        """Take a worker's operation and return the answers that it releases."""
+        if not lookup.keys:
+            return [Answer(worker, lookup.ticket, b"")]
+        key = (lookup.group, lookup.keys[0])
+        match lookup.action:
+            case "set":
+                return self._set(key, lookup.value)
+            case "get":
+                if key in self._values:
+                    return [Answer(worker, lookup.ticket, self._values[key])]
+                self._waiting[key].append((worker, lookup.ticket))
+                return []
+            case "add":
+                total = str(int(self._values.get(key, b"0")) + int(lookup.value)).encode()
+                return [*self._set(key, total), Answer(worker, lookup.ticket, total)]
+            case "check":
+                there = all((lookup.group, name) in self._values for name in lookup.keys)
+                return [Answer(worker, lookup.ticket, b"1" if there else b"0")]
+            case "delete":
+                gone = self._values.pop(key, None)
+                return [Answer(worker, lookup.ticket, b"0" if gone is None else b"1")]
+
+    def forget(self, group: int) -> None:
+        """Drop a group's keys."""
+        for table in (self._values, self._waiting):
+            for key in [key for key in table if key[0] == group]:
+                del table[key]
+
+    def _set(self, key: tuple[int, str], value: bytes) -> list[Answer]:
+        self._values[key] = value
+        return [Answer(worker, ticket, value) for worker, ticket in self._waiting.pop(key, [])]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A bucket's sum, for the workers that contributed.
+
+    Args:
+        tickets: (worker, ticket) of each contribution.
+        total: The sum.
+    """
+
+    tickets: tuple[tuple[int, int], ...]
+    total: Tensor
+
+
+@dataclass
+class ClientSums:
+    """Sums made at the client: equal orders of all members of a group are added in the order of the members."""
+
+    _members: dict[int, Sequence[int]] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], dict[int, tuple[int, Tensor]]] = field(default_factory=lambda: defaultdict(dict))
+
+    def form(self, group: int, members: Sequence[int]) -> None:
+        """Note who is in a group."""
+        self._members[group] = tuple(members)
+
+    def forget(self, group: int) -> None:
+        """Drop a group and what was contributed to it."""
+        self._members.pop(group, None)
+        for key in [key for key in self._parts if key[0] == group]:
+            del self._parts[key]
+
+    def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> Sum | None:
+        """Take a contribution; return the sum when it was the last one."""
+        members = self._members.get(contribution.group, ())
+        if worker not in members:
+            return None
+        parts = self._parts[contribution.group, contribution.order]
+        parts[worker] = (contribution.ticket, bucket)
+        if len(parts) < len(members):
+            return None
+        del self._parts[contribution.group, contribution.order]
+        total = parts[members[0]][1].clone()
+        for member in members[1:]:
+            total += parts[member][1]
+        return Sum(tuple((member, parts[member][0]) for member in members), total)

@@ -1,0 +1,279 @@
+"""The switchboard: the one thread of a client that owns the sockets to its workers.
+
+Other threads post messages and get futures. The thread delivers answers, serves the rendezvous of groups, sums buckets
+at the client, and watches who is alive.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from onebox.errors import OneboxError, PoolError, WireError, WorkerHung
+from onebox.pool.failures import Causes, Place, fail, to_error
+from onebox.pool.liveness import Liveness
+from onebox.pool.process import WorkerProcess
+from onebox.pool.rendezvous import ClientSums, KeyValues
+from onebox.wire import KeyPair, configure, decode_saying, encode, from_frame, to_frame
+from onebox.wire.messages import (
+    Beat,
+    Contribution,
+    Envelope,
+    Hello,
+    Instruction,
+    Lookup,
+    Reduced,
+    Rendezvous,
+    Reply,
+    Result,
+    Saying,
+)
+
+_TICK_MS = 250
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker answered.
+
+    Args:
+        results: One for each instruction that answers.
+        frames: Elements of the tensors among them.
+        times_ns: Start and end of each instruction of a traced routine.
+    """
+
+    results: tuple[Result, ...]
+    frames: Sequence[Any]
+    times_ns: tuple[int, ...]
+
+
+class _Line:
+    """The sockets of one worker."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        process: WorkerProcess,
+        place: Place,
+        keys: KeyPair,
+        server_key: str,
+        address: str,
+    ) -> None:
+        ports = process.ports()
+        self.process = process
+        self.place = place
+        self.hello: Future[Hello] = Future()
+        self.commands = context.socket(zmq.DEALER)
+        self.beats = context.socket(zmq.DEALER)
+        for socket, port in ((self.commands, ports.commands), (self.beats, ports.beats)):
+            configure(socket, keys, server_key=server_key, queue=0)
+            socket.connect(f"tcp://{address}:{port}")
+
+
+class Switchboard:
+    """Sockets, futures and the thread that serves them.
+
+    Args:
+        keys: The client's keys.
+    """
+
+    def __init__(self, keys: KeyPair) -> None:
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._lines: dict[int, _Line] = {}
+        self._outbox: deque[tuple[int, list[Any]]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._futures: dict[tuple[int, int], Future[Answer]] = {}
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self._stopping = False
+        self._liveness = Liveness()
+        self._causes = Causes()
+        self.key_values = KeyValues()
+        self.sums = ClientSums()
+        self.broken: OneboxError | None = None
+        self._thread = threading.Thread(target=self._serve, name="onebox-switchboard", daemon=True)
+
+    # ---- for other threads
+
+    def connect(self, process: WorkerProcess, place: Place, server_key: str, address: str) -> Future[Hello]:
+        """Connect to a worker, before :meth:`start`; the future holds its first words."""
+        line = _Line(self._context, process, place, self._keys, server_key, address)
+        self._lines[place.worker] = line
+        return line.hello
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(
+        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+    ) -> Future[Answer]:
+        """Send instructions to a worker.
+
+        Args:
+            worker: Its number.
+            instructions: What to do, in order.
+            frames: Elements of the tensors that they bring; not to be written to until the worker has answered.
+            answer: Whether the worker is to answer; otherwise the future is done at once.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        future: Future[Answer] = Future()
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken
+            self._numbers += 1
+            number = self._numbers
+            if answer:
+                self._futures[worker, number] = future
+            else:
+                future.set_result(Answer((), (), ()))
+            header = encode(Envelope(number, answer, tuple(instructions)))
+            self._outbox.append((worker, [header, *frames]))
+        os.eventfd_write(self._bell, 1)
+        return future
+
+    def stop(self) -> None:
+        """End the thread, close the sockets, fail what is still waited for. Idempotent."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
+        os.eventfd_write(self._bell, 1)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+        for line in self._lines.values():
+            line.commands.close(200)  # milliseconds for the last words to go
+            line.beats.close(0)
+        self._context.term()
+        os.close(self._bell)
+        self._fail_all(self.broken)
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._bell, zmq.POLLIN)
+            for line in self._lines.values():
+                poller.register(line.commands, zmq.POLLIN)
+                poller.register(line.beats, zmq.POLLIN)
+                poller.register(line.process.descriptor, zmq.POLLIN)
+            while not self._stopping:
+                ready = dict(poller.poll(_TICK_MS))
+                if self._bell in ready:
+                    os.eventfd_read(self._bell)
+                self._send()
+                for line in list(self._lines.values()):
+                    self._attend(line, ready, poller)
+                now_s = time.monotonic()
+                self._causes.release(now_s)
+                for worker, why in self._liveness.hung(now_s).items():
+                    self._lost(self._lines[worker], self._hung(worker, why))
+            self._send()
+        except BaseException as error:
+            self._break(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _send(self) -> None:
+        while self._outbox:
+            worker, parts = self._outbox.popleft()
+            self._lines[worker].commands.send_multipart(parts, copy=False)
+
+    def _attend(self, line: _Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
+        """Take everything that has come from one worker."""
+        try:
+            if line.beats in ready:
+                while line.beats.poll(0):
+                    self._take(line, line.beats.recv_multipart())
+            if line.commands in ready:
+                while line.commands.poll(0):
+                    frames = line.commands.recv_multipart(copy=False)
+                    self._take(line, [frame.buffer for frame in frames])
+        except WireError as error:
+            self._break(error)
+        if line.process.descriptor in ready:
+            poller.unregister(line.process.descriptor)
+            if not self._stopping:
+                self._lost(line, line.process.death())
+
+    def _take(self, line: _Line, parts: Sequence[Any]) -> None:
+        saying: Saying
+        saying, frames = decode_saying(parts)
+        worker = line.place.worker
+        match saying:
+            case Reply():
+                self._reply(line, saying, frames)
+            case Beat():
+                if line.hello.done():
+                    self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
+            case Lookup():
+                for answer in self.key_values.lookup(worker, saying):
+                    self._tell(answer.worker, Rendezvous(answer.ticket, answer.value))
+            case Contribution():
+                total = self.sums.contribute(worker, saying, from_frame(saying.spec, frames[0]))
+                if total is not None:
+                    frame = to_frame(total.total)
+                    for member, ticket in total.tickets:
+                        self._tell(member, Reduced(ticket), frame)
+            case Hello():
+                self._liveness.beat(worker, time.monotonic())
+                line.hello.set_result(saying)
+
+    def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
+        parts = [encode(Envelope(0, False, (instruction,))), *frames]
+        self._lines[worker].commands.send_multipart(parts, copy=False)
+
+    def _reply(self, line: _Line, reply: Reply, frames: Sequence[Any]) -> None:
+        with self._lock:
+            future = self._futures.pop((line.place.worker, reply.number), None)
+        if reply.failure is None:
+            if future is not None and not future.done():
+                future.set_result(Answer(reply.results, frames, reply.times_ns))
+            return
+        error = to_error(reply.failure, line.place)
+        if reply.failure.kind != "peer":
+            self._causes.cause(error, time.monotonic())
+            if future is not None:
+                fail(future, error)
+        elif future is not None:
+            self._causes.complain(future, error, time.monotonic())
+
+    # ---- when things go wrong
+
+    def _hung(self, worker: int, why: str) -> WorkerHung:
+        place = self._lines[worker].place
+        return WorkerHung(
+            f"{place} {why}; it is taken for hung and the pool is given up",
+            worker=place.worker,
+            host=place.host,
+            device=place.device,
+        )
+
+    def _lost(self, line: _Line, error: OneboxError) -> None:
+        self._liveness.forget(line.place.worker)
+        self._causes.cause(error, time.monotonic())
+        fail(line.hello, error)
+        self._break(error)
+
+    def _break(self, error: OneboxError) -> None:
+        with self._lock:
+            self.broken = self.broken or error
+        self._fail_all(error)
+
+    def _fail_all(self, error: OneboxError) -> None:
+        with self._lock:
+            futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            fail(future, error)

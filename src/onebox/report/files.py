@@ -1,0 +1,71 @@
+"""JSON and files, as every part of a run's record writes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePath
+
+import msgspec
+
+from onebox.errors import UsageError
+
+
+def to_json(value: object) -> bytes:
+    """Encode a value as one line of JSON.
+
+    JSON has no NaN and no infinity: a number that is not finite becomes ``null``.
+
+    Args:
+        value: Anything that msgspec encodes (mappings, sequences, dataclasses, dates, ...), with paths and
+            NumPy scalars or one-element arrays and tensors allowed inside.
+
+    Returns:
+        UTF-8 bytes without a newline.
+
+    Raises:
+        UsageError: The value holds something that JSON cannot express.
+
+    Example:
+        >>> to_json({"loss": float("nan"), "step": 3})
+        b'{"loss":null,"step":3}'
+    """
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"cannot write this as JSON: {error}; allowed are numbers, texts, true and false, None, paths, "
+            "and mappings, lists and dataclasses of these"
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put a file in place whole or not at all: temporary file, flush to disk, rename.
+
+    Args:
+        path: The file; one that exists is replaced.
+        content: All of its bytes.
+
+    Raises:
+        OSError: The file cannot be written; what was there before is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, PurePath):
+        return str(value)
+    item = getattr(value, "item", None)
+    if callable(item):
+        plain: object = item()
+        if plain is not value:
+            return plain
+    raise TypeError(f"a value of type {type(value).__qualname__}")

@@ -1,0 +1,404 @@
+"""Messages: what a client asks of a worker, and what a worker answers.
+
+A client sends an :class:`Envelope` of instructions, executed in order; tensors travel as raw frames behind it. A buffer
+is a number that the client chose. Inside a stored :class:`Routine` a negative reference ``-1 - k`` stands for binding
+``k`` of the :class:`Run` that starts it. No type is recursive and every decode is strict.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from onebox.wire.program import Program, TensorSpec
+
+PROTOCOL = 1
+"""Version of everything in this file and in ``program.py``; both sides must agree."""
+
+Number = bool | int | float | None
+Options = dict[str, bool | int | float | str | tuple[float, ...] | None]
+
+
+class _Message(Struct, frozen=True, array_like=True):
+    """Base of all messages: immutable, encoded as arrays."""
+
+
+# ---- instructions that a routine may hold
+
+
+class Call(_Message, frozen=True, tag="call"):
+    """Run a stored program.
+
+    Args:
+        program: Its number.
+        inputs: Buffer references, one for each input.
+        outputs: Buffer references, one for each output.
+        takes: Positions in ``inputs`` whose buffers end with this call, so that their memory can go as soon as the
+            program has read them for the last time.
+        micro_batch: Index of the micro-batch within the step; part of the seed of random operators.
+    """
+
+    program: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    takes: tuple[int, ...] = ()
+    micro_batch: int = 0
+
+
+class Free(_Message, frozen=True, tag="free"):
+    """Forget buffers and definitions; numbers that are not there are passed over."""
+
+    buffers: tuple[int, ...]
+    definitions: tuple[int, ...] = ()
+
+
+class Send(_Message, frozen=True, tag="send"):
+    """Send a buffer to a rank of a group, without waiting for its arrival."""
+
+    buffer: int
+    group: int
+    peer: int
+    channel: int = 0
+
+
+class Receive(_Message, frozen=True, tag="receive"):
+    """Receive a buffer from a rank of a group; a later reader waits for it."""
+
+    buffer: int
+    spec: TensorSpec
+    group: int
+    peer: int
+    channel: int = 0
+
+
+class Reduce(_Message, frozen=True, tag="reduce"):
+    """Replace each buffer by its sum over the ranks of a group; later readers wait for it.
+
+    The buffers of one instruction share an element type and travel as one bucket.
+    """
+
+    buffers: tuple[int, ...]
+    group: int
+
+
+class OptimizerStep(_Message, frozen=True, tag="optimize"):
+    """Let an optimizer update its parameters.
+
+    Args:
+        optimizer: Its number.
+        gradients: One reference for each parameter, in its order.
+        max_norm: Where positive, scale all gradients so that their joint 2-norm is at most this. The norm before
+            scaling is in the answer of the run.
+    """
+
+    optimizer: int
+    gradients: tuple[int, ...]
+    max_norm: float = 0.0
+
+
+class Get(_Message, frozen=True, tag="get"):
+    """Answer with buffers: specifications in the reply, elements in frames."""
+
+    buffers: tuple[int, ...]
+
+
+class Snapshot(_Message, frozen=True, tag="snapshot"):
+    """Copy buffers into new ones, as they are at this point of the stream."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+class Ask(_Message, frozen=True, tag="ask"):
+    """Answer a question.
+
+    Args:
+        about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
+            ``memory``: bytes used, peak and quota; ``optimizer``: its state, elements in frames.
+        buffers: What it is about; for ``optimizer`` its number.
+    """
+
+    about: Literal["scalars", "digest", "memory", "optimizer"]
+    buffers: tuple[int, ...] = ()
+
+
+Step = Call | Free | Send | Receive | Reduce | OptimizerStep | Get | Snapshot | Ask
+"""What a routine may hold."""
+
+
+# ---- definitions and the other instructions
+
+
+class Routine(_Message, frozen=True, tag="routine"):
+    """A stored sequence of instructions, with as many bindings as its negative references need."""
+
+    steps: tuple[Step, ...]
+    bindings: int
+
+
+class StateEntry(_Message, frozen=True):
+    """One entry of an optimizer's state: of which parameter, under which key, and its tensor or number."""
+
+    parameter: int
+    key: str
+    value: TensorSpec | Number
+
+
+class Optimizer(_Message, frozen=True, tag="optimizer"):
+    """A native optimizer.
+
+    Args:
+        name: Class in ``torch.optim``.
+        groups: For each parameter group, positions in ``parameters`` and its options.
+        parameters: Buffers of the parameters, updated in place.
+        state: State to start from; the elements of its tensors are in frames, in order.
+    """
+
+    name: str
+    groups: tuple[tuple[tuple[int, ...], Options], ...]
+    parameters: tuple[int, ...]
+    state: tuple[StateEntry, ...] = ()
+
+
+class StoredProgram(_Message, frozen=True, tag="program"):
+    """A program, as a definition."""
+
+    program: Program
+
+
+class Define(_Message, frozen=True, tag="define"):
+    """Store a program, a routine or an optimizer under a number."""
+
+    number: int
+    what: StoredProgram | Routine | Optimizer
+
+
+class Put(_Message, frozen=True, tag="put"):
+    """Fill buffers from the next frames, one frame a buffer."""
+
+    buffers: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+class Run(_Message, frozen=True, tag="run"):
+    """Run a stored routine.
+
+    Args:
+        routine: Its number.
+        bindings: The buffers that its negative references stand for.
+        step: The training step, part of the seed of random operators.
+        seed: The run's seed.
+        options: New options for each group of each optimizer that the routine steps, in order; empty for no change.
+        trace: Whether to answer with the time of each instruction.
+    """
+
+    routine: int
+    bindings: tuple[int, ...] = ()
+    step: int = 0
+    seed: int = 0
+    options: tuple[Options, ...] = ()
+    trace: bool = False
+
+
+class FormGroup(_Message, frozen=True, tag="form"):
+    """Join a process group: worker to worker, its rendezvous over this channel.
+
+    Args:
+        group: Its number, from 1.
+        rank: This worker's rank.
+        size: How many workers.
+        backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
+        address: The address of this host that the group's sockets bind.
+        timeout_s: Bound of every wait inside the group.
+    """
+
+    group: int
+    rank: int
+    size: int
+    backend: Literal["gloo", "nccl", "client"]
+    address: str
+    timeout_s: float
+
+
+class LeaveGroup(_Message, frozen=True, tag="leave"):
+    """Leave a process group and close its sockets."""
+
+    group: int
+
+
+class Rendezvous(_Message, frozen=True, tag="rendezvous"):
+    """Client to worker: the answer to a :class:`Lookup`; ``None`` when the key did not appear in time."""
+
+    ticket: int
+    value: bytes | None
+
+
+class Reduced(_Message, frozen=True, tag="reduced"):
+    """Client to worker: the sum of a bucket that was reduced at the client, in one frame."""
+
+    ticket: int
+
+
+class Bye(_Message, frozen=True, tag="bye"):
+    """End the worker."""
+
+
+Instruction = Step | Define | Put | Run | FormGroup | LeaveGroup | Rendezvous | Reduced | Bye
+
+
+class Envelope(_Message, frozen=True):
+    """One message from a client.
+
+    Args:
+        number: Counts up; an answer names it.
+        answer: Whether to answer when all is done. A failure is always answered.
+        instructions: What to do, in order.
+    """
+
+    number: int
+    answer: bool
+    instructions: tuple[Instruction, ...]
+
+
+# ---- what a worker says
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """First words of a worker: who it is and what it has.
+
+    Args:
+        protocol: Its :data:`PROTOCOL`.
+        torch: Its torch version.
+        device: Such as ``cpu`` or ``cuda:0``.
+        name: The device's product name.
+        threads: Threads that operators may use.
+        memory_bytes: Memory of the device, or the worker's quota where that is less.
+    """
+
+    protocol: int
+    torch: str
+    device: str
+    name: str
+    threads: int
+    memory_bytes: int
+
+
+class Failure(_Message, frozen=True, tag="failure"):
+    """The first thing that went wrong.
+
+    Args:
+        kind: ``operator``, ``memory``, ``peer`` (another worker of a group went away) or ``protocol``.
+        operator: Operator or instruction that failed.
+        message: What it said.
+        shapes: Its tensor arguments.
+    """
+
+    kind: Literal["operator", "memory", "peer", "protocol"]
+    operator: str
+    message: str
+    shapes: str = ""
+
+
+class Tensors(_Message, frozen=True, tag="tensors"):
+    """Answer to :class:`Get`; elements in as many frames."""
+
+    specs: tuple[TensorSpec, ...]
+
+
+class Scalars(_Message, frozen=True, tag="scalars"):
+    """Answer to ``Ask("scalars")``, and the gradient norm of an :class:`OptimizerStep` that clips."""
+
+    values: tuple[float, ...]
+
+
+class Digest(_Message, frozen=True, tag="digest"):
+    """Answer to ``Ask("digest")``."""
+
+    value: bytes
+
+
+class Memory(_Message, frozen=True, tag="memory"):
+    """Answer to ``Ask("memory")``: bytes now, the most so far, and the quota."""
+
+    used_bytes: int
+    peak_bytes: int
+    quota_bytes: int
+
+
+class OptimizerState(_Message, frozen=True, tag="state"):
+    """Answer to ``Ask("optimizer")``; the elements of its tensors are in frames, in order."""
+
+    entries: tuple[StateEntry, ...]
+
+
+Result = Tensors | Scalars | Digest | Memory | OptimizerState
+
+
+class Reply(_Message, frozen=True, tag="reply"):
+    """Answer to an envelope.
+
+    Args:
+        number: The envelope's.
+        results: One for each instruction that answers, in order.
+        failure: What went wrong, if anything did; then there are no results.
+        times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
+    """
+
+    number: int
+    results: tuple[Result, ...] = ()
+    failure: Failure | None = None
+    times_ns: tuple[int, ...] = ()
+
+
+class Beat(_Message, frozen=True, tag="beat"):
+    """Sign of life.
+
+    Args:
+        executed: Operators and instructions executed so far.
+        stalled_s: How long the current one has made no progress and used no processor time; 0 when all is well,
+            or while it waits for other workers.
+        doing: What it is at.
+    """
+
+    executed: int
+    stalled_s: float
+    doing: str
+
+
+class Lookup(_Message, frozen=True, tag="lookup"):
+    """A rendezvous operation of a group.
+
+    Args:
+        ticket: The worker's number for it; the answer names it.
+        group: The group.
+        action: ``set`` (no answer waited for), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
+            ``delete``.
+        keys: One key; several for ``check``.
+        value: For ``set`` the value, for ``add`` the decimal amount.
+    """
+
+    ticket: int
+    group: int
+    action: Literal["set", "get", "add", "check", "delete"]
+    keys: tuple[str, ...]
+    value: bytes = b""
+
+
+class Contribution(_Message, frozen=True, tag="contribution"):
+    """A bucket to be summed at the client, in one frame.
+
+    Args:
+        ticket: The answer names it.
+        group: The group, of backend ``client``.
+        order: Counts the worker's contributions to the group; equal orders of all members are summed.
+        spec: The bucket, flat.
+    """
+
+    ticket: int
+    group: int
+    order: int
+    spec: TensorSpec
+
+
+Saying = Hello | Reply | Beat | Lookup | Contribution

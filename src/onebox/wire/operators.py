@@ -1,0 +1,38 @@
+"""Operators by name, and what their schemas say of them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch._ops import OpOverload
+
+from onebox.errors import WireError
+
+
+@functools.cache
+def overload(name: str) -> OpOverload:
+    """Return an operator of ``torch.ops.aten`` by its full name, such as ``aten.addmm.default``.
+
+    Raises:
+        WireError: This torch has no such operator.
+    """
+    parts = name.split(".")
+    if len(parts) == 3 and parts[0] == "aten":
+        found = getattr(getattr(torch.ops.aten, parts[1], None), parts[2], None)
+        if isinstance(found, OpOverload):
+            return found
+    raise WireError(f"torch {torch.__version__} has no operator {name!r}")
+
+
+def shares_memory(operator: OpOverload) -> bool:
+    """Tell whether the one output of an operator is a view of its argument."""
+    if operator is torch.ops.aten._unsafe_view.default:
+        return True
+    returns = operator._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def is_random(operator: OpOverload) -> bool:
+    """Tell whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags

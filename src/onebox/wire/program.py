@@ -1,0 +1,164 @@
+"""Programs: straight-line tapes of ATen operators that a worker stores and interprets.
+
+A program owns numbered slots. Slots ``0 .. len(inputs) - 1`` hold its inputs when it starts; each operator reads slots
+and fills others, and names the slots that nobody reads after it. A program is functional: no operator on it writes to
+its arguments. Nothing here imports torch, and no type is recursive, so a decoded program is bounded by construction.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from msgspec import Struct
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""The element types that travel, with the bytes of one element."""
+
+
+class TensorSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Element type and shape of a dense tensor.
+
+    Args:
+        dtype: A key of :data:`ITEM_BYTES`.
+        shape: Sizes, outermost first.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements, stored densely."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class Slot(Struct, frozen=True, array_like=True, tag="s"):
+    """An operator argument: the tensor in a slot."""
+
+    index: int
+
+
+class DType(Struct, frozen=True, array_like=True, tag="d"):
+    """An operator argument: an element type, by name."""
+
+    name: str
+
+
+class OwnDevice(Struct, frozen=True, array_like=True, tag="o"):
+    """An operator argument: the device of the worker that runs the program."""
+
+
+class Layout(Struct, frozen=True, array_like=True, tag="l"):
+    """An operator argument: a memory layout; only ``strided`` travels."""
+
+    name: str = "strided"
+
+
+class MemoryFormat(Struct, frozen=True, array_like=True, tag="m"):
+    """An operator argument: a memory format, such as ``contiguous_format``."""
+
+    name: str
+
+
+class Many(Struct, frozen=True, array_like=True, tag="n"):
+    """An operator argument: a flat list of numbers, or of tensors that may be missing."""
+
+    items: tuple[Slot | bool | int | float | None, ...]
+
+
+Value = Slot | DType | OwnDevice | Layout | MemoryFormat | Many | bool | int | float | str | None
+
+
+class Operator(Struct, frozen=True, array_like=True):
+    """One operator of a program.
+
+    Args:
+        name: Overload, such as ``aten.addmm.default``.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        outs: Slot of each output; ``None`` for one that nobody reads.
+        specs: What each output is; ``None`` with a ``None`` slot.
+        dies: Slots that nobody reads after this operator.
+        position: For an operator that draws random numbers, its position among those of the whole model, which with
+            run seed, step and micro-batch gives its own seed; otherwise -1.
+    """
+
+    name: str
+    args: tuple[Value, ...]
+    kwargs: dict[str, Value]
+    outs: tuple[int | None, ...]
+    specs: tuple[TensorSpec | None, ...]
+    dies: tuple[int, ...] = ()
+    position: int = -1
+
+
+class Program(Struct, frozen=True, array_like=True):
+    """A straight-line tape of operators.
+
+    Args:
+        inputs: What each input is; input ``i`` arrives in slot ``i``.
+        operators: The tape.
+        outputs: Slots whose tensors are the results, in order.
+        slots: How many slots there are.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    operators: tuple[Operator, ...]
+    outputs: tuple[int, ...]
+    slots: int
+
+
+def reads(operator: Operator) -> list[int]:
+    """Return the slots that an operator reads, in argument order, with repeats."""
+    found: list[int] = []
+    for value in (*operator.args, *operator.kwargs.values()):
+        if isinstance(value, Slot):
+            found.append(value.index)
+        elif isinstance(value, Many):
+            found.extend(item.index for item in value.items if isinstance(item, Slot))
+    return found
+
+
+def specs_by_slot(program: Program) -> dict[int, TensorSpec]:
+    """Return what each filled slot of a program holds."""
+    found = dict(enumerate(program.inputs))
+    for operator in program.operators:
+        for slot, spec in zip(operator.outs, operator.specs, strict=True):
+            if slot is not None and spec is not None:
+                found[slot] = spec
+    return found
+
+
+def with_deaths(program: Program) -> Program:
+    """Return the program with every slot's death set at its last use; outputs never die.
+
+    A slot that is filled and never read dies where it is filled.
+    """
+    last: dict[int, int] = {}
+    for number, operator in enumerate(program.operators):
+        for slot in (*reads(operator), *(slot for slot in operator.outs if slot is not None)):
+            last[slot] = number
+    kept = set(program.outputs)
+    dies: list[list[int]] = [[] for _ in program.operators]
+    for slot, number in last.items():
+        if slot not in kept:
+            dies[number].append(slot)
+    operators = tuple(
+        Operator(o.name, o.args, o.kwargs, o.outs, o.specs, tuple(sorted(d)), o.position)
+        for o, d in zip(program.operators, dies, strict=True)
+    )
+    return Program(program.inputs, operators, program.outputs, program.slots)

@@ -1,0 +1,54 @@
+"""Tensors as frames: the dense elements of one tensor, in native byte order, nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire.program import ITEM_BYTES, TensorSpec
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+"""Element types by the name that travels."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name under which an element type travels.
+
+    Raises:
+        WireError: The type does not travel.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise WireError(f"tensors of {dtype} cannot travel; allowed: {', '.join(DTYPES)}") from None
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Return what a tensor is, for the wire."""
+    return TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def to_frame(tensor: Tensor) -> memoryview:
+    """Return the elements of a tensor; memory is shared where the tensor is dense and on the CPU."""
+    dense = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(dense.view(torch.uint8).numpy())
+
+
+def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
+    """Return a new CPU tensor with the elements of a frame.
+
+    Raises:
+        WireError: The frame has not the bytes that the specification needs, or its type is not allowed.
+    """
+    if spec.dtype not in DTYPES or any(size < 0 for size in spec.shape):
+        raise WireError(f"a tensor of {spec} is not allowed; types: {', '.join(DTYPES)}")
+    if len(frame) != spec.size_bytes:
+        raise WireError(f"{spec} needs {spec.size_bytes} bytes, but the frame has {len(frame)}")
+    tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+    if spec.size_bytes:
+        tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
+    return tensor

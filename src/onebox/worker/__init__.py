@@ -1,0 +1,6 @@
+"""The process that owns one device: buffers, programs, transfers, optimizer."""
+
+from onebox.worker.faults import Fault
+from onebox.worker.serve import Ports, WorkerConfig
+
+__all__ = ["Fault", "Ports", "WorkerConfig"]

@@ -1,0 +1,58 @@
+"""Faults on purpose, for tests: what a worker does wrong at a given instruction."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from typing import Literal
+
+import torch
+from msgspec import Struct
+
+from onebox.worker.tape import Progress
+
+
+class Fault(Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault.
+
+    Args:
+        kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (sleeps), ``error`` (an exception), ``memory`` (out of
+            memory).
+        instruction: Kind of instruction that it comes with, such as ``call`` or ``reduce``.
+        count: With which instruction of that kind, from 1.
+    """
+
+    kind: Literal["kill", "stop", "hang", "error", "memory"]
+    instruction: str
+    count: int
+
+
+class FaultInjector:
+    """Brings faults about.
+
+    Args:
+        faults: Which; none in ordinary use.
+    """
+
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
+        self._faults = {(fault.instruction, fault.count): fault.kind for fault in faults}
+        self._seen: Counter[str] = Counter()
+
+    def before(self, progress: Progress) -> None:
+        """Bring about the fault, if any, of the instruction that begins."""
+        if not self._faults:
+            return
+        self._seen[progress.doing] += 1
+        kind = self._faults.get((progress.doing, self._seen[progress.doing]))
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "hang":
+            time.sleep(3600)
+        elif kind == "error":
+            raise RuntimeError("injected fault")
+        elif kind == "memory":
+            raise torch.OutOfMemoryError("injected fault: out of memory")

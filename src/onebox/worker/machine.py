@@ -1,0 +1,364 @@
+"""The machine of a worker: it executes instructions, in order, over its buffers and definitions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import from_frame, spec_of, to_frame
+from onebox.wire.messages import (
+    Ask,
+    Call,
+    Define,
+    Digest,
+    Failure,
+    FormGroup,
+    Free,
+    Get,
+    Instruction,
+    LeaveGroup,
+    Memory,
+    OptimizerState,
+    OptimizerStep,
+    Put,
+    Receive,
+    Reduce,
+    Result,
+    Routine,
+    Run,
+    Scalars,
+    Send,
+    Snapshot,
+    Step,
+    StoredProgram,
+    Tensors,
+)
+from onebox.wire.messages import Optimizer as OptimizerSpec
+from onebox.worker.device import Device
+from onebox.worker.faults import FaultInjector
+from onebox.worker.groups import Bucket, ClientChannel, Group, PeerLost, form_group
+from onebox.worker.optimizer import NativeOptimizer
+from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.tape import OperatorFailed, Progress, Tape
+
+Resolve = Callable[[int], int]
+Report = Callable[[Failure], None]
+
+
+class Machine:
+    """Executes instructions.
+
+    Args:
+        device: Where tensors live.
+        channel: To the client, for groups.
+        report: Called with each failure, at once and before groups are left.
+        quota_bytes: The most bytes that buffers may take; 0 for no limit.
+        faults: Faults to inject, for tests.
+    """
+
+    def __init__(
+        self, device: Device, channel: ClientChannel, report: Report, *, quota_bytes: int = 0, faults: FaultInjector
+    ) -> None:
+        self.progress = Progress()
+        self.store = BufferStore(quota_bytes)
+        self.frames_out: list[Any] = []
+        self.times_ns: list[int] = []
+        self._device = device
+        self._channel = channel
+        self._report = report
+        self._faults = faults
+        self._definitions: dict[int, Tape | Routine | NativeOptimizer] = {}
+        self._groups: dict[int, Group] = {}
+        self._run = Run(0)
+
+    def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
+        """Execute one instruction; what fails voids the buffers that it would have written and is reported.
+
+        Args:
+            instruction: What to do.
+            frames: Elements of the tensors that instructions of this message bring.
+
+        Returns:
+            Its answers.
+
+        Raises:
+            Poisoned: It would answer with a buffer that is void; the failure says why.
+            WireError: It is not an instruction for a machine.
+        """
+        if isinstance(instruction, Run):
+            return self._run_routine(instruction)
+        return self._guarded(instruction, frames, _same)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    # ---- running
+
+    def _run_routine(self, run: Run) -> list[Result]:
+        routine = self._definitions.get(run.routine)
+        if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
+            return self._failed(
+                (), Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
+            )
+        bindings = run.bindings
+
+        def resolve(reference: int) -> int:
+            return reference if reference >= 0 else bindings[-1 - reference]
+
+        self._run = run
+        times: list[int] = []
+        self.times_ns = times
+        results: list[Result] = []
+        nothing: Iterator[Any] = iter(())
+        for step in routine.steps:
+            if run.trace:
+                times.append(time.monotonic_ns())
+            results += self._guarded(step, nothing, resolve)
+            if run.trace:
+                end = time.monotonic_ns()
+                times.append(end)
+        return results
+
+    def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        """Execute an instruction; turn what it raises into void buffers and a report."""
+        progress = self.progress
+        progress.executed += 1
+        progress.doing = type(instruction).__name__.lower()
+        try:
+            self._faults.before(progress)
+            return self._handlers[type(instruction)](self, instruction, frames, resolve)
+        except Poisoned as error:
+            if isinstance(instruction, Get | Ask):
+                raise
+            self._void(instruction, error.failure, resolve)
+            return []
+        except Exception as error:
+            failure = _explain(error, progress.doing)
+            self._void(instruction, failure, resolve)
+            return self._failed(instruction, failure)
+
+    def _failed(self, instruction: Any, failure: Failure) -> list[Result]:
+        self._report(failure)
+        if isinstance(instruction, Get | Ask):
+            raise Poisoned(failure)
+        return []
+
+    def _void(self, instruction: Instruction, failure: Failure, resolve: Resolve) -> None:
+        """Void what an instruction would have written; a worker that cannot contribute leaves its groups."""
+        if isinstance(instruction, Call):
+            for position in instruction.takes:
+                self.store.forget(resolve(instruction.inputs[position]))
+        self.store.void([resolve(reference) for reference in self._writes(instruction)], failure)
+        if isinstance(instruction, Reduce | Send):
+            self._report(failure)
+            self.close()
+
+    def _writes(self, instruction: Instruction) -> Sequence[int]:
+        match instruction:
+            case Call():
+                return instruction.outputs
+            case Put() | Reduce():
+                return instruction.buffers
+            case Receive():
+                return (instruction.buffer,)
+            case Snapshot():
+                return instruction.targets
+            case OptimizerStep():
+                optimizer = self._definitions.get(instruction.optimizer)
+                return optimizer.numbers if isinstance(optimizer, NativeOptimizer) else ()
+            case _:
+                return ()
+
+    # ---- one method an instruction
+
+    def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        what = define.what
+        if isinstance(what, StoredProgram):
+            self._definitions[define.number] = Tape(what.program, self._device.device)
+        elif isinstance(what, Routine):
+            self._definitions[define.number] = what
+        else:
+            self._definitions[define.number] = self._optimizer(what, frames)
+        return []
+
+    def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
+        parameters = [self.store.get(number) for number in spec.parameters]
+        state = []
+        for entry in spec.state:
+            if not isinstance(entry.value, bool | int | float | None):
+                tensor = from_frame(entry.value, next(frames))
+                alone = tensor.dim() == 0
+                state.append(tensor if alone else self._device.upload(tensor))
+        optimizer = NativeOptimizer(spec, parameters, state)
+        self.store.charge(optimizer.charged_bytes)
+        return optimizer
+
+    def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        for number, spec in zip(put.buffers, put.specs, strict=True):
+            self.store.put(number, self._device.upload(from_frame(spec, next(frames))))
+        return []
+
+    def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        tape = self._definition(call.program, Tape)
+        store, run = self.store, self._run
+        if len(call.inputs) != len(tape.program.inputs) or len(call.outputs) != len(tape.program.outputs):
+            raise WireError(f"program {call.program} has other inputs or outputs than its call")
+        inputs = [store.get(resolve(reference)) for reference in call.inputs]
+        need = tape.footprint(call.takes)
+        try:
+            store.reserve(need.peak_bytes)
+        except QuotaExceeded as error:
+            raise OperatorFailed(tape.program.operators[need.peak_operator].name, "") from error
+        for position in call.takes:
+            store.forget(resolve(call.inputs[position]))
+
+        def seed(position: int) -> None:
+            self._device.seed(run.seed, run.step, call.micro_batch, position)
+
+        for reference, tensor in zip(call.outputs, tape.run(inputs, seed, self.progress), strict=True):
+            store.put(resolve(reference), tensor)
+        return []
+
+    def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        for reference in free.buffers:
+            self.store.forget(resolve(reference))
+        for number in free.definitions:
+            gone = self._definitions.pop(number, None)
+            if isinstance(gone, NativeOptimizer):
+                self.store.charge(-gone.charged_bytes)
+        return []
+
+    def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        tensors = [self.store.get(resolve(reference)) for reference in get.buffers]
+        self.frames_out += [to_frame(tensor) for tensor in tensors]
+        return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
+
+    def _snapshot(self, snapshot: Snapshot, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        for source, target in zip(snapshot.sources, snapshot.targets, strict=True):
+            self.store.put(resolve(target), self.store.get(resolve(source)).clone())
+        return []
+
+    def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if ask.about == "memory":
+            return [Memory(self.store.used_bytes, self.store.peak_bytes, self.store.quota_bytes)]
+        if ask.about == "optimizer":
+            entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
+            self.frames_out += [to_frame(tensor) for tensor in tensors]
+            return [OptimizerState(tuple(entries))]
+        tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
+        if ask.about == "digest":
+            return [Digest(self._device.digest(tensors))]
+        return [Scalars(tuple(float(tensor) for tensor in tensors))]
+
+    def _reduce(self, reduce: Reduce, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        numbers = [resolve(reference) for reference in reduce.buffers]
+        tensors = [self.store.get(number) for number in numbers]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        shapes = [tensor.shape for tensor in tensors]
+        del tensors
+        finish = self._group(reduce.group).reduce(flat)
+        times, place = self.times_ns, len(self.times_ns)
+
+        def done() -> None:
+            if place < len(times):
+                times[place] = time.monotonic_ns()
+
+        self.store.promise(numbers, Bucket(numbers, shapes, finish, done))
+        return []
+
+    def _send(self, send: Send, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._group(send.group).send(self.store.get(resolve(send.buffer)), send.peer, send.channel)
+        return []
+
+    def _receive(self, receive: Receive, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        number = resolve(receive.buffer)
+        finish = self._group(receive.group).receive(receive.spec, receive.peer, receive.channel)
+        bucket = Bucket([number], [torch.Size(receive.spec.shape)], lambda: finish().view(-1), _nothing)
+        self.store.promise([number], bucket)
+        return []
+
+    def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        optimizer = self._definition(step.optimizer, NativeOptimizer)
+        gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
+        if self._run.options:
+            optimizer.set_options(self._run.options)
+        before = optimizer.charged_bytes
+        norm = optimizer.step(gradients, step.max_norm)
+        self.store.charge(optimizer.charged_bytes - before)
+        return [] if norm is None else [Scalars((norm,))]
+
+    def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._groups[form.group] = form_group(form, self._channel, self._device.device, self.progress)
+        return []
+
+    def _leave(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        group = self._groups.pop(leave.group, None)
+        if group is not None:
+            group.close()
+        return []
+
+    def _group(self, number: int) -> Group:
+        group = self._groups.get(number)
+        if group is None:
+            raise PeerLost(f"this worker is not, or no longer, in group {number}")
+        return group
+
+    def _definition(self, number: int, kind: type[Any]) -> Any:
+        found = self._definitions.get(number)
+        if not isinstance(found, kind):
+            raise WireError(f"definition {number} is not there, or no {kind.__name__}")
+        return found
+
+    _handlers: dict[type[Any], Callable[..., list[Result]]] = {  # noqa: RUF012
+        Define: _define,
+        Put: _put,
+        Call: _call,
+        Free: _free,
+        Get: _get,
+        Snapshot: _snapshot,
+        Ask: _ask,
+        Reduce: _reduce,
+        Send: _send,
+        Receive: _receive,
+        OptimizerStep: _optimize,
+        FormGroup: _form,
+        LeaveGroup: _leave,
+    }
+
+
+def _same(reference: int) -> int:
+    return reference
+
+
+def _nothing() -> None:
+    pass
+
+
+def _explain(error: Exception, doing: str) -> Failure:
+    """Turn an exception into a failure for the client."""
+    if isinstance(error, PeerLost):
+        return Failure("peer", doing, str(error))
+    if isinstance(error, OperatorFailed):
+        cause = error.__cause__ or error
+        return Failure(_kind(cause), error.operator, _first_lines(cause), error.shapes)
+    if isinstance(error, WireError | StopIteration | ValueError):
+        return Failure("protocol", doing, _first_lines(error))
+    return Failure(_kind(error), doing, _first_lines(error))
+
+
+def _kind(error: BaseException) -> Any:
+    memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
+    return "memory" if memory or "DefaultCPUAllocator" in str(error) else "operator"
+
+
+def _first_lines(error: BaseException, lines: int = 4) -> str:
+    text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(text[:lines])

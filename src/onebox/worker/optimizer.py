@@ -1,0 +1,119 @@
+"""The optimizer of a worker: a class of ``torch.optim`` by name, over buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire.messages import Optimizer, Options, StateEntry
+from onebox.wire.tensors import spec_of
+
+ALLOWED = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD",
+)  # fmt: skip
+"""Classes of ``torch.optim`` that workers run. Not LBFGS (it calls the model again) and not SparseAdam."""
+
+
+class NativeOptimizer:
+    """An optimizer that updates buffers in place.
+
+    Args:
+        spec: Class, groups and options.
+        parameters: The buffers, in the order of ``spec.parameters``.
+        state: Tensors for the entries of ``spec.state`` that have one, in order.
+
+    Raises:
+        WireError: The class is not allowed or this torch has not got it, or the options are not its.
+    """
+
+    def __init__(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> None:
+        if spec.name not in ALLOWED or not hasattr(torch.optim, spec.name):
+            raise WireError(f"optimizer {spec.name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
+        self.numbers = spec.parameters
+        self.parameters = parameters
+        groups = [
+            {"params": [parameters[index] for index in members], **_plain(options)} for members, options in spec.groups
+        ]
+        kind = getattr(torch.optim, spec.name)
+        try:
+            self.optimizer: Any = kind(groups)
+        except (TypeError, ValueError) as error:
+            raise WireError(f"optimizer {spec.name} refuses its options: {error}") from None
+        for group in self.optimizer.param_groups:
+            _prefer_fused(group, parameters)
+        tensors = iter(state)
+        for entry in spec.state:
+            value = next(tensors) if not isinstance(entry.value, bool | int | float | None) else entry.value
+            self.optimizer.state[parameters[entry.parameter]][entry.key] = value
+        self._charged_bytes = self._count()
+        self._stepped = False
+
+    def set_options(self, options: tuple[Options, ...]) -> None:
+        """Set options of each group, such as the learning rate of this step."""
+        for group, changed in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(_plain(changed))
+
+    def step(self, gradients: list[Tensor], max_norm: float) -> float | None:
+        """Update the parameters.
+
+        Args:
+            gradients: One for each parameter, not written to.
+            max_norm: Where positive, the most that the joint 2-norm of the gradients may be.
+
+        Returns:
+            The norm before scaling, where ``max_norm`` is positive.
+        """
+        norm = None
+        if max_norm > 0:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+            gradients = [gradient * factor for gradient in gradients]
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        if not self._stepped:
+            self._stepped, self._charged_bytes = True, self._count()
+        return None if norm is None else float(norm)
+
+    def state(self) -> tuple[list[StateEntry], list[Tensor]]:
+        """Return the entries of the state and the tensors of those that have one."""
+        entries: list[StateEntry] = []
+        tensors: list[Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    entries.append(StateEntry(index, key, spec_of(value)))
+                    tensors.append(value)
+                elif isinstance(value, bool | int | float | None):
+                    entries.append(StateEntry(index, key, value))
+                else:
+                    raise WireError(f"state {key!r} of the optimizer is a {type(value).__name__}, which cannot travel")
+        return entries, tensors
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of the state's tensors, as of the last step."""
+        return self._charged_bytes
+
+    def _count(self) -> int:
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
+
+
+def _prefer_fused(group: dict[str, Any], parameters: list[Tensor]) -> None:
+    """Let one kernel update all parameters of a group, unless the user chose otherwise."""
+    if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
+        return
+    unsuited = group.get("differentiable") or group.get("capturable")
+    if not unsuited and all(parameter.is_floating_point() for parameter in parameters):
+        group["fused"] = True

@@ -1,0 +1,217 @@
+"""The worker process: reads its configuration, opens its channel, and executes what comes until it is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from msgspec import Struct
+
+from onebox.errors import WireError
+from onebox.wire import KeyPair, configure, decode_envelope, encode
+from onebox.wire.messages import (
+    PROTOCOL,
+    Bye,
+    Envelope,
+    Failure,
+    Hello,
+    Reduced,
+    Rendezvous,
+    Reply,
+    Result,
+    Saying,
+)
+from onebox.worker.device import Device
+from onebox.worker.faults import Fault, FaultInjector
+from onebox.worker.machine import Machine
+from onebox.worker.store import Poisoned
+from onebox.worker.watch import Watcher
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the parent of a worker writes to its standard input, as one line of JSON.
+
+    Args:
+        device: ``cpu`` or ``cuda:k``.
+        threads: Threads that operators may use.
+        public: The worker's public key.
+        secret: Its secret key.
+        client: The public key of the one client.
+        address: The address to bind.
+        quota_bytes: The most bytes that buffers may take; 0 for no limit.
+        faults: For tests.
+    """
+
+    device: str
+    threads: int
+    public: str
+    secret: str
+    client: str
+    address: str = "127.0.0.1"
+    quota_bytes: int = 0
+    faults: tuple[Fault, ...] = ()
+
+
+class Ports(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker answers on its standard output, as one line of JSON: the ports that it bound."""
+
+    commands: int
+    beats: int
+
+
+class Server:
+    """The working thread of a worker: its channel and its machine."""
+
+    def __init__(self, config: WorkerConfig, lifeline: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._device = Device(config.device, config.threads)
+        keys = KeyPair(config.public, config.secret)
+        self.machine = Machine(
+            self._device,
+            self,
+            self._report,
+            quota_bytes=config.quota_bytes,
+            faults=FaultInjector(config.faults),
+        )
+        self._watcher = Watcher(
+            self._context,
+            keys=keys,
+            client_key=config.client,
+            address=config.address,
+            lifeline=lifeline,
+            progress=self.machine.progress,
+        )
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, keys, server_key=None)
+        self.ports = Ports(self._socket.bind_to_random_port(f"tcp://{config.address}"), self._watcher.port)
+        self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
+        self._answers: dict[int, tuple[Rendezvous | Reduced, Sequence[Any]]] = {}
+        self._tickets = 0
+        self._number = 0
+        self._failed = False
+
+    # ---- what groups need (ClientChannel)
+
+    def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
+        """Send something to the client."""
+        self._socket.send_multipart([encode(saying), *frames])
+
+    def new_ticket(self) -> int:
+        """Return a number that no other ticket of this worker has."""
+        self._tickets += 1
+        return self._tickets
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        """Wait for the client's answer to a ticket; other messages wait meanwhile.
+
+        Raises:
+            RuntimeError: It did not come in time.
+        """
+        while ticket not in self._answers:
+            if not self._socket.poll(int(timeout_s * 1000)):
+                raise RuntimeError(f"the client did not answer within {timeout_s:.0f} s")
+            self._sort(*self._receive())
+        return self._answers.pop(ticket)
+
+    # ---- the loop
+
+    def serve(self) -> None:
+        """Execute messages until told to end."""
+        memory = self._device.memory_bytes()
+        quota = self.machine.store.quota_bytes
+        torch_version = str(torch.__version__)
+        self._watcher.start()
+        self.say(
+            Hello(
+                PROTOCOL,
+                torch_version,
+                str(self._device.device),
+                self._device.product_name(),
+                self._device.threads,
+                min(memory, quota) if quota else memory,
+            )
+        )
+        with torch.inference_mode():
+            while self._handle(*self._next()):
+                pass
+        self.machine.close()
+        self._watcher.stop()
+        self._socket.close(0)
+        self._context.term()
+
+    def _next(self) -> tuple[Envelope, Sequence[Any]]:
+        while not self._deferred:
+            self.machine.progress.waiting = True
+            self._sort(*self._receive())
+            self.machine.progress.waiting = False
+        return self._deferred.popleft()
+
+    def _receive(self) -> tuple[Envelope, Sequence[Any]]:
+        frames = self._socket.recv_multipart(copy=False)
+        try:
+            return decode_envelope([frame.buffer for frame in frames])
+        except WireError as error:
+            self._report(Failure("protocol", "receive", str(error)))
+            return Envelope(0, False, ()), ()
+
+    def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
+        """Keep the answers to tickets, queue everything else."""
+        first = envelope.instructions[0] if envelope.instructions else None
+        if isinstance(first, Rendezvous | Reduced):
+            self._answers[first.ticket] = (first, frames)
+        else:
+            self._deferred.append((envelope, frames))
+
+    def _handle(self, envelope: Envelope, frames: Sequence[Any]) -> bool:
+        """Execute one message and answer it; return whether to go on."""
+        machine = self.machine
+        self._number, self._failed = envelope.number, False
+        results: list[Result] = []
+        machine.times_ns, machine.frames_out = [], []
+        left = iter(frames)
+        for instruction in envelope.instructions:
+            if isinstance(instruction, Bye):
+                return False
+            try:
+                results += machine.execute(instruction, left)
+            except Poisoned as error:
+                self._report(error.failure)
+                break
+        if envelope.answer and not self._failed:
+            reply = Reply(envelope.number, tuple(results), None, tuple(machine.times_ns))
+            self.say(reply, machine.frames_out)
+        return True
+
+    def _report(self, failure: Failure) -> None:
+        """Tell the client of a failure, once a message."""
+        if not self._failed:
+            self._failed = True
+            self.say(Reply(self._number, (), failure))
+
+
+def main() -> None:
+    """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
+    lifeline = sys.stdin.fileno()
+    config = msgspec.json.decode(_first_line(lifeline), type=WorkerConfig)
+    server = Server(config, lifeline)
+    os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")
+    server.serve()
+    os._exit(0)  # libraries' own threads must not hold up the end
+
+
+def _first_line(descriptor: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(descriptor, 1)
+        if not part:
+            raise SystemExit("onebox worker: no configuration on standard input; start workers with onebox.open()")
+        line += part
+    return line

@@ -1,0 +1,139 @@
+"""The buffer store: numbered tensors, every byte accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from onebox.wire.messages import Failure
+
+
+class Pending(Protocol):
+    """Buffers that something else is filling."""
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait until it has, and return them all."""
+
+
+class Poisoned(Exception):
+    """A buffer is void because of an earlier failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class QuotaExceeded(Exception):
+    """An allocation would exceed the worker's quota."""
+
+
+class BufferStore:
+    """Numbered buffers of one device.
+
+    A number holds a tensor, a promise of one (see :class:`Pending`), or the failure that voided it. A storage is
+    counted once, however many tensors view it.
+
+    Args:
+        quota_bytes: The most bytes that may be in use; 0 for no limit.
+    """
+
+    def __init__(self, quota_bytes: int = 0) -> None:
+        self.quota_bytes = quota_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._tensors: dict[int, Tensor] = {}
+        self._pending: dict[int, Pending] = {}
+        self._void: dict[int, Failure] = {}
+        self._holders: dict[int, int] = {}
+
+    def get(self, number: int) -> Tensor:
+        """Return a buffer, waiting for it where it is still being filled.
+
+        Raises:
+            Poisoned: It is void, or there is no such buffer.
+        """
+        tensor = self._tensors.get(number)
+        if tensor is not None:
+            return tensor
+        if number in self._pending:
+            pending = self._pending[number]
+            for key, value in pending.wait().items():
+                if self._pending.get(key) is pending:
+                    self.put(key, value)
+            return self._tensors[number]
+        failure = self._void.get(number)
+        raise Poisoned(failure or Failure("protocol", "get", f"there is no buffer {number}"))
+
+    def put(self, number: int, tensor: Tensor) -> None:
+        """Fill a buffer; what it held before is gone.
+
+        Raises:
+            QuotaExceeded: The quota has no room for it.
+        """
+        self.forget(number)
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        holders = self._holders.get(address, 0)
+        if holders == 0 and address:
+            self.reserve(storage.nbytes())
+            self.used_bytes += storage.nbytes()
+        self._holders[address] = holders + 1
+        self._tensors[number] = tensor
+
+    def promise(self, numbers: Iterable[int], pending: Pending) -> None:
+        """Let buffers be filled when somebody asks for them."""
+        for number in numbers:
+            self.forget(number)
+            self._pending[number] = pending
+
+    def void(self, numbers: Iterable[int], failure: Failure) -> None:
+        """Mark buffers as void."""
+        for number in numbers:
+            self.forget(number)
+            self._void[number] = failure
+
+    def take(self, number: int) -> Tensor:
+        """Return a buffer and forget it."""
+        tensor = self.get(number)
+        self.forget(number)
+        return tensor
+
+    def forget(self, number: int) -> None:
+        """Empty a number; one that is empty stays so."""
+        self._pending.pop(number, None)
+        self._void.pop(number, None)
+        tensor = self._tensors.pop(number, None)
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                del self._holders[address]
+                self.used_bytes -= storage.nbytes() if address else 0
+
+    def reserve(self, more_bytes: int) -> None:
+        """Note that so many bytes more will be in use for a while.
+
+        Raises:
+            QuotaExceeded: They would exceed the quota.
+        """
+        total = self.used_bytes + more_bytes
+        if self.quota_bytes and total > self.quota_bytes:
+            raise QuotaExceeded(
+                f"{total} bytes needed, but the quota is {self.quota_bytes}: "
+                f"{total - self.quota_bytes} too many; use a smaller micro-batch or a larger quota"
+            )
+        self.peak_bytes = max(self.peak_bytes, total)
+
+    def charge(self, more_bytes: int) -> None:
+        """Count bytes that are held outside of the buffers, such as an optimizer's state; negative to return them."""
+        if more_bytes > 0:
+            self.reserve(more_bytes)
+        self.used_bytes += more_bytes
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._pending) + len(self._void)
+
+

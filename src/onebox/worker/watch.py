@@ -1,0 +1,153 @@
+"""The watcher of a worker: a thread that lets the client in, shows that the worker lives, and ends it with its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+import zmq.auth
+
+from onebox.wire import KeyPair, configure, encode
+from onebox.wire.messages import Beat
+from onebox.worker.tape import Progress
+
+BEAT_S = 0.5
+"""How often a worker gives a sign of life."""
+
+_IDLE_SHARE = 0.04
+"""A thread that computes uses more of a core than this; the watcher itself uses less."""
+
+
+class Stall:
+    """Tells how long work has made no progress; pure: readings in, seconds out.
+
+    A worker that waits for its peers or for the client, or that uses the processor, is not stalled.
+    """
+
+    def __init__(self) -> None:
+        self._executed = -1
+        self._processor_s = 0.0
+        self._at_s = 0.0
+        self._stalled_s = 0.0
+
+    def reading(self, *, executed: int, waiting: bool, processor_s: float, now_s: float) -> float:
+        """Take a reading and return for how many seconds the worker has been stalled.
+
+        Args:
+            executed: Instructions and operators so far.
+            waiting: Whether it waits for others.
+            processor_s: Processor time of the process so far.
+            now_s: The time.
+        """
+        elapsed = now_s - self._at_s
+        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed
+        stalled = not waiting and executed == self._executed and idle
+        self._stalled_s = self._stalled_s + elapsed if stalled else 0.0
+        self._executed, self._processor_s, self._at_s = executed, processor_s, now_s
+        return self._stalled_s
+
+
+class Watcher:
+    """The watching thread.
+
+    Args:
+        context: For its sockets.
+        keys: The worker's keys.
+        client_key: The one public key that is let in.
+        address: Where to bind.
+        lifeline: A descriptor whose end of file means that the owner has gone.
+        progress: The worker's progress.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        keys: KeyPair,
+        client_key: str,
+        address: str,
+        lifeline: int,
+        progress: Progress,
+    ) -> None:
+        self._context = context
+        self._lifeline = lifeline
+        self._progress = progress
+        self._bell = context.socket(zmq.PAIR)
+        self._bell.bind("inproc://onebox.stop")
+        self._authenticator = zmq.auth.Authenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
+        self._beats = context.socket(zmq.DEALER)
+        configure(self._beats, keys, server_key=None, queue=4)
+        self.port = self._beats.bind_to_random_port(f"tcp://{address}")
+        self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close its sockets."""
+        with self._context.socket(zmq.PAIR) as bell:
+            bell.connect("inproc://onebox.stop")
+            bell.send(b"")
+            self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        zap = self._authenticator.zap_socket
+        assert zap is not None
+        poller.register(zap, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._lifeline, zmq.POLLIN)
+        stall = Stall()
+        next_s = time.monotonic()
+        while True:
+            ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
+            if self._lifeline in ready:
+                os._exit(0)
+            if self._bell in ready:
+                break
+            if zap in ready:
+                asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
+            if time.monotonic() >= next_s:
+                next_s = time.monotonic() + BEAT_S
+                self._beat(stall)
+        self._authenticator.stop()
+        self._beats.close(0)
+        self._bell.close(0)
+
+    def _beat(self, stall: Stall) -> None:
+        progress = self._progress
+        stalled_s = stall.reading(
+            executed=progress.executed,
+            waiting=progress.waiting,
+            processor_s=time.process_time(),
+            now_s=time.monotonic(),
+        )
+        beat = encode(Beat(progress.executed, stalled_s, progress.doing))
+        _try(lambda: self._beats.send(beat, zmq.NOBLOCK))
+
+
+def _try(send: Callable[[], object]) -> None:
+    """Drop a beat that nobody is there to take."""
+    try:
+        send()
+    except zmq.Again:
+        pass
+
+
+class _OneKey:
+    """Lets in one public key; the interface that :mod:`zmq.auth` asks for."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Tell whether a client's key is the one."""
+        return hmac.compare_digest(key, self._key)

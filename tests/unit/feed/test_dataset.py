@@ -1,0 +1,122 @@
+"""Splits and data sets check what they are given, digits are what they should be, and names are looked up."""
+
+import dataclasses
+
+import pytest
+import torch
+from sklearn import datasets
+
+from onebox.errors import DataError, UsageError
+from onebox.feed import DataSet, Split, load_dataset
+
+
+def make_split(count: int = 4, *, channels: int = 1, side: int = 2) -> Split:
+    images = torch.arange(count * channels * side * side, dtype=torch.uint8).view(count, channels, side, side)
+    return Split(images=images, labels=torch.arange(count))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "said"),
+    [
+        (torch.zeros(2, 1, 2, 2), torch.zeros(2).long(), r"images are float32 \[2, 1, 2, 2\]"),
+        (torch.zeros(2, 2, 2).byte(), torch.zeros(2).long(), r"images are uint8 \[2, 2, 2\]"),
+        (torch.zeros(0, 1, 2, 2).byte(), torch.zeros(0).long(), r"images are uint8 \[0, 1, 2, 2\]"),
+        (torch.zeros(2, 1, 2, 2).byte(), torch.zeros(2), r"labels are float32 \[2\]"),
+        (torch.zeros(2, 1, 2, 2).byte(), torch.zeros(3).long(), r"labels are int64 \[3\]"),
+    ],
+)
+def test_split_refuses(images, labels, said):
+    with pytest.raises(UsageError, match=said):
+        Split(images=images, labels=labels)
+
+
+def test_data_set_refuses_labels_and_shapes():
+    with pytest.raises(UsageError, match="labels go from 0 to 3; allowed are 0 to 2"):
+        DataSet(name="x", classes=3, train=make_split(), test=make_split())
+    with pytest.raises(UsageError, match="C, H and W have to agree"):
+        DataSet(name="x", classes=4, train=make_split(), test=make_split(side=3))
+
+
+def test_statistics_are_those_of_the_training_images():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (50, 3, 4, 4), dtype=torch.uint8, generator=generator)
+    train = Split(images=images, labels=torch.zeros(50, dtype=torch.int64))
+    data = DataSet(name="x", classes=4, train=train, test=make_split(channels=3, side=4))
+
+    scaled = images.double() / 255
+    assert data.mean == pytest.approx(scaled.mean((0, 2, 3)).tolist(), rel=1e-12)
+    assert data.std == pytest.approx(scaled.std((0, 2, 3), correction=0).tolist(), rel=1e-12)
+
+
+def test_constant_channel_has_a_std_of_one():
+    images = torch.full((2, 1, 2, 2), 51, dtype=torch.uint8)
+    split = Split(images=images, labels=torch.zeros(2, dtype=torch.int64))
+    data = DataSet(name="x", classes=1, train=split, test=split)
+
+    assert data.mean == pytest.approx((0.2,))
+    assert data.std == (1.0,)
+
+
+def test_data_sets_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_split().images = torch.zeros(1)
+
+
+def test_digits_are_all_there_once():
+    data = load_dataset("digits")
+    images = torch.cat([data.train.images, data.test.images])
+    labels = torch.cat([data.train.labels, data.test.labels])
+
+    assert data.classes == 10
+    assert images.shape == (1797, 1, 8, 8)
+    assert (images.min(), images.max()) == (0, 255)
+    original, targets = datasets.load_digits(return_X_y=True)
+    expected = torch.from_numpy(original * 15.9375).round().byte()
+    assert sorted(zip(labels.tolist(), images.flatten(1).tolist(), strict=True)) == sorted(
+        zip(targets.tolist(), expected.tolist(), strict=True)
+    )
+
+
+def test_digits_are_split_by_a_fifth_in_each_class():
+    data = load_dataset("digits")
+    train, test = data.train.labels.bincount(), data.test.labels.bincount()
+
+    assert test.tolist() == ((train + test) // 5).tolist()
+    assert data.train.labels[:40].unique().numel() > 5  # mixed, not sorted
+
+
+def test_digits_are_the_same_each_time():
+    first, second = load_dataset("digits"), load_dataset("digits")
+
+    assert torch.equal(first.train.images, second.train.images)
+    assert torch.equal(first.test.labels, second.test.labels)
+    # The order that every published figure on digits rests on.
+    assert first.train.labels[:10].tolist() == [2, 8, 2, 6, 6, 7, 1, 9, 8, 5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("imagenet", "'imagenet' is not known; allowed are digits, mnist:FOLDER or cifar10:FOLDER"),
+        ("", "'' is not known"),
+        ("Digits", "'Digits' is not known"),
+        ("digits:/tmp", "takes no folder"),
+        ("mnist", "needs the folder that holds its files: mnist:FOLDER"),
+        ("cifar10:", "needs the folder"),
+    ],
+)
+def test_wrong_spec(spec, said):
+    with pytest.raises(UsageError, match=said):
+        load_dataset(spec)
+
+
+def test_folder_that_is_none(tmp_path):
+    with pytest.raises(DataError, match="absent is not a folder") as raised:
+        load_dataset(f"mnist:{tmp_path / 'absent'}")
+    assert raised.value.path == tmp_path / "absent"
+
+
+def test_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(DataError, match=str(tmp_path / "absent")):
+        load_dataset("mnist:~/absent")
