@@ -1,0 +1,45 @@
+"""onebox: every GPU that you can reach, as one box for training PyTorch models.
+
+>>> import onebox
+>>> pool = onebox.open("cpu*2")
+>>> len(pool)
+2
+>>> pool.close()
+
+Importing this package starts nothing and imports PyTorch only when something is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onebox.engine import Evaluation, StepLoss, Trainer
+    from onebox.errors import OneboxError
+    from onebox.pool import Pool
+    from onebox.pool import open_pool as open
+
+__version__ = "0.1.0"
+
+__all__ = ["Evaluation", "OneboxError", "Pool", "StepLoss", "Trainer", "open"]
+
+_HOMES = {
+    "Evaluation": "onebox.engine",
+    "OneboxError": "onebox.errors",
+    "Pool": "onebox.pool",
+    "StepLoss": "onebox.engine",
+    "Trainer": "onebox.engine",
+    "open": "onebox.pool",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'onebox' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), "open_pool" if name == "open" else name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""Training on a pool: lowering, steps, evaluation, checkpoints."""
+
+from onebox.engine.results import Evaluation, Event, StepLoss
+from onebox.engine.trainer import Trainer
+
+__all__ = ["Evaluation", "Event", "StepLoss", "Trainer"]

@@ -1,0 +1,68 @@
+"""Batches: nested inputs and targets, flattened to tensors and cut along the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onebox.errors import UsageError
+from onebox.wire import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Inputs and targets of one step.
+
+    Args:
+        leaves: Their tensors, flattened; each has the samples as its first dimension.
+        structure: How to nest them again.
+        size: Samples.
+    """
+
+    leaves: tuple[Tensor, ...]
+    structure: Any
+    size: int
+
+    def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
+        """Return the tensors of some samples."""
+        return tuple(leaf[start : start + size] for leaf in self.leaves)
+
+    def example(self, size: int) -> tuple[Any, Any]:
+        """Return (inputs, targets) of some size, nested as they came; only shapes and types are meant to be read."""
+        leaves = [leaf.new_zeros((size, *leaf.shape[1:])) for leaf in self.leaves]
+        inputs, targets = pytree.tree_unflatten(leaves, self.structure)
+        return inputs, targets
+
+    def signature(self, size: int) -> Hashable:
+        """Return what a capture for a size depends on."""
+        leaves = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in self.leaves)
+        return str(self.structure), leaves, size
+
+
+def as_batch(inputs: Any, targets: Any) -> Batch:
+    """Flatten inputs and targets.
+
+    Raises:
+        UsageError: They hold something else than tensors, or the tensors differ in the number of samples.
+    """
+    leaves, structure = pytree.tree_flatten((inputs, targets))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise UsageError(
+                f"inputs and targets must be tensors, nested in tuples and dicts; found a {type(leaf).__name__}"
+            )
+        dtype_name(leaf.dtype)
+    sizes = sorted({leaf.shape[0] if leaf.dim() else 0 for leaf in leaves})
+    if len(sizes) != 1 or sizes[0] == 0:
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+        raise UsageError(
+            f"every tensor of inputs and targets needs the same, non-zero number of samples as its first dimension; "
+            f"shapes: {shapes or 'no tensor at all'}"
+        )
+    return Batch(leaves=tuple(leaf.detach().to("cpu") for leaf in leaves), structure=structure, size=sizes[0])
+
+

@@ -1,0 +1,114 @@
+"""Results that arrive later: the loss of a step, and what an evaluation found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from onebox.pool import Answer, raise_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepValues:
+    """What a finished step says.
+
+    Args:
+        loss: Mean loss over the batch.
+        gradient_norm: 2-norm of all gradients before clipping; ``None`` without clipping.
+    """
+
+    loss: float
+    gradient_norm: float | None
+
+
+class StepLoss:
+    """The loss of a training step: a number that arrives later. Asking for it waits.
+
+    ``float(loss)``, ``loss.item()`` and formatting (``f"{loss:.3f}"``) all wait for the step to end.
+    """
+
+    def __init__(
+        self, step: int, futures: list[Future[Answer]], finish: Callable[[list[Answer]], StepValues]
+    ) -> None:
+        self.step = step
+        self._futures = futures
+        self._finish = finish
+        self._values: StepValues | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the step has ended."""
+        return self._values is not None or all(future.done() for future in self._futures)
+
+    def values(self) -> StepValues:
+        """Wait for the step to end.
+
+        Raises:
+            OneboxError: The step failed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._values is None:
+            try:
+                self._values = self._finish(raise_first(self._futures))
+            except Exception as error:
+                self._error = error
+                raise
+            self._futures = []
+        return self._values
+
+    def item(self) -> float:
+        """Wait for the step to end and return its loss, the mean over the samples of the batch."""
+        return self.values().loss
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The 2-norm of all gradients before clipping; ``None`` without ``clip_grad_norm``. Waits."""
+        return self.values().gradient_norm
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"StepLoss(step={self.step}, {self.item() if self._values else 'not asked for yet'})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Args:
+        loss: Mean loss over all samples.
+        metrics: Mean of each metric over all samples, by name.
+        samples: How many samples.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that a worker did, for a timeline.
+
+    Args:
+        worker: Its number.
+        track: ``compute``, ``transfer``, ``optimizer`` or ``other``.
+        name: What it did.
+        step: The training step.
+        start_ns: When it began, on the monotonic clock.
+        end_ns: When it ended.
+    """
+
+    worker: int
+    track: str
+    name: str
+    step: int
+    start_ns: int
+    end_ns: int

@@ -1,0 +1,132 @@
+"""The training state: names, numbers and tensors of parameters and buffers, and the optimizer's description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onebox.errors import UsageError
+from onebox.wire import TensorSpec, spec_of
+from onebox.wire.messages import Optimizer, Options, StateEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedState:
+    """Parameters and buffers of a model and its loss, each tensor under its first name.
+
+    Args:
+        tensors: By name; parameters first. Names begin with ``model.`` or ``loss.``.
+        parameters: Which of them are parameters.
+        numbers: The buffer that each is in, the same on every worker.
+    """
+
+    tensors: Mapping[str, Tensor]
+    parameters: frozenset[str]
+    numbers: Mapping[str, int]
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return what a tensor is."""
+        return spec_of(self.tensors[name])
+
+
+def named_state(model: nn.Module, loss: Any, new_number: Callable[[], int]) -> NamedState:
+    """Name every parameter and buffer of a model and of a loss that is a module."""
+    modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    parameters: set[str] = set()
+    for kind in ("parameters", "buffers"):
+        for prefix, module in modules.items():
+            for name, tensor in getattr(module, f"named_{kind}")(prefix=prefix):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors[name] = tensor
+                    parameters |= {name} if kind == "parameters" else set()
+    return NamedState(
+        tensors=tensors,
+        parameters=frozenset(parameters),
+        numbers={name: new_number() for name in tensors},
+    )
+
+
+def trained_names(state: NamedState, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of the parameters that an optimizer updates, in the order of its groups.
+
+    Raises:
+        UsageError: The optimizer is not a plain one of ``torch.optim``, or holds tensors that are not the model's.
+    """
+    kind = type(optimizer)
+    if kind is not getattr(torch.optim, kind.__name__, None):
+        raise UsageError(
+            f"{kind.__module__}.{kind.__qualname__} is not a class of torch.optim; workers run only those, by name"
+        )
+    names = {id(state.tensors[name]): name for name in state.parameters}
+    found: list[str] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is neither the model's nor "
+                    "the loss's: make the optimizer after the model has its final parameters"
+                )
+            if parameter.requires_grad:
+                found.append(names[id(parameter)])
+    if not found:
+        raise UsageError("the optimizer has no parameter that requires a gradient")
+    return tuple(found)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, ...]:
+    """Return the options of each parameter group, as they are now."""
+    return tuple(
+        {key: _plain(key, group[key]) for key in optimizer.defaults if key in group}
+        for group in optimizer.param_groups
+    )
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(float(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
+
+
+def optimizer_definition(
+    optimizer: torch.optim.Optimizer,
+    state: NamedState,
+    trained: tuple[str, ...],
+    entries: tuple[StateEntry, ...],
+) -> Optimizer:
+    """Describe an optimizer for a worker."""
+    position = {name: index for index, name in enumerate(trained)}
+    names = {id(state.tensors[name]): name for name in state.parameters}
+    groups = []
+    for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
+        members = tuple(position[names[id(p)]] for p in group["params"] if p.requires_grad)
+        groups.append((members, options))
+    return Optimizer(
+        type(optimizer).__name__, tuple(groups), tuple(state.numbers[name] for name in trained), entries
+    )
+
+
+def local_optimizer_state(
+    optimizer: torch.optim.Optimizer, state: NamedState, trained: tuple[str, ...]
+) -> tuple[tuple[StateEntry, ...], list[Tensor]]:
+    """Return what an optimizer that has stepped before remembers, for a worker."""
+    entries: list[StateEntry] = []
+    tensors: list[Tensor] = []
+    for index, name in enumerate(trained):
+        for key, value in sorted(optimizer.state.get(state.tensors[name], {}).items()):
+            if isinstance(value, Tensor):
+                entries.append(StateEntry(index, key, spec_of(value)))
+                tensors.append(value)
+            else:
+                entries.append(StateEntry(index, key, value))
+    return tuple(entries), tensors

@@ -1,0 +1,433 @@
+"""The trainer: a user's model, loss and optimizer, trained on a pool; the user owns the loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from onebox.engine.batch import Batch, as_batch
+from onebox.engine.calibrate import resolve_shares
+from onebox.engine.compiler import Compiler, Recipe, put_leaves
+from onebox.engine.results import Evaluation, Event, StepLoss, StepValues
+from onebox.engine.state import (
+    local_optimizer_state,
+    named_state,
+    optimizer_definition,
+    options_of,
+    trained_names,
+)
+from onebox.errors import ReplicasParted, UsageError
+from onebox.graph import Loss, Metrics, Precision
+from onebox.plan import Plan, Sync
+from onebox.pool import Answer, Pool, raise_first
+from onebox.wire import from_frame, spec_of, to_frame
+from onebox.wire.messages import (
+    Ask,
+    Define,
+    Digest,
+    Free,
+    Get,
+    Instruction,
+    Memory,
+    OptimizerState,
+    Options,
+    Put,
+    Run,
+    Scalars,
+    StateEntry,
+    Tensors,
+)
+
+Shares = Literal["auto", "equal", "measured"] | Sequence[float]
+
+_TRACED_STEPS = 200
+
+
+class Trainer:
+    """Trains a model on the devices of a pool, data-parallel, with the result that one device would give.
+
+    The loss must be a mean over the samples of its micro-batch; micro-batches are weighted by their samples.
+
+    Args:
+        model: Any module that ``torch.export`` can capture. A tuple of inputs is spread over its arguments, a dict
+            over its keyword arguments.
+        loss: Maps (outputs, targets) to a scalar, a mean over samples.
+        optimizer: An optimizer of ``torch.optim`` over the model's parameters. Its class, groups and options are
+            taken over by the workers; learning rates and other options are read anew with each step, so a scheduler
+            that changes them takes effect.
+        pool: From :func:`onebox.open`.
+        micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout see micro-batches)
+            but not on how many devices share the micro-batches. ``None`` makes each device's share one micro-batch.
+        seed: Seed of everything random in the model, with the step and the micro-batch.
+        sync: Where gradients are averaged: worker to ``workers``, or at the ``client``.
+        shares: Each device's part of the batch: ``auto`` (equal for devices that are alike, else measured),
+            ``equal``, ``measured``, or weights.
+        precision: ``bf16`` runs model and loss under autocast; parameters stay as they are.
+        clip_grad_norm: The most that the 2-norm of all gradients may be; ``None`` for no clipping.
+        metrics: For :meth:`evaluate`: each maps (outputs, targets) to a scalar, a mean over samples.
+        check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
+        in_flight: Steps that may be under way at once.
+        trace: Whether workers time their instructions, for :meth:`events`.
+
+    Raises:
+        UsageError: An argument is wrong.
+
+    Example:
+        >>> import torch, onebox
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with onebox.open("cpu*2") as pool:
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     with onebox.Trainer(model, torch.nn.functional.mse_loss, optimizer, pool=pool) as trainer:
+        ...         loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+        ...         assert loss.item() >= 0
+        ...         trainer.pull()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pool: Pool,
+        micro_batch: int | None = None,
+        seed: int = 0,
+        sync: Sync = "workers",
+        shares: Shares = "auto",
+        precision: Precision = "fp32",
+        clip_grad_norm: float | None = None,
+        metrics: Metrics | None = None,
+        check_every: int = 100,
+        in_flight: int = 2,
+        trace: bool = True,
+    ) -> None:
+        _check_arguments(precision, clip_grad_norm, check_every, in_flight)
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.pool = pool
+        self.seed = seed
+        self.steps_done = 0
+        self.precision: Precision = precision
+        self.clip_grad_norm = clip_grad_norm
+        self._check_every = check_every
+        self._in_flight = in_flight
+        self._trace = trace
+        self._state = named_state(model, loss, pool.new_number)
+        self._wanted = trained_names(self._state, optimizer)
+        self._devices = tuple(range(len(pool)))
+        self._request = (shares, micro_batch, sync)
+        Plan(devices=self._devices, shares=_even(len(pool)), micro_batch=micro_batch, sync=sync)
+        cuda = any(device.kind == "cuda" for device in pool.devices)
+        self._recipe = Recipe(
+            model=model,
+            loss=loss,
+            metrics=metrics or {},
+            precision=precision,
+            device_type="cuda" if cuda else "cpu",
+        )
+        self.plan: Plan | None = None
+        self._compiler: Compiler | None = None
+        self._optimizer_number = 0
+        self._optimizer_entries: tuple[tuple[StateEntry, ...], list[Tensor]] | None = None
+        self._sent_options: tuple[Options, ...] = ()
+        self._group = 0
+        self._running: deque[StepLoss] = deque()
+        self._traces: deque[tuple[int, list[tuple[str, ...]], list[tuple[int, ...]]]] = deque(maxlen=_TRACED_STEPS)
+        self._closed = False
+        self._upload()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- training
+
+    def step(self, inputs: Any, targets: Any) -> StepLoss:
+        """Start one training step.
+
+        Args:
+            inputs: Tensors nested in tuples and dicts; the first dimension of each is the samples.
+            targets: Likewise.
+
+        Returns:
+            The loss, which arrives later; asking for it waits. At most ``in_flight`` steps are under way: when there
+            are more, this call waits for the oldest.
+
+        Raises:
+            UsageError: The batch is not one.
+            CaptureError: The model cannot be captured.
+            OneboxError: This or an earlier step failed.
+        """
+        self._require_open()
+        batch = as_batch(inputs, targets)
+        compiler = self._ready(batch)
+        routines, shares = compiler.step(batch)
+        while len(self._running) >= self._in_flight:
+            self._running.popleft().values()
+        options = options_of(self.optimizer)
+        changed = () if options == self._sent_options else options
+        self._sent_options = options
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
+        number = self.steps_done
+        check = self._check_every and len(self._devices) > 1 and (number + 1) % self._check_every == 0
+        futures: list[Future[Answer]] = []
+        for worker, routine, parts in zip(self._devices, routines, shares, strict=True):
+            puts: list[Instruction] = []
+            bindings: list[int] = []
+            frames: list[Any] = []
+            for part in parts:
+                put, numbers, elements = put_leaves(self.pool, batch.slice(part.start, part.size))
+                puts.append(put)
+                bindings += numbers
+                frames += elements
+            run = Run(routine.number, tuple(bindings), number, self.seed, changed, self._trace)
+            after = [Ask("digest", tuple(self._state.numbers.values()))] if check else []
+            futures.append(self.pool.post(worker, [*puts, run, *after], frames, answer=True))
+        weights = [routine.losses for routine in routines]
+        labels = [routine.labels for routine in routines]
+        result = StepLoss(number, futures, lambda answers: self._finish(number, weights, labels, answers))
+        self._running.append(result)
+        self.steps_done += 1
+        return result
+
+    def _finish(
+        self,
+        step: int,
+        weights: Sequence[Sequence[float]],
+        labels: list[tuple[str, ...]],
+        answers: list[Answer],
+    ) -> StepValues:
+        """Put together what the replicas answered."""
+        total = 0.0
+        norm = None
+        digests = set()
+        for answer, own in zip(answers, weights, strict=True):
+            scalars = [result for result in answer.results if isinstance(result, Scalars)]
+            total += sum(w * v for w, v in zip(own, scalars[-1].values, strict=True))
+            norm = scalars[0].values[0] if len(scalars) > 1 else None
+            digests |= {result.value for result in answer.results if isinstance(result, Digest)}
+        if len(digests) > 1:
+            raise ReplicasParted(
+                f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
+                "look for faulty memory or an operator that is not deterministic"
+            )
+        self._traces.append((step, labels, [answer.times_ns for answer in answers]))
+        return StepValues(loss=total, gradient_norm=norm)
+
+    def wait(self) -> None:
+        """Wait for all steps under way.
+
+        Raises:
+            OneboxError: One of them failed.
+        """
+        while self._running:
+            self._running.popleft().values()
+
+    # ---- evaluation
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Evaluation:
+        """Return the mean loss and metrics over batches, in eval mode, without changing anything.
+
+        Args:
+            batches: (inputs, targets) of each.
+
+        Raises:
+            UsageError: There is no batch.
+            OneboxError: Something failed on a worker.
+        """
+        self._require_open()
+        names = list(self._recipe.metrics)
+        sums = [0.0] * (1 + len(names))
+        samples = 0
+        pending: deque[tuple[int, Future[Answer]]] = deque()
+
+        def collect() -> None:
+            nonlocal samples
+            size, future = pending.popleft()
+            (scalars,) = raise_first([future])[0].results
+            assert isinstance(scalars, Scalars)
+            samples += size
+            for index, value in enumerate(scalars.values):
+                sums[index] += size * value
+
+        for inputs, targets in batches:
+            batch = as_batch(inputs, targets)
+            compiler = self._ready(batch)
+            plan = self._planned()
+            chunks = Plan(devices=plan.devices, shares=plan.shares, micro_batch=None, sync=plan.sync)
+            while len(pending) > self._in_flight * len(self._devices):
+                collect()
+            for worker, parts in zip(self._devices, chunks.micro_batches(batch.size), strict=True):
+                for part in parts:
+                    routine = compiler.evaluation(batch, part.size)
+                    put, numbers, frames = put_leaves(self.pool, batch.slice(part.start, part.size))
+                    run = Run(routine.number, numbers, seed=self.seed)
+                    pending.append((part.size, self.pool.post(worker, [put, run], frames, answer=True)))
+        while pending:
+            collect()
+        if not samples:
+            raise UsageError("evaluate() was given no batch")
+        means = [value / samples for value in sums]
+        return Evaluation(loss=means[0], metrics=dict(zip(names, means[1:], strict=True)), samples=samples)
+
+    # ---- state
+
+    def pull(self) -> None:
+        """Copy the trained weights and buffers back into the model (and the loss, if it has any).
+
+        Raises:
+            OneboxError: A step failed.
+        """
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                self._state.tensors[name].copy_(tensor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
+        self._require_open()
+        self.wait()
+        numbers = tuple(self._state.numbers.values())
+        (answer,) = raise_first([self.pool.post(self._devices[0], [Get(numbers)], answer=True)])
+        (listing,) = answer.results
+        assert isinstance(listing, Tensors)
+        made = [from_frame(spec, frame) for spec, frame in zip(listing.specs, answer.frames, strict=True)]
+        return dict(zip(self._state.numbers, made, strict=True))
+
+    def optimizer_state(self) -> list[tuple[str, str, Tensor | float | None]]:
+        """Return the optimizer's state as (parameter, key, value)."""
+        self._require_open()
+        self.wait()
+        if self._compiler is None:
+            entries, tensors = self._optimizer_entries or ((), [])
+            names = self._wanted
+        else:
+            ask = Ask("optimizer", (self._optimizer_number,))
+            (answer,) = raise_first([self.pool.post(self._devices[0], [ask], answer=True)])
+            (listing,) = answer.results
+            assert isinstance(listing, OptimizerState)
+            entries, names = listing.entries, self._compiler.trained
+            specs = [entry.value for entry in entries if not isinstance(entry.value, bool | int | float | None)]
+            tensors = [from_frame(spec, frame) for spec, frame in zip(specs, answer.frames, strict=True)]
+        left = iter(tensors)
+        return [
+            (
+                names[entry.parameter],
+                entry.key,
+                entry.value if isinstance(entry.value, bool | int | float | None) else next(left),
+            )
+            for entry in entries
+        ]
+
+    def memory(self) -> list[Memory]:
+        """Return for each device the bytes used, the peak so far, and the quota."""
+        self._require_open()
+        answers = raise_first([self.pool.post(worker, [Ask("memory")], answer=True) for worker in self._devices])
+        return [result for answer in answers for result in answer.results if isinstance(result, Memory)]
+
+    def events(self) -> list[Event]:
+        """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
+        return [
+            Event(
+                worker=worker,
+                track=_track(label),
+                name=label,
+                step=step,
+                start_ns=times[2 * index],
+                end_ns=times[2 * index + 1],
+            )
+            for step, labels, all_times in self._traces
+            for worker, own, times in zip(self._devices, labels, all_times, strict=True)
+            for index, label in enumerate(own if times else ())
+        ]
+
+    def close(self) -> None:
+        """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(Exception):  # the pool may be broken, or closed before
+            if self._group:
+                self.pool.leave_group(self._group, self._devices)
+            free = Free(tuple(self._state.numbers.values()), (self._optimizer_number,))
+            for worker in self._devices:
+                self.pool.post(worker, [free])
+
+    # ---- setting up
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this trainer is closed; make another one on the pool")
+
+    def _planned(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+    def _upload(self) -> None:
+        """Put parameters and buffers on all workers."""
+        for name, tensor in self._state.tensors.items():
+            put = Put((self._state.numbers[name],), (spec_of(tensor),))
+            frame = to_frame(tensor.detach().clone())
+            for worker in self._devices:
+                self.pool.post(worker, [put], [frame])
+
+    def _ready(self, batch: Batch) -> Compiler:
+        """Plan and compile, with the first batch."""
+        if self._compiler is None:
+            shares, micro_batch, sync = self._request
+            resolved = resolve_shares(shares, self.pool, self._recipe, batch, self._state.numbers)
+            self.plan = Plan(devices=self._devices, shares=resolved, micro_batch=micro_batch, sync=sync)
+            if len(self._devices) > 1:
+                self._group = self.pool.form_group(self._devices, sync)
+            compiler = Compiler(
+                self.pool, self.plan, self._recipe, self._state.numbers, self.clip_grad_norm or 0.0
+            )
+            compiler.begin(batch, self._wanted, self._define_optimizer, self._group)
+            self._compiler = compiler
+        return self._compiler
+
+    def _define_optimizer(self, trained: tuple[str, ...]) -> int:
+        entries, tensors = self._optimizer_entries or local_optimizer_state(self.optimizer, self._state, trained)
+        self._optimizer_number = self.pool.new_number()
+        definition = optimizer_definition(self.optimizer, self._state, trained, entries)
+        self._sent_options = options_of(self.optimizer)
+        frames = [to_frame(tensor) for tensor in tensors]
+        futures = [
+            self.pool.post(worker, [Define(self._optimizer_number, definition)], frames, answer=True)
+            for worker in self._devices
+        ]
+        raise_first(futures)
+        return self._optimizer_number
+
+
+def _even(count: int) -> tuple[float, ...]:
+    return (1 / count,) * count
+
+
+def _track(label: str) -> str:
+    kind = label.split()[0]
+    return {"forward": "compute", "backward": "compute", "reduce": "transfer"}.get(kind, "other")
+
+
+def _check_arguments(
+    precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int
+) -> None:
+    if precision not in ("fp32", "bf16"):
+        raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
+    if check_every < 0 or in_flight < 1:
+        raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
+
+

@@ -1,0 +1,80 @@
+"""Small programs: a slice of a program, and element-wise programs that engines need around a model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebox.wire import (
+    DType,
+    Many,
+    Operator,
+    OwnDevice,
+    Program,
+    Slot,
+    TensorSpec,
+    reads,
+    with_deaths,
+)
+
+
+def extract(program: Program, outputs: Sequence[int]) -> Program:
+    """Return the part of a program that some of its slots need; its inputs stay as they are.
+
+    Args:
+        program: The whole.
+        outputs: Slots that the part gives out.
+    """
+    needed = set(outputs)
+    body: list[Operator] = []
+    for operator in reversed(program.operators):
+        if needed & {slot for slot in operator.outs if slot is not None}:
+            needed |= set(reads(operator))
+            body.append(operator)
+    return with_deaths(Program(program.inputs, tuple(reversed(body)), tuple(outputs), program.slots))
+
+
+def add_all(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program of inputs ``a0 … an, b0 … bn`` that gives ``a0 + b0 … an + bn``."""
+    return combine_all(specs, [1.0] * len(specs))
+
+
+def combine_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
+    """Return a program of inputs ``a0 … an, b0 … bn`` that gives ``a0 * f0 + b0 … an * fn + bn``."""
+    count = len(specs)
+    operators: list[Operator] = []
+    slots = 2 * count
+    outputs: list[int] = []
+    for index, (spec, factor) in enumerate(zip(specs, factors, strict=True)):
+        left = index
+        if factor != 1.0:
+            operators.append(Operator("aten.mul.Scalar", (Slot(index), factor), {}, (slots,), (spec,)))
+            left, slots = slots, slots + 1
+        operators.append(Operator("aten.add.Tensor", (Slot(left), Slot(count + index)), {}, (slots,), (spec,)))
+        outputs.append(slots)
+        slots += 1
+    return with_deaths(Program((*specs, *specs), tuple(operators), tuple(outputs), slots))
+
+
+def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
+    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``."""
+    count = len(specs)
+    operators = tuple(
+        Operator("aten.mul.Scalar", (Slot(index), factor), {}, (count + index,), (spec,))
+        for index, (spec, factor) in enumerate(zip(specs, factors, strict=True))
+    )
+    return with_deaths(Program(tuple(specs), operators, tuple(range(count, 2 * count)), 2 * count))
+
+
+def zeros(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program without inputs that gives tensors of zeros."""
+    operators = tuple(
+        Operator(
+            "aten.zeros.default",
+            (Many(spec.shape),),
+            {"dtype": DType(spec.dtype), "device": OwnDevice()},
+            (index,),
+            (spec,),
+        )
+        for index, spec in enumerate(specs)
+    )
+    return Program((), operators, tuple(range(len(specs))), len(specs))

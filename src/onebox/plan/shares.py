@@ -1,0 +1,49 @@
+"""How a batch is shared out over devices. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebox.errors import UsageError
+
+ALIKE = 1.15
+"""Devices whose speeds differ by less than this factor get equal shares: it is the noise of a short measurement."""
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Share out whole units in proportion to weights, by largest remainders.
+
+    Args:
+        total: Units, such as samples or micro-batches.
+        weights: One for each receiver; not negative, not all zero.
+
+    Returns:
+        Units of each receiver; they add up to ``total``, and equal inputs give equal results.
+
+    Raises:
+        UsageError: A weight is negative or not finite, or all are zero.
+
+    Example:
+        >>> apportion(10, [2.0, 1.0])
+        [7, 3]
+    """
+    if not weights or any(not 0 <= weight < float("inf") for weight in weights) or not sum(weights):
+        raise UsageError(f"shares {list(weights)}: allowed are finite numbers from 0 up, not all 0")
+    whole = sum(weights)
+    exact = [total * weight / whole for weight in weights]
+    units = [int(part) for part in exact]
+    order = sorted(range(len(weights)), key=lambda index: (units[index] - exact[index], index))
+    for index in order[: total - sum(units)]:
+        units[index] += 1
+    return units
+
+
+def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
+    """Turn measured speeds into shares that add up to 1; speeds that are alike count as equal.
+
+    Args:
+        speeds: Samples per second of each device, positive.
+    """
+    if max(speeds) < ALIKE * min(speeds):
+        return [1 / len(speeds)] * len(speeds)
+    return [speed / sum(speeds) for speed in speeds]
