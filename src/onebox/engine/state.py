@@ -14,6 +14,10 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.messages import Optimizer, Options, StateEntry
 
 
+OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
+"""What an optimizer remembers: (parameter, key, value)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedState:
     """Parameters and buffers of a model and its loss, each tensor under its first name.
@@ -116,17 +120,23 @@ def optimizer_definition(
     )
 
 
-def local_optimizer_state(
-    optimizer: torch.optim.Optimizer, state: NamedState, trained: tuple[str, ...]
+def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:
+    """Return what an optimizer that has stepped before remembers, as (parameter, key, value)."""
+    return [
+        (name, key, value)
+        for name in state.tensors
+        for key, value in sorted(optimizer.state.get(state.tensors[name], {}).items())
+    ]
+
+
+def state_entries(
+    remembered: OptimizerEntries, trained: tuple[str, ...]
 ) -> tuple[tuple[StateEntry, ...], list[Tensor]]:
-    """Return what an optimizer that has stepped before remembers, for a worker."""
-    entries: list[StateEntry] = []
-    tensors: list[Tensor] = []
-    for index, name in enumerate(trained):
-        for key, value in sorted(optimizer.state.get(state.tensors[name], {}).items()):
-            if isinstance(value, Tensor):
-                entries.append(StateEntry(index, key, spec_of(value)))
-                tensors.append(value)
-            else:
-                entries.append(StateEntry(index, key, value))
-    return tuple(entries), tensors
+    """Turn what an optimizer remembers into entries for a worker and the tensors of those that have one."""
+    position = {name: index for index, name in enumerate(trained)}
+    known = [(name, key, value) for name, key, value in remembered if name in position]
+    entries = tuple(
+        StateEntry(position[name], key, spec_of(value) if isinstance(value, Tensor) else value)
+        for name, key, value in known
+    )
+    return entries, [value for _, _, value in known if isinstance(value, Tensor)]

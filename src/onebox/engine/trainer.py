@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,19 +16,23 @@ from torch import Tensor, nn
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.compiler import Compiler, Recipe, put_leaves
+from onebox.engine.checkpoint import VERSION, Checkpoint, Manifest, NumberEntry, read, write
+from onebox.engine.restore import group_entries, restore
 from onebox.engine.results import Evaluation, Event, StepLoss, StepValues
 from onebox.engine.state import (
+    OptimizerEntries,
     local_optimizer_state,
     named_state,
     optimizer_definition,
     options_of,
+    state_entries,
     trained_names,
 )
 from onebox.errors import ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire import from_frame, spec_of, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.messages import (
     Ask,
     Define,
@@ -41,7 +46,6 @@ from onebox.wire.messages import (
     Put,
     Run,
     Scalars,
-    StateEntry,
     Tensors,
 )
 
@@ -136,7 +140,8 @@ class Trainer:
         self.plan: Plan | None = None
         self._compiler: Compiler | None = None
         self._optimizer_number = 0
-        self._optimizer_entries: tuple[tuple[StateEntry, ...], list[Tensor]] | None = None
+        self._remembered = local_optimizer_state(optimizer, self._state)
+        self.extra: dict[str, Any] = {}
         self._sent_options: tuple[Options, ...] = ()
         self._group = 0
         self._running: deque[StepLoss] = deque()
@@ -305,30 +310,109 @@ class Trainer:
         made = [from_frame(spec, frame) for spec, frame in zip(listing.specs, answer.frames, strict=True)]
         return dict(zip(self._state.numbers, made, strict=True))
 
-    def optimizer_state(self) -> list[tuple[str, str, Tensor | float | None]]:
-        """Return the optimizer's state as (parameter, key, value)."""
+    def optimizer_state(self) -> OptimizerEntries:
+        """Return what the optimizer remembers, as (parameter, key, value)."""
         self._require_open()
         self.wait()
         if self._compiler is None:
-            entries, tensors = self._optimizer_entries or ((), [])
-            names = self._wanted
-        else:
-            ask = Ask("optimizer", (self._optimizer_number,))
-            (answer,) = raise_first([self.pool.post(self._devices[0], [ask], answer=True)])
-            (listing,) = answer.results
-            assert isinstance(listing, OptimizerState)
-            entries, names = listing.entries, self._compiler.trained
-            specs = [entry.value for entry in entries if not isinstance(entry.value, bool | int | float | None)]
-            tensors = [from_frame(spec, frame) for spec, frame in zip(specs, answer.frames, strict=True)]
-        left = iter(tensors)
+            return self._remembered
+        ask = Ask("optimizer", (self._optimizer_number,))
+        (answer,) = raise_first([self.pool.post(self._devices[0], [ask], answer=True)])
+        (listing,) = answer.results
+        assert isinstance(listing, OptimizerState)
+        frames = iter(answer.frames)
         return [
             (
-                names[entry.parameter],
+                self._compiler.trained[entry.parameter],
                 entry.key,
-                entry.value if isinstance(entry.value, bool | int | float | None) else next(left),
+                from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value,
             )
-            for entry in entries
+            for entry in listing.entries
         ]
+
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
+        """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
+
+        Args:
+            path: The checkpoint folder; each save is a folder inside it, named for its step.
+            extra: Anything that JSON can hold, such as the position in the data and a scheduler's state; after
+                :meth:`resume` it is in ``trainer.extra``.
+            keep: How many saves to keep, the newest; all when ``None``.
+
+        Returns:
+            The folder of this save.
+
+        Raises:
+            CheckpointError: It could not be written.
+            OneboxError: A step failed.
+        """
+        state = self.tensors()
+        remembered = self.optimizer_state()
+        shares, micro_batch, sync = self._request
+        manifest = Manifest(
+            format="onebox-checkpoint",
+            version=VERSION,
+            torch=str(torch.__version__),
+            step=self.steps_done,
+            seed=self.seed,
+            precision=self.precision,
+            clip_grad_norm=self.clip_grad_norm,
+            micro_batch=micro_batch,
+            sync=sync,
+            shares=self.plan.shares if self.plan else (),
+            optimizer=type(self.optimizer).__name__,
+            groups=group_entries(self.optimizer, self._state),
+            numbers=tuple(NumberEntry(n, k, v) for n, k, v in remembered if not isinstance(v, Tensor)),
+            extra=dict(extra or {}),
+        )
+        tensors = {(name, key): value for name, key, value in remembered if isinstance(value, Tensor)}
+        return write(Path(path), Checkpoint(manifest=manifest, state=state, optimizer=tensors), keep=keep)
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pool: Pool,
+        **options: Any,
+    ) -> Self:
+        """Make a trainer that goes on from a checkpoint.
+
+        With the same plan (as many devices, nothing overridden) the run ends with the same bits as one that was not
+        interrupted.
+
+        Args:
+            path: A checkpoint folder (its newest save), or the folder of one save.
+            model: As it was made for the first trainer; its weights are overwritten.
+            loss: As before.
+            optimizer: As before; its options become those of the checkpoint.
+            pool: The pool.
+            **options: Arguments of :class:`Trainer` that are to differ from the checkpoint's.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or it belongs to another model or optimizer.
+        """
+        checkpoint = read(Path(path))
+        manifest = checkpoint.manifest
+        restore(checkpoint, model, loss, optimizer)
+        same = len(manifest.shares) == len(pool)
+        settings: dict[str, Any] = {
+            "micro_batch": manifest.micro_batch,
+            "seed": manifest.seed,
+            "sync": manifest.sync,
+            "shares": manifest.shares if same else "auto",
+            "precision": manifest.precision,
+            "clip_grad_norm": manifest.clip_grad_norm,
+        }
+        trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
+        trainer.steps_done = manifest.step
+        trainer.extra = manifest.extra
+        trainer._remembered = [(n, k, tensor) for (n, k), tensor in checkpoint.optimizer.items()]
+        trainer._remembered += [(entry.parameter, entry.key, entry.value) for entry in manifest.numbers]
+        return trainer
 
     def memory(self) -> list[Memory]:
         """Return for each device the bytes used, the peak so far, and the quota."""
@@ -398,7 +482,8 @@ class Trainer:
         return self._compiler
 
     def _define_optimizer(self, trained: tuple[str, ...]) -> int:
-        entries, tensors = self._optimizer_entries or local_optimizer_state(self.optimizer, self._state, trained)
+        entries, tensors = state_entries(self._remembered, trained)
+        self._remembered = []
         self._optimizer_number = self.pool.new_number()
         definition = optimizer_definition(self.optimizer, self._state, trained, entries)
         self._sent_options = options_of(self.optimizer)

@@ -18,6 +18,10 @@ ALLOWED = (
 """Classes of ``torch.optim`` that workers run. Not LBFGS (it calls the model again) and not SparseAdam."""
 
 
+_KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options that choose a kernel; they stay as they were decided when the optimizer was made."""
+
+
 class NativeOptimizer:
     """An optimizer that updates buffers in place.
 
@@ -55,7 +59,7 @@ class NativeOptimizer:
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""
         for group, changed in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(_plain(changed))
+            group.update({key: value for key, value in _plain(changed).items() if key not in _KERNEL_OPTIONS})
 
     def step(self, gradients: list[Tensor], max_norm: float) -> float | None:
         """Update the parameters.

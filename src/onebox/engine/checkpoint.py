@@ -1,0 +1,277 @@
+"""Checkpoints: folders of safetensors files and one JSON manifest, written atomically, checked when read.
+
+A checkpoint folder holds one folder a save, ``step-00000020``, written under another name, synced to disk and renamed;
+a process that is killed at any moment leaves whole ones only. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import safetensors.torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from torch import Tensor
+
+from onebox.errors import CheckpointError, UsageError
+from onebox.wire.messages import Options
+
+VERSION = 1
+_MANIFEST = "manifest.json"
+_FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_MANIFEST_BYTES = 256 << 20
+
+
+class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a checkpoint: its name, bytes, and SHA-256."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class GroupEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter group: the names of its parameters, and its options."""
+
+    parameters: tuple[str, ...]
+    options: Options
+
+
+class NumberEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of an optimizer's state that is no tensor."""
+
+    parameter: str
+    key: str
+    value: bool | int | float | None
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint is.
+
+    Args:
+        format: Always the same word.
+        version: Of this form.
+        torch: The torch version that wrote it.
+        step: Steps done.
+        seed: The run's seed.
+        precision: ``fp32`` or ``bf16``.
+        clip_grad_norm: For clipping.
+        micro_batch: Samples of a micro-batch.
+        sync: Where gradients are averaged.
+        shares: Each replica's share of the batch.
+        optimizer: Class in ``torch.optim``.
+        groups: Its parameter groups.
+        numbers: Entries of its state that are no tensors.
+        extra: What the user added, such as the position in the data.
+        files: The other files.
+    """
+
+    format: Literal["onebox-checkpoint"]
+    version: int
+    torch: str
+    step: int
+    seed: int
+    precision: Literal["fp32", "bf16"]
+    clip_grad_norm: float | None
+    micro_batch: int | None
+    sync: Literal["workers", "client"]
+    shares: tuple[float, ...]
+    optimizer: str
+    groups: tuple[GroupEntry, ...]
+    numbers: tuple[NumberEntry, ...]
+    extra: dict[str, Any]
+    files: tuple[FileEntry, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Args:
+        manifest: What it is.
+        state: Parameters and buffers; names begin with ``model.`` or ``loss.``.
+        optimizer: Tensors of the optimizer's state, by (parameter, key).
+    """
+
+    manifest: Manifest
+    state: Mapping[str, Tensor]
+    optimizer: Mapping[tuple[str, str], Tensor]
+
+
+def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
+    """Write a checkpoint into a folder, atomically.
+
+    Args:
+        folder: Made if it is not there.
+        checkpoint: What to write.
+        keep: How many saves to keep, the newest; all when ``None``.
+
+    Returns:
+        The folder of this save.
+
+    Raises:
+        UsageError: ``keep`` is less than 1, or ``extra`` is not JSON.
+        CheckpointError: The disk is full, or the folder cannot be written to; older saves are whole.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep={keep}: at least the newest checkpoint must be kept")
+    temporary = folder / f".writing-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        try:
+            final = _write_files(temporary, folder, checkpoint)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole", path=folder
+        ) from error
+    for old in saves(folder)[keep:] if keep is not None else ():
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
+    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in _FILES}
+    for name, tensor in checkpoint.state.items():
+        prefix, _, rest = name.partition(".")
+        tensors[f"{prefix}.safetensors"][rest] = tensor.contiguous()
+    for (name, key), tensor in checkpoint.optimizer.items():
+        tensors["optimizer.safetensors"][f"{name}/{key}"] = tensor.contiguous()
+    entries = []
+    for name in _FILES:
+        safetensors.torch.save_file(tensors[name], temporary / name)
+        entries.append(_entry(temporary / name))
+        _sync(temporary / name)
+    manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries))
+    try:
+        text = msgspec.json.format(msgspec.json.encode(manifest))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"extra={manifest.extra!r} cannot be written as JSON: {error}") from None
+    (temporary / _MANIFEST).write_bytes(text)
+    _sync(temporary / _MANIFEST)
+    _sync(temporary)
+    final = _free_name(folder, manifest.step)
+    temporary.rename(final)
+    _sync(folder)
+    return final
+
+
+def saves(folder: Path) -> list[Path]:
+    """Return the saves in a checkpoint folder, newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.append(((int(match[1]), int(match[2] or 0)), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint: the newest save of a folder, or the folder of one save.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged or foreign; the message says what is wrong.
+    """
+    if not (path / _MANIFEST).exists():
+        found = saves(path)
+        if not found:
+            raise CheckpointError(f"{path} holds no checkpoint: no manifest.json and no step-… folder", path=path)
+        path = found[0]
+    manifest = _read_manifest(path)
+    for entry in manifest.files:
+        _verify(path, entry)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in _FILES:
+        try:
+            tensors[name] = safetensors.torch.load_file(path / name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path / name} is no safetensors file: {error}", path=path / name) from None
+    state = {f"model.{name}": tensor for name, tensor in tensors["model.safetensors"].items()}
+    state |= {f"loss.{name}": tensor for name, tensor in tensors["loss.safetensors"].items()}
+    optimizer = {}
+    for name, tensor in tensors["optimizer.safetensors"].items():
+        parameter, _, key = name.rpartition("/")
+        optimizer[parameter, key] = tensor
+    return Checkpoint(manifest=manifest, state=state, optimizer=optimizer)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / _MANIFEST
+    try:
+        if file.stat().st_size > _MANIFEST_BYTES:
+            raise CheckpointError(f"{file} is larger than {_MANIFEST_BYTES} bytes", path=file)
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{file} is damaged, or no manifest of onebox: {error}", path=file) from None
+    if manifest.version != VERSION:
+        raise CheckpointError(
+            f"{file} is of version {manifest.version}; this onebox reads version {VERSION}", path=file
+        )
+    if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
+        raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)
+    return manifest
+
+
+def _verify(path: Path, entry: FileEntry) -> None:
+    file = path / entry.name
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; resume from an earlier save beside it", path=file)
+    found = _entry(file)
+    if found.size_bytes != entry.size_bytes:
+        raise CheckpointError(
+            f"{file} has {found.size_bytes} bytes, but the manifest says {entry.size_bytes}; it is cut short or "
+            "foreign: resume from an earlier save beside it",
+            path=file,
+        )
+    if found.sha256 != entry.sha256:
+        raise CheckpointError(
+            f"{file} has another checksum than the manifest says; it is damaged: resume from an earlier save "
+            "beside it",
+            path=file,
+        )
+
+
+def _entry(file: Path) -> FileEntry:
+    with file.open("rb") as stream:
+        return FileEntry(file.name, file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
+
+def _free_name(folder: Path, step: int) -> Path:
+    final = folder / f"step-{step:08d}"
+    again = 0
+    while final.exists():
+        again += 1
+        final = folder / f"step-{step:08d}.{again}"
+    return final
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a process that is gone has left half written."""
+    for path in folder.glob(".writing-*"):
+        owner = path.name.removeprefix(".writing-")
+        if not owner.isdigit() or int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Bringing a checkpoint back into a user's model and optimizer, after checking that it is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from onebox.engine.checkpoint import Checkpoint, GroupEntry
+from onebox.engine.state import NamedState, named_state, options_of
+from onebox.errors import CheckpointError
+from onebox.wire import spec_of
+
+
+def group_entries(optimizer: torch.optim.Optimizer, state: NamedState) -> tuple[GroupEntry, ...]:
+    """Describe the parameter groups of an optimizer by the names of their parameters."""
+    names = {id(tensor): name for name, tensor in state.tensors.items()}
+    return tuple(
+        GroupEntry(tuple(names[id(parameter)] for parameter in group["params"]), options)
+        for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True)
+    )
+
+
+def restore(
+    checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Overwrite a model's weights and an optimizer's options with those of a checkpoint.
+
+    Raises:
+        CheckpointError: It belongs to another model or optimizer; nothing has been overwritten then.
+    """
+    state = named_state(model, loss, lambda: 0)
+    _check_state(checkpoint, state)
+    _check_optimizer(checkpoint, optimizer, state)
+    with torch.no_grad():
+        for name, tensor in checkpoint.state.items():
+            state.tensors[name].copy_(tensor)
+    for group, entry in zip(optimizer.param_groups, checkpoint.manifest.groups, strict=True):
+        for key, value in entry.options.items():
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _check_state(checkpoint: Checkpoint, state: NamedState) -> None:
+    missing = sorted(set(state.tensors) - set(checkpoint.state))
+    foreign = sorted(set(checkpoint.state) - set(state.tensors))
+    if missing or foreign:
+        which = f"it lacks {missing[0]}" if missing else f"it has {foreign[0]}, which the model has not"
+        raise CheckpointError(f"the checkpoint belongs to another model: {which}")
+    for name, tensor in checkpoint.state.items():
+        if spec_of(tensor) != state.spec(name):
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: {name} is {spec_of(tensor)} there and {state.spec(name)} "
+                "in the model"
+            )
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, state: NamedState) -> None:
+    manifest = checkpoint.manifest
+    if type(optimizer).__name__ != manifest.optimizer:
+        raise CheckpointError(
+            f"the checkpoint was written with {manifest.optimizer}, but the optimizer is a {type(optimizer).__name__}"
+        )
+    ours = [entry.parameters for entry in group_entries(optimizer, state)]
+    if ours != [entry.parameters for entry in manifest.groups]:
+        raise CheckpointError("the checkpoint has other parameter groups than the optimizer")
