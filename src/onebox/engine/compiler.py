@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.messages import Ask, Call, Define, Free, Put, Routine, StoredProgram
+
+
+_CAPTURING = threading.Lock()
+"""torch.export keeps state in module globals: two threads must not trace at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +60,8 @@ class Captures:
         """
         key = (batch.signature(size), train)
         if key not in self._models:
-            recipe = self._recipe
-            captured = capture(
-                recipe.model,
-                recipe.loss,
-                batch.example(size),
-                mode="train" if train else "evaluate",
-                metrics=recipe.metrics,
-                precision=recipe.precision,
-                device_type=recipe.device_type,
-            )
-            model = model_programs(captured, backward=train, trained=trained)
+            with _CAPTURING:
+                model = self._capture(batch, size, train=train, trained=trained)
             self._models[key] = model
             self._constants[key] = {name: self._pool.new_number() for name in model.constants}
             numbers = tuple(self._constants[key].values())
@@ -75,6 +71,19 @@ class Captures:
                 for worker in self._devices:
                     self._pool.post(worker, [Put(numbers, specs)], frames)
         return self._models[key]
+
+    def _capture(self, batch: Batch, size: int, *, train: bool, trained: frozenset[str] | None) -> ModelPrograms:
+        recipe = self._recipe
+        captured = capture(
+            recipe.model,
+            recipe.loss,
+            batch.example(size),
+            mode="train" if train else "evaluate",
+            metrics=recipe.metrics,
+            precision=recipe.precision,
+            device_type=recipe.device_type,
+        )
+        return model_programs(captured, backward=train, trained=trained)
 
     def constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
         """Return the buffers of a capture's constants, by name."""

@@ -301,8 +301,8 @@ class ReplicaLowering:
                 else:
                     place[slot] = self._numbers.new()
                     mortal.add(place[slot])
-            still = {place[s] for later in pieces[index + 1 :] for s in later.inputs}
-            takes = [i for i, slot in enumerate(piece.inputs) if place[slot] in mortal and place[slot] not in still]
+            still = {slot for later in pieces[index + 1 :] for slot in later.inputs}
+            takes = [i for i, slot in enumerate(piece.inputs) if place[slot] in mortal and slot not in still]
             builder.call(
                 piece.program,
                 [place[slot] for slot in piece.inputs],

@@ -109,6 +109,7 @@ class Pool:
             OneboxError: The group could not be formed.
         """
         group = self.new_number()
+        same_host = len({self.devices[worker].host for worker in workers}) == 1
         kinds = {self.devices[worker].kind for worker in workers}
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
@@ -119,7 +120,7 @@ class Pool:
         joined = [
             self.post(
                 worker,
-                [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S)],
+                [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host)],
                 answer=True,
             )
             for rank, worker in enumerate(workers)

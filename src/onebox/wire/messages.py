@@ -211,6 +211,7 @@ class FormGroup(_Message, frozen=True, tag="form"):
         backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
         address: The address of this host that the group's sockets bind.
         timeout_s: Bound of every wait inside the group.
+        same_host: Whether all members are processes of one host, which may share memory.
     """
 
     group: int
@@ -219,6 +220,7 @@ class FormGroup(_Message, frozen=True, tag="form"):
     backend: Literal["gloo", "nccl", "client"]
     address: str
     timeout_s: float
+    same_host: bool = False
 
 
 class LeaveGroup(_Message, frozen=True, tag="leave"):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import Contribution, FormGroup, Lookup, Reduced, Rendezvous
+from onebox.worker.shared import SharedReducer, supported
 from onebox.worker.tape import Progress
 
 
@@ -121,8 +122,8 @@ class Bucket:
 class Group(Protocol):
     """A group that this worker is in."""
 
-    def reduce(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Start to sum a flat tensor over the ranks; return what waits for the sum and returns it."""
+    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to sum tensors of one type over the ranks; return what waits for the flat sum and returns it."""
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> None:
         """Start to send a tensor to a rank."""
@@ -154,13 +155,22 @@ class TorchGroup:
             options._timeout = timeout
             options._threads = 1
             self._group = dist.ProcessGroupGloo(self._store, form.rank, form.size, options)
+        shareable = form.same_host and device.type == "cpu" and supported()
+        self._shared = (
+            SharedReducer(self._store, form.rank, form.size, form.timeout_s) if shareable else None
+        )
 
-    def reduce(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Start to sum a flat tensor over the ranks."""
+    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        if self._shared is not None:
+            shared = self._shared
+            wait = self._guard(lambda: shared.reduce(tensors))
+            return lambda: self._wait(wait)
+        flat = _flat(tensors)
         work = self._guard(lambda: self._group.allreduce([flat]))
 
         def finish() -> Tensor:
-            self._wait(work)
+            self._wait(work.wait)
             return flat
 
         return finish
@@ -177,7 +187,7 @@ class TorchGroup:
         work = self._guard(lambda: self._group.recv([tensor], peer, channel))
 
         def finish() -> Tensor:
-            self._wait(work)
+            self._wait(work.wait)
             return tensor
 
         return finish
@@ -185,13 +195,16 @@ class TorchGroup:
     def close(self) -> None:
         """Leave the group; peers that wait for this worker fail at once."""
         self._sending.clear()
+        if self._shared is not None:
+            self._shared.leave()
+            self._shared = None
         self._group.abort() if hasattr(self._group, "abort") else None
         self._group = None
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, wait: Callable[[], Any]) -> Any:
         self._progress.waiting = True
         try:
-            self._guard(work.wait)
+            return self._guard(wait)
         finally:
             self._progress.waiting = False
 
@@ -215,8 +228,9 @@ class ClientGroup:
         self._progress = progress
         self._order = 0
 
-    def reduce(self, flat: Tensor) -> Callable[[], Tensor]:
-        """Send a flat tensor to the client to be summed."""
+    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Send tensors of one type to the client to be summed, as one flat tensor."""
+        flat = _flat(tensors)
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
         self._channel.say(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
@@ -242,6 +256,10 @@ class ClientGroup:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def form_group(form: FormGroup, channel: ClientChannel, device: torch.device, progress: Progress) -> Group:

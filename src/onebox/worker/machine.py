@@ -261,10 +261,9 @@ class Machine:
     def _reduce(self, reduce: Reduce, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         numbers = [resolve(reference) for reference in reduce.buffers]
         tensors = [self.store.get(number) for number in numbers]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         shapes = [tensor.shape for tensor in tensors]
+        finish = self._group(reduce.group).reduce(tensors)
         del tensors
-        finish = self._group(reduce.group).reduce(flat)
         times, place = self.times_ns, len(self.times_ns)
 
         def done() -> None:

@@ -1,0 +1,73 @@
+"""What does it cost to train on a worker instead of in the script's own process?
+
+One worker against plain eager PyTorch, each on one thread, in turn. The published system (Yang 2018) takes 2.44 times
+as long on a remote GPU as on a local one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import onebox
+from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
+from torch import nn
+
+STEPS = {"cnn": 20, "mlp": 120}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pool", default="cpu")
+    options = parser.parse_args()
+    rows, result, processor = [], {}, []
+    with onebox.open(options.pool, threads=1) as pool:
+        for name in MODELS:
+            local, remote, client = measure(name, pool, options.rounds)
+            ratios = [r / l for r, l in zip(remote, local, strict=True)]
+            processor += client
+            result[f"{name}_ratio"] = round(statistics.median(ratios), 4)
+            rows.append([name, spread(local, 2), spread(remote, 2), spread(ratios), spread(client, 2)])
+    result["client_cpu_ms"] = round(statistics.median(processor), 4)
+    show(
+        f"One worker against eager PyTorch, batch {BATCH}, one thread each: median (least to most)",
+        ["model", "local ms/step", "worker ms/step", "worker / local", "client CPU ms/step"],
+        rows,
+    )
+    finish(result, as_json=options.json)
+
+
+def measure(name: str, pool: onebox.Pool, rounds: int) -> tuple[list[float], list[float], list[float]]:
+    """Return milliseconds a step locally, on the worker, and of the client's own processor time."""
+    local, remote, client = [], [], []
+    steps = STEPS[name]
+    data = batches(8, BATCH)
+    model, optimizer = make(name)
+    peer = Peer("eager", name)
+    with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, trace=False) as trainer:
+
+        def run(count: int) -> None:
+            for step in range(count):
+                trainer.step(*data[step % len(data)])
+            trainer.wait()
+
+        run(steps // 2)
+        peer.start(steps // 2)
+        peer.seconds()
+        for _ in range(rounds):
+            peer.start(steps)
+            local.append(peer.seconds() / steps * 1e3)
+            begin, used = time.perf_counter(), time.process_time()
+            run(steps)
+            remote.append((time.perf_counter() - begin) / steps * 1e3)
+            client.append((time.process_time() - used) / steps * 1e3)
+    peer.close()
+    return local, remote, client
+
+
+if __name__ == "__main__":
+    main()
