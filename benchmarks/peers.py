@@ -51,11 +51,7 @@ def main() -> None:
     rank, size, port = map(int, rest)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     try:
-        serve(
-            training(
-                name, lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True), rank
-            )
-        )
+        serve(training(name, lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True), rank))
     finally:
         dist.destroy_process_group()
 

@@ -10,9 +10,10 @@ import argparse
 import statistics
 import time
 
-import onebox
 from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
 from torch import nn
+
+import onebox
 
 STEPS = {"cnn": 20, "mlp": 120}
 
@@ -28,7 +29,7 @@ def main() -> None:
     with onebox.open(options.pool, threads=1) as pool:
         for name in MODELS:
             local, remote, client = measure(name, pool, options.rounds)
-            ratios = [r / l for r, l in zip(remote, local, strict=True)]
+            ratios = [ours / theirs for ours, theirs in zip(remote, local, strict=True)]
             processor += client
             result[f"{name}_ratio"] = round(statistics.median(ratios), 4)
             rows.append([name, spread(local, 2), spread(remote, 2), spread(ratios), spread(client, 2)])

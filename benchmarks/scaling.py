@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import onebox
 from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
 from torch import nn
+
+import onebox
 
 STEPS = {"cnn": 12, "mlp": 80}
 SIDES = ("onebox, two copies", "onebox, 2 workers", "eager, two copies", "DDP on Gloo, 2 ranks")
@@ -58,7 +59,13 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
     steps = STEPS[name]
     rates: dict[str, list[float]] = {side: [] for side in SIDES}
     with ExitStack() as stack:
-        sides = dict(zip(SIDES, (copies(name, stack), workers(name, stack), eager(name, stack), ddp(name, stack)), strict=True))
+        sides = dict(
+            zip(
+                SIDES,
+                (copies(name, stack), workers(name, stack), eager(name, stack), ddp(name, stack)),
+                strict=True,
+            )
+        )
         for run in sides.values():
             run(steps // 2)
         for _ in range(rounds):
@@ -71,9 +78,7 @@ def trainer(name: str, spec: str, stack: ExitStack) -> onebox.Trainer:
     """Return a trainer on a pool of its own."""
     model, optimizer = make(name)
     pool = stack.enter_context(onebox.open(spec, threads=1))
-    return stack.enter_context(
-        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, trace=False)
-    )
+    return stack.enter_context(onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, trace=False))
 
 
 def steps_of(one: onebox.Trainer, size: int) -> Callable[[int], None]:

@@ -128,9 +128,7 @@ class WorkerDied(WorkerError):
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
-    def __init__(
-        self, message: str, *, exit_status: int | None = None, last_words: str = "", **where: Any
-    ) -> None:
+    def __init__(self, message: str, *, exit_status: int | None = None, last_words: str = "", **where: Any) -> None:
         super().__init__(message, **where)
         self.exit_status = exit_status
         self.last_words = last_words

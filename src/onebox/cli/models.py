@@ -155,9 +155,7 @@ class Cnn(nn.Sequential):
         dropout: Share of features that are dropped before the classifier, and half of it after each halving.
     """
 
-    def __init__(
-        self, image: ImageShape, classes: int, *, base_width: int = 32, dropout: float = 0.2
-    ) -> None:
+    def __init__(self, image: ImageShape, classes: int, *, base_width: int = 32, dropout: float = 0.2) -> None:
         layers: list[nn.Module] = []
         channels, height, width = image.channels, image.height, image.width
         features = base_width
@@ -219,9 +217,7 @@ class Gpt(nn.Module):
         heads: Attention heads; a divisor of the features.
     """
 
-    def __init__(
-        self, image: ImageShape, classes: int, *, features: int = 128, depth: int = 4, heads: int = 4
-    ) -> None:
+    def __init__(self, image: ImageShape, classes: int, *, features: int = 128, depth: int = 4, heads: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(image.channels * image.width, features)
         self.positions = nn.Parameter(torch.empty(image.height, features))

@@ -32,7 +32,7 @@ def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
     """
     specs = specs_by_slot(program)
     root = {slot: slot for slot in range(len(program.inputs))}
-    alive = {slot: 1 for slot in root}
+    alive = dict.fromkeys(root, 1)
     unread = set(takes) - {slot for operator in program.operators for slot in reads(operator)}
     now = -sum(specs[slot].size_bytes for slot in unread - set(program.outputs))
     peak, peak_operator = 0, 0

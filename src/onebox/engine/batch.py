@@ -64,5 +64,3 @@ def as_batch(inputs: Any, targets: Any) -> Batch:
             f"shapes: {shapes or 'no tensor at all'}"
         )
     return Batch(leaves=tuple(leaf.detach().to("cpu") for leaf in leaves), structure=structure, size=sizes[0])
-
-

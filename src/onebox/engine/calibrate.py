@@ -57,7 +57,9 @@ def measure_speeds(pool: Pool, recipe: Recipe, batch: Batch, state: Mapping[str,
     size = max(1, batch.size // len(pool))
     captures = Captures(recipe, pool, tuple(workers))
     model = captures.programs(batch, size, train=False, trained=None)
-    routine, programs = _measuring_routine(model, captures.constants(batch, size, train=False), pool, state, len(batch.leaves))
+    routine, programs = _measuring_routine(
+        model, captures.constants(batch, size, train=False), pool, state, len(batch.leaves)
+    )
     times: dict[int, list[int]] = {worker: [] for worker in workers}
     for worker in workers:
         pool.post(worker, programs)
@@ -65,9 +67,7 @@ def measure_speeds(pool: Pool, recipe: Recipe, batch: Batch, state: Mapping[str,
         futures = []
         for worker in workers:
             put, numbers, frames = put_leaves(pool, batch.slice(0, size))
-            futures.append(
-                pool.post(worker, [put, Run(routine, numbers, trace=True)], frames, answer=True)
-            )
+            futures.append(pool.post(worker, [put, Run(routine, numbers, trace=True)], frames, answer=True))
         for worker, answer in enumerate(raise_first(futures)):
             times[worker].append(answer.times_ns[1] - answer.times_ns[0])
     for worker in workers:
@@ -81,9 +81,12 @@ def _measuring_routine(
     program, routine = pool.new_number(), pool.new_number()
     outputs = tuple(pool.new_number() for _ in model.forward.outputs)
     numbers = {"leaf": lambda name: -1 - int(name), "constant": constants.__getitem__}
-    inputs = tuple(numbers.get(port.kind, state.__getitem__)(port.name) for port in model.forward.inputs)  # type: ignore[operator]
+    inputs = tuple(numbers.get(port.kind, state.__getitem__)(port.name) for port in model.forward.inputs)
     steps = (
         Call(program, inputs, outputs),
         Free((*outputs, *(-1 - leaf for leaf in range(leaves)))),
     )
-    return routine, [Define(program, StoredProgram(model.forward.program)), Define(routine, Routine(steps, leaves))]
+    return routine, [
+        Define(program, StoredProgram(model.forward.program)),
+        Define(routine, Routine(steps, leaves)),
+    ]

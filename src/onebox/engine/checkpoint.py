@@ -135,7 +135,8 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole", path=folder
+            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole",
+            path=folder,
         ) from error
     for old in saves(folder)[keep:] if keep is not None else ():
         shutil.rmtree(old, ignore_errors=True)
@@ -241,8 +242,7 @@ def _verify(path: Path, entry: FileEntry) -> None:
         )
     if found.sha256 != entry.sha256:
         raise CheckpointError(
-            f"{file} has another checksum than the manifest says; it is damaged: resume from an earlier save "
-            "beside it",
+            f"{file} has another checksum than the manifest says; it is damaged: resume from an earlier save beside it",
             path=file,
         )
 

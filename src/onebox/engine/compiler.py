@@ -18,7 +18,6 @@ from onebox.pool import Pool
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.messages import Ask, Call, Define, Free, Put, Routine, StoredProgram
 
-
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
 
@@ -123,7 +122,9 @@ class Compiler:
         self._evaluations: dict[Hashable, EvaluationRoutine] = {}
         self.trained: tuple[str, ...] = ()
 
-    def begin(self, batch: Batch, wanted: tuple[str, ...], define: Callable[[tuple[str, ...]], int], group: int) -> None:
+    def begin(
+        self, batch: Batch, wanted: tuple[str, ...], define: Callable[[tuple[str, ...]], int], group: int
+    ) -> None:
         """Learn from the first batch which parameters have gradients, and fix the buckets.
 
         Args:
@@ -137,9 +138,7 @@ class Compiler:
         assert model.backward is not None
         with_gradient = {str(port.name) for port in model.backward.outputs}
         self.trained = tuple(name for name in wanted if name in with_gradient)
-        numbers = Numbers(
-            state=self._state, optimizer=define(self.trained), group=group, new=self._pool.new_number
-        )
+        numbers = Numbers(state=self._state, optimizer=define(self.trained), group=group, new=self._pool.new_number)
         buckets = gradient_buckets(model.backward)
         self._lowerings = [
             ReplicaLowering(
@@ -183,9 +182,7 @@ class Compiler:
         return self._steps[key]
 
     def _store(self, worker: int, routine: StepRoutine) -> None:
-        weights = [
-            torch.tensor(weight, dtype=DTYPES[spec.dtype]) for weight, spec in routine.weights.values()
-        ]
+        weights = [torch.tensor(weight, dtype=DTYPES[spec.dtype]) for weight, spec in routine.weights.values()]
         put = Put(tuple(routine.weights), tuple(spec_of(weight) for weight in weights))
         self._pool.post(worker, [put, *routine.definitions], [to_frame(weight) for weight in weights])
 
@@ -216,7 +213,10 @@ class Compiler:
             for worker in self._plan.devices:
                 self._pool.post(
                     worker,
-                    [Define(program, StoredProgram(model.forward.program)), Define(routine, Routine(steps, leaves))],
+                    [
+                        Define(program, StoredProgram(model.forward.program)),
+                        Define(routine, Routine(steps, leaves)),
+                    ],
                 )
             self._evaluations[key] = EvaluationRoutine(number=routine)
         return self._evaluations[key]

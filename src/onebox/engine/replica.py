@@ -146,10 +146,7 @@ def gradient_buckets(backward: NamedProgram, size_bytes: int = BUCKET_BYTES) -> 
 
 def _made_by(program: Program) -> dict[int, int]:
     return {
-        slot: number
-        for number, operator in enumerate(program.operators)
-        for slot in operator.outs
-        if slot is not None
+        slot: number for number, operator in enumerate(program.operators) for slot in operator.outs if slot is not None
     }
 
 
@@ -269,9 +266,7 @@ class ReplicaLowering:
                 outputs.append(ports[port])
         takes = [i for i, port in enumerate(forward.inputs) if port.kind == "leaf" and port not in later]
         inputs = [self._number(port, ports) for port in forward.inputs]
-        builder.call(
-            forward.program, inputs, outputs, f"forward {micro_batch}", takes=takes, micro_batch=micro_batch
-        )
+        builder.call(forward.program, inputs, outputs, f"forward {micro_batch}", takes=takes, micro_batch=micro_batch)
 
     def _backward(
         self,
@@ -396,7 +391,11 @@ class ReplicaLowering:
             state = [self._numbers.state[name] for name in names]
             moved = [self._moved[name] for name in names]
             builder.call(
-                combine_all(specs, factors), [*state, *moved], state, "statistics", takes=range(2 * len(names))
+                combine_all(specs, factors),
+                [*state, *moved],
+                state,
+                "statistics",
+                takes=range(2 * len(names)),
             )
         constant = [name for name, update in model.updates.items() if update.kind == "constant"]
         repeats = share.total - len(share.micro_batches)

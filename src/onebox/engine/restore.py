@@ -22,9 +22,7 @@ def group_entries(optimizer: torch.optim.Optimizer, state: NamedState) -> tuple[
     )
 
 
-def restore(
-    checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer
-) -> None:
+def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer) -> None:
     """Overwrite a model's weights and an optimizer's options with those of a checkpoint.
 
     Raises:

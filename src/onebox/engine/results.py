@@ -28,9 +28,7 @@ class StepLoss:
     ``float(loss)``, ``loss.item()`` and formatting (``f"{loss:.3f}"``) all wait for the step to end.
     """
 
-    def __init__(
-        self, step: int, futures: list[Future[Answer]], finish: Callable[[list[Answer]], StepValues]
-    ) -> None:
+    def __init__(self, step: int, futures: list[Future[Answer]], finish: Callable[[list[Answer]], StepValues]) -> None:
         self.step = step
         self._futures = futures
         self._finish = finish

@@ -13,7 +13,6 @@ from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.messages import Optimizer, Options, StateEntry
 
-
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
 """What an optimizer remembers: (parameter, key, value)."""
 
@@ -87,8 +86,7 @@ def trained_names(state: NamedState, optimizer: torch.optim.Optimizer) -> tuple[
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, ...]:
     """Return the options of each parameter group, as they are now."""
     return tuple(
-        {key: _plain(key, group[key]) for key in optimizer.defaults if key in group}
-        for group in optimizer.param_groups
+        {key: _plain(key, group[key]) for key in optimizer.defaults if key in group} for group in optimizer.param_groups
     )
 
 
@@ -115,9 +113,7 @@ def optimizer_definition(
     for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
         members = tuple(position[names[id(p)]] for p in group["params"] if p.requires_grad)
         groups.append((members, options))
-    return Optimizer(
-        type(optimizer).__name__, tuple(groups), tuple(state.numbers[name] for name in trained), entries
-    )
+    return Optimizer(type(optimizer).__name__, tuple(groups), tuple(state.numbers[name] for name in trained), entries)
 
 
 def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.calibrate import resolve_shares
-from onebox.engine.compiler import Compiler, Recipe, put_leaves
 from onebox.engine.checkpoint import VERSION, Checkpoint, Manifest, NumberEntry, read, write
+from onebox.engine.compiler import Compiler, Recipe, put_leaves
 from onebox.engine.restore import group_entries, restore
 from onebox.engine.results import Evaluation, Event, StepLoss, StepValues
 from onebox.engine.state import (
@@ -348,7 +348,7 @@ class Trainer:
         """
         state = self.tensors()
         remembered = self.optimizer_state()
-        shares, micro_batch, sync = self._request
+        _shares, micro_batch, sync = self._request
         manifest = Manifest(
             format="onebox-checkpoint",
             version=VERSION,
@@ -474,9 +474,7 @@ class Trainer:
             self.plan = Plan(devices=self._devices, shares=resolved, micro_batch=micro_batch, sync=sync)
             if len(self._devices) > 1:
                 self._group = self.pool.form_group(self._devices, sync)
-            compiler = Compiler(
-                self.pool, self.plan, self._recipe, self._state.numbers, self.clip_grad_norm or 0.0
-            )
+            compiler = Compiler(self.pool, self.plan, self._recipe, self._state.numbers, self.clip_grad_norm or 0.0)
             compiler.begin(batch, self._wanted, self._define_optimizer, self._group)
             self._compiler = compiler
         return self._compiler
@@ -501,18 +499,14 @@ def _even(count: int) -> tuple[float, ...]:
 
 
 def _track(label: str) -> str:
-    kind = label.split()[0]
+    kind = label.split(maxsplit=1)[0]
     return {"forward": "compute", "backward": "compute", "reduce": "transfer"}.get(kind, "other")
 
 
-def _check_arguments(
-    precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int
-) -> None:
+def _check_arguments(precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
     if precision not in ("fp32", "bf16"):
         raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
     if check_every < 0 or in_flight < 1:
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
-
-

@@ -51,9 +51,7 @@ class Batches:
         require_int("seed", self.seed)
         if self.drop_last and self.batch_size > len(self.split):
             came = f"batch_size is {self.batch_size} and drop_last is set"
-            raise UsageError(
-                f"{came}, which leaves no batch: allowed are at most {len(self.split)}, the samples."
-            )
+            raise UsageError(f"{came}, which leaves no batch: allowed are at most {len(self.split)}, the samples.")
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -87,9 +85,7 @@ class Batches:
         """
         require_int("start", start, least=0)
         if start > len(self):
-            raise UsageError(
-                f"start is {start}; the epoch has {len(self)} batches, so at most that is allowed."
-            )
+            raise UsageError(f"start is {start}; the epoch has {len(self)} batches, so at most that is allowed.")
         return self._cut(self.order(epoch), start)
 
     def _cut(self, order_N: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:

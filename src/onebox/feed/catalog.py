@@ -37,9 +37,7 @@ def load_dataset(spec: str) -> DataSet:
     name, colon, place = spec.partition(":")
     if name == "digits":
         if colon:
-            raise UsageError(
-                f"Data set {spec!r}: digits comes with scikit-learn and takes no folder; say digits."
-            )
+            raise UsageError(f"Data set {spec!r}: digits comes with scikit-learn and takes no folder; say digits.")
         return load_digits()
     if name not in FOLDER_LOADERS:
         raise UsageError(f"Data set {spec!r} is not known; allowed are {ALLOWED}.")
@@ -47,7 +45,5 @@ def load_dataset(spec: str) -> DataSet:
         raise UsageError(f"Data set {spec!r} needs the folder that holds its files: {name}:FOLDER.")
     folder = Path(place).expanduser()
     if not folder.is_dir():
-        raise DataError(
-            f"{folder} is not a folder; {name}:FOLDER names the one that holds the files.", path=folder
-        )
+        raise DataError(f"{folder} is not a folder; {name}:FOLDER names the one that holds the files.", path=folder)
     return FOLDER_LOADERS[name](folder)

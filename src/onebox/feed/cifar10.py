@@ -49,9 +49,7 @@ def load_cifar10(folder: Path) -> DataSet:
     names = sorted(set(train_classes))
     unknown = sorted(set(test_classes) - set(names))
     if unknown:
-        raise DataError(
-            f"{test_path} has class {unknown[0]!r}; {train_path.name} has only {names}.", path=test_path
-        )
+        raise DataError(f"{test_path} has class {unknown[0]!r}; {train_path.name} has only {names}.", path=test_path)
     if train_images.shape[1:] != test_images.shape[1:]:
         came, other = list(test_images.shape[2:]), list(train_images.shape[2:])
         raise DataError(
@@ -98,9 +96,7 @@ def _members(path: Path) -> Iterator[TarMember]:
         todo = "put the CIFAR-10 archives there, or name the folder that holds them: cifar10:FOLDER"
         raise DataError(f"{path} is missing; {todo}.", path=path) from error
     except tarfile.TarError as error:
-        raise DataError(
-            f"{path} is damaged or no plain tar archive ({error}). Fetch it again.", path=path
-        ) from error
+        raise DataError(f"{path} is damaged or no plain tar archive ({error}). Fetch it again.", path=path) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}.", path=path) from error
 
@@ -119,17 +115,13 @@ def _require_end_marker(file: BinaryIO, end: int, path: Path) -> None:
     """
     file.seek(end)
     if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise DataError(
-            f"{path} is damaged or cut off at byte {end}: no end marker. Fetch it again.", path=path
-        )
+        raise DataError(f"{path} is damaged or cut off at byte {end}: no end marker. Fetch it again.", path=path)
 
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> TarMember:
     name = MEMBER_NAME.fullmatch(member.name)
     if name is None or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise _bad_member(
-            path, member.name, "does not belong there; allowed are files named class/number.jpg"
-        )
+        raise _bad_member(path, member.name, "does not belong there; allowed are files named class/number.jpg")
     if not 0 < member.size <= MAX_MEMBER_BYTES:
         raise _bad_member(path, member.name, f"has {member.size} bytes; allowed are 1 to {MAX_MEMBER_BYTES}")
     stream = archive.extractfile(member)

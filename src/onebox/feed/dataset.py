@@ -37,13 +37,9 @@ class Split:
     def __post_init__(self) -> None:
         images, labels = self.images, self.labels
         if images.dtype != torch.uint8 or images.dim() != 4 or images.numel() == 0:
-            raise UsageError(
-                f"images are {_describe(images)}; they have to be uint8 [N, C, H, W], none of them 0."
-            )
+            raise UsageError(f"images are {_describe(images)}; they have to be uint8 [N, C, H, W], none of them 0.")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
-            raise UsageError(
-                f"labels are {_describe(labels)}; they have to be int64 [{len(images)}], one an image."
-            )
+            raise UsageError(f"labels are {_describe(labels)}; they have to be int64 [{len(images)}], one an image.")
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -83,9 +79,7 @@ class DataSet:
         for split in (self.train, self.test):
             low, high = int(split.labels.min()), int(split.labels.max())
             if low < 0 or high >= self.classes:
-                raise UsageError(
-                    f"{self.name}: labels go from {low} to {high}; allowed are 0 to {self.classes - 1}."
-                )
+                raise UsageError(f"{self.name}: labels go from {low} to {high}; allowed are 0 to {self.classes - 1}.")
         mean, std = _channel_statistics(self.train.images)
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "std", std)

@@ -70,9 +70,7 @@ def _read_header(stream: BinaryIO, path: Path, dims: int) -> tuple[int, ...]:
     magic = stream.read(4)
     if magic != expected:
         came = magic.hex() or "nothing"
-        raise _damaged(
-            path, f"it starts with {came}; {dims}-dimensional IDX bytes start with {expected.hex()}"
-        )
+        raise _damaged(path, f"it starts with {came}; {dims}-dimensional IDX bytes start with {expected.hex()}")
     header = stream.read(4 * dims)
     if len(header) != 4 * dims:
         raise _damaged(path, f"it ends inside its header, after {4 + len(header)} bytes")

@@ -65,9 +65,7 @@ def _read_part(folder: Path, part: str) -> Split:
     if len(wrong):
         sample = int(wrong[0])
         came = f"label {int(labels_N[sample])} at sample {sample}"
-        raise DataError(
-            f"{labels_path} has {came}; allowed are 0 to {CLASSES - 1}.", path=labels_path, sample=sample
-        )
+        raise DataError(f"{labels_path} has {came}; allowed are 0 to {CLASSES - 1}.", path=labels_path, sample=sample)
     return Split(images=images_NHW.unsqueeze(1), labels=labels_N)
 
 

@@ -84,9 +84,7 @@ class Prefetch(Generic[T]):
         try:
             raise error or StopIteration
         finally:
-            del (
-                error
-            )  # its traceback holds this frame: without this, a cycle that keeps the source's items alive
+            del error  # its traceback holds this frame: without this, a cycle that keeps the source's items alive
 
     def close(self) -> None:
         """Stop the thread and wait for it, at most 5 seconds. May be called again.

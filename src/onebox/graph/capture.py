@@ -1,23 +1,26 @@
 """Capture: a model and a loss become one exported program, with the names of everything that it reads.
 
-The module that is exported maps (inputs, targets) to (loss, outputs) for training and to (loss, metrics) for
-evaluation. Shapes are fixed: another batch size is another capture.
+The module that is exported maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another batch size is another capture.
 """
 
 from __future__ import annotations
 
 import contextlib
-import traceback
+import logging
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
+from onebox.graph.locate import explain, node_refusal
+from onebox.graph.portable import bfloat16_autocast, portable_operators
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16"]
@@ -25,8 +28,11 @@ Precision = Literal["fp32", "bf16"]
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
-_TORCH = Path(torch.__file__).parent
-_HERE = Path(__file__).parent.parent
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+"""Loggers of PyTorch that tell of what the error tells again."""
+
+_RECURRENT = r"The tensor attributes? (self\.[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned"
+"""A warning for every recurrent layer: it lists its parameters anew, under a name of its own."""
 
 
 class Wrapper(nn.Module):
@@ -36,39 +42,71 @@ class Wrapper(nn.Module):
         model: The user's model. A tuple of inputs is spread over its positional arguments, a dict over its keyword
             arguments, anything else is its one argument.
         loss: Maps (outputs, targets) to a scalar.
-        metrics: Each maps (outputs, targets) to a scalar; they replace the outputs.
+        metrics: Each maps (outputs, targets) to a scalar; ``None`` for training.
         precision: ``bf16`` for autocast.
-        device_type: The device type that autocast is for.
     """
 
-    def __init__(
-        self, model: nn.Module, loss: Loss, metrics: Metrics | None, precision: Precision, device_type: str
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, metrics: Metrics | None, precision: Precision) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
-        self.metrics = None if metrics is None else dict(metrics)
+        self.metrics = dict(metrics or {})
         self.precision = precision
-        self.device_type = device_type
 
-    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Any]:
-        """Return the loss, and the outputs (detached) or the metrics."""
-        autocast = (
-            torch.autocast(self.device_type, torch.bfloat16)
-            if self.precision == "bf16"
-            else contextlib.nullcontext()
+    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+        """Return the loss and the metrics."""
+        try:
+            with bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext():
+                with _assignments_written(self):
+                    return self._compute(inputs, targets)
+        except CaptureError:
+            raise
+        except Exception as error:  # here, because the exporter prints the graph of an error that reaches it
+            raise explain(error, self.model) from error
+
+    def _compute(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+        if isinstance(inputs, tuple):
+            outputs = self.model(*inputs)
+        elif isinstance(inputs, dict):
+            outputs = self.model(**inputs)
+        else:
+            outputs = self.model(inputs)
+        results = {"the loss": self.loss(outputs, targets)}
+        results |= {f"metric {name!r}": metric(outputs, targets) for name, metric in self.metrics.items()}
+        for what, value in results.items():
+            _require_scalar(what, value)
+        return tuple(results.values())
+
+
+@contextlib.contextmanager
+def _assignments_written(module: nn.Module) -> Iterator[None]:
+    """Let ``self.buffer = value`` write into the buffer; the exporter would drop it without a word."""
+    before = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for part, name, buffer in before:
+        assigned = part._buffers.get(name)
+        if assigned is buffer:
+            continue
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            raise CaptureError(
+                f"{type(part).__name__}.{name} is a buffer to which forward assigns something of another type or shape"
+            )
+        buffer.copy_(assigned.detach())
+        part._buffers[name] = buffer
+
+
+def _require_scalar(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise CaptureError(f"{what} is a {type(value).__name__}, but must be a tensor that the graph computes")
+    if value.dim():
+        raise CaptureError(
+            f"{what} has the shape {list(value.shape)}, but must be a scalar: reduce it, by .mean() for example"
         )
-        with autocast:
-            if isinstance(inputs, tuple):
-                outputs = self.model(*inputs)
-            elif isinstance(inputs, dict):
-                outputs = self.model(**inputs)
-            else:
-                outputs = self.model(inputs)
-            loss = self.loss(outputs, targets)
-            if self.metrics is not None:
-                return loss, tuple(metric(outputs, targets) for metric in self.metrics.values())
-        return loss, ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +117,13 @@ class Captured:
         exported: From ``torch.export``.
         example: The (inputs, targets) that it was captured with.
         aliases: For each name of a parameter or buffer the first name of the same tensor; tied weights share one.
+        device_type: Where the graph is to run.
     """
 
     exported: ExportedProgram
     example: tuple[Any, Any]
     aliases: Mapping[str, str]
+    device_type: str
 
 
 def capture(
@@ -105,26 +145,43 @@ def capture(
         mode: ``evaluate`` sets every module to eval.
         metrics: With ``evaluate``, more scalars of (outputs, targets).
         precision: ``bf16`` runs the model and the loss under autocast.
-        device_type: The device type that autocast is for.
+        device_type: ``cpu``, or another one to keep operators out that only CPUs have.
 
     Raises:
         CaptureError: The model depends on the values of tensors in a way that no graph can hold, or the loss is not
             a scalar; the message names the line.
     """
-    wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, device_type)
-    with _mode(model, mode), torch.random.fork_rng(devices=[]):
+    wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision)
+    with _mode(model, mode), torch.random.fork_rng(devices=[]), portable_operators(device_type), quiet():
         try:
             exported = torch.export.export(wrapper, example, strict=False)
         except CaptureError:
             raise
         except Exception as error:
-            raise _explain(error, model) from error
-    shape = _first_output_shape(exported)
-    if shape != ():
-        raise CaptureError(
-            f"the loss has the shape {list(shape)}, but must be a scalar: reduce it, by .mean() for example"
-        )
-    return Captured(exported=exported, example=example, aliases=_aliases(wrapper))
+            raise explain(error, model) from error
+    _require_known_shapes(exported)
+    _require_buffers(exported)
+    return Captured(exported=exported, example=example, aliases=_aliases(wrapper), device_type=device_type)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep to itself what PyTorch logs and warns of in this thread while it captures."""
+    mine = threading.get_ident()
+
+    def other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(other_thread)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _RECURRENT)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other_thread)
 
 
 @contextlib.contextmanager
@@ -145,13 +202,32 @@ def _mode(model: nn.Module, mode: Mode) -> Iterator[None]:
             module.training = training
 
 
-def _first_output_shape(exported: ExportedProgram) -> tuple[int, ...]:
-    output = next(node for node in exported.graph.nodes if node.op == "output")
-    name = exported.graph_signature.user_outputs[0]
-    for node in output.args[0]:
-        if getattr(node, "name", None) == name:
-            return tuple(node.meta["val"].shape)
-    raise CaptureError("the loss must be a tensor that the graph computes; what came is a constant or no tensor")
+def _require_known_shapes(exported: ExportedProgram) -> None:
+    """Refuse numbers and shapes that come from the values of tensors."""
+    for node in exported.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            sizes = value.shape if isinstance(value, Tensor) else [value]
+            if any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes):
+                raise node_refusal(
+                    node,
+                    f"{node.target} makes a number or a shape out of the values of a tensor",
+                    "Keep it in a tensor of a shape that is known: use torch.where or a mask, and no .item()",
+                )
+
+
+def _require_buffers(exported: ExportedProgram) -> None:
+    """Refuse writes to tensors that are attributes of a module and no buffers."""
+    plain = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in exported.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.is_write and getattr(value, "name", None) in plain:
+                raise node_refusal(
+                    node,
+                    f"forward writes to {plain[value.name].removeprefix('model.')}, which is no buffer",
+                    "Make it one: self.register_buffer(...)",
+                )
 
 
 def _aliases(wrapper: nn.Module) -> dict[str, str]:
@@ -164,31 +240,3 @@ def _aliases(wrapper: nn.Module) -> dict[str, str]:
     for name, tensor in named:
         aliases[name] = first.setdefault(id(tensor), name)
     return aliases
-
-
-def _explain(error: Exception, model: nn.Module) -> CaptureError:
-    """Turn what the exporter raised into one message that names the user's line."""
-    where = line = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if frame.filename.startswith("<") or path.is_relative_to(_TORCH) or path.is_relative_to(_HERE):
-            continue
-        if "contextlib" in path.name or "importlib" in path.parts:
-            continue
-        where, line = f"{frame.filename}:{frame.lineno}", frame.line
-    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
-    data_dependent = "data-dependent" in str(error) or "DataDependent" in type(error).__name__
-    place = f" at {where}: {line}" if where else ""
-    if data_dependent:
-        advice = (
-            "The line makes a decision on the value of a tensor. Use torch.where or torch.cond instead, or compute "
-            "the decision from shapes"
-        )
-    else:
-        advice = f"The line raised {type(error).__name__} under torch.export; the model may also fail without onebox"
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured as a graph{place}\n"
-        f"  {reason}\n"
-        f"  {advice}. A model that cannot be captured runs on a virtual device (vgpu), operator by operator.",
-        where=where,
-    )

@@ -24,7 +24,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from onebox.errors import CaptureError
-from onebox.graph.capture import Captured
+from onebox.graph.capture import Captured, quiet
+from onebox.graph.locate import node_refusal
+from onebox.graph.portable import portable_operators
 
 
 class Port(NamedTuple):
@@ -37,9 +39,7 @@ class Port(NamedTuple):
         name: Qualified name, or index.
     """
 
-    kind: Literal[
-        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "saved"
-    ]
+    kind: Literal["parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "saved"]
     name: str | int
 
 
@@ -72,6 +72,8 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
     """
     module = captured.exported.module()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet())
+        stack.enter_context(portable_operators(captured.device_type))
         if not backward:
             stack.enter_context(torch.no_grad())
         try:
@@ -80,6 +82,7 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
             raise CaptureError(f"the model cannot be differentiated as a graph: {error}") from error
         graph = joint.graph_module.graph
         _forget_statistics(graph)
+        outputs = list(_outputs(graph, captured))
         constants: dict[str, Tensor] = {}
         inputs = [
             (node, _input_port(node.meta["desc"], captured, module, constants))
@@ -90,7 +93,6 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
             if node.op == "get_attr":
                 constants[node.target] = getattr(joint.graph_module, node.target)
                 inputs.append((node, Port("constant", node.target)))
-        outputs = list(_outputs(graph, captured))
     if backward and not any(port.kind == "gradient" for _, port in outputs):
         raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
     return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants)
@@ -139,13 +141,17 @@ def _outputs(graph: fx.Graph, captured: Captured) -> list[tuple[fx.Node, Port]]:
             name = captured.aliases.get(desc.grad_of.target)
             if name is not None:
                 found.append((node, Port("gradient", name)))
-        elif isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, BufferAOTInput):
-            found.append((node, Port("update", captured.aliases[desc.mutated_input.target])))
         elif isinstance(desc, InputMutationAOTOutput):
-            raise CaptureError(
-                "the model writes to its inputs or parameters in forward: copy them first (x = x.clone())"
-            )
+            found.append((node, Port("update", _written_buffer(node, desc.mutated_input, captured))))
     names = [port for _, port in found]
     if len(set(names)) != len(names):
         raise CaptureError("a tied parameter has two gradients in one graph; please report this model")
     return found
+
+
+def _written_buffer(node: fx.Node, target: Any, captured: Captured) -> str:
+    """Return the name of the buffer that forward writes to; only buffers may be written to."""
+    if isinstance(target, BufferAOTInput):
+        return captured.aliases[target.target]
+    what = "a parameter" if isinstance(target, ParamAOTInput) else "its inputs"
+    raise node_refusal(node, f"forward writes to {what}", "Write to a copy instead: x = x.clone()")

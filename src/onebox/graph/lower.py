@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
 
-from onebox.errors import CaptureError
+from onebox.graph.locate import node_refusal
 from onebox.wire import (
     DType,
     Layout,
@@ -38,10 +38,14 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and shares_memory(node.target)
 
 
+def draws(node: fx.Node) -> bool:
+    """Tell whether a node draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)
+
+
 def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Number the random operators of a whole graph, in its order."""
-    random = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and is_random(n.target)]
-    return {node: number for number, node in enumerate(random)}
+    return {node: number for number, node in enumerate(filter(draws, graph.nodes))}
 
 
 def resolve(node: fx.Node) -> fx.Node:
@@ -53,6 +57,8 @@ def resolve(node: fx.Node) -> fx.Node:
             return node
         if node.target in _SAME_VALUE or (node.target is _aten.clone.default and not node.kwargs):
             node = first
+        elif node.target is _aten.copy.default and _alike(node, arguments[1]):
+            node = arguments[1]
         elif node.target is _aten.t.default and resolve(first).target is _aten.t.default:
             inner = resolve(first).args[0]
             assert isinstance(inner, fx.Node)
@@ -60,6 +66,14 @@ def resolve(node: fx.Node) -> fx.Node:
         else:
             return node
     return node
+
+
+def _alike(node: fx.Node, other: Any) -> TypeGuard[fx.Node]:
+    """Tell whether two nodes have values of one type and shape."""
+    if not isinstance(other, fx.Node):
+        return False
+    left, right = node.meta["val"], other.meta["val"]
+    return bool(left.dtype == right.dtype and left.shape == right.shape)
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
@@ -103,7 +117,7 @@ class _Builder:
     def add(self, node: fx.Node, position: int) -> None:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
-            raise CaptureError(f"the graph calls {target}, which no worker has; use plain PyTorch operators")
+            raise node_refusal(node, f"it calls {target}, which no worker has", "Use plain PyTorch operators")
         args = tuple(self._value(argument, node) for argument in node.args)
         kwargs = {key: self._value(value, node) for key, value in node.kwargs.items() if key != "pin_memory"}
         made = node.meta["val"]
@@ -121,9 +135,7 @@ class _Builder:
         self.operators.append(Operator(str(target), args, kwargs, tuple(outs), tuple(specs), (), position))
 
     def program(self, outputs: Sequence[fx.Node]) -> Program:
-        return Program(
-            self.inputs, tuple(self.operators), tuple(self.slots[node] for node in outputs), self.count
-        )
+        return Program(self.inputs, tuple(self.operators), tuple(self.slots[node] for node in outputs), self.count)
 
     def _slot(self, node: fx.Node) -> int:
         self.slots[node] = self.count
@@ -145,13 +157,17 @@ class _Builder:
             return Many(tuple(self._item(item, node) for item in argument))
         if argument is None or isinstance(argument, bool | int | float | str):
             return argument
-        raise CaptureError(f"{node.target} has an argument of type {type(argument).__name__}, which cannot travel")
+        raise node_refusal(
+            node, f"{node.target} takes a {type(argument).__name__}, which cannot travel", "Use another operator"
+        )
 
     def _item(self, item: Any, node: fx.Node) -> Slot | bool | int | float | None:
         value = self._value(item, node)
         if isinstance(value, Slot | bool | int | float) or value is None:
             return value
-        raise CaptureError(f"{node.target} has a list of {type(item).__name__}, which cannot travel")
+        raise node_refusal(
+            node, f"{node.target} takes a list of {type(item).__name__}, which cannot travel", "Use another operator"
+        )
 
 
 def canonical(node: fx.Node) -> fx.Node:
@@ -175,7 +191,5 @@ def _picker(node: fx.Node, index: int) -> fx.Node | None:
 
 def _spec(value: Any, node: fx.Node) -> TensorSpec:
     if not isinstance(value, Tensor):
-        raise CaptureError(f"{node} is a {type(value).__name__}, not a tensor")
-    if not all(isinstance(size, int) for size in value.shape):
-        raise CaptureError(f"{node.target} has a result whose shape depends on the values of tensors: {value.shape}")
+        raise node_refusal(node, f"{node} is a {type(value).__name__}, not a tensor", "Keep it in a tensor")
     return TensorSpec(dtype_name(value.dtype), tuple(int(size) for size in value.shape))

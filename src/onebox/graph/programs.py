@@ -46,9 +46,7 @@ class ModelPrograms:
     constants: dict[str, Tensor]
 
 
-def model_programs(
-    captured: Captured, *, backward: bool, trained: frozenset[str] | None = None
-) -> ModelPrograms:
+def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str] | None = None) -> ModelPrograms:
     """Derive the programs of a captured model.
 
     Args:
@@ -105,9 +103,7 @@ def _ancestors(nodes: list[fx.Node], *, stop: set[fx.Node]) -> set[fx.Node]:
 
 def _with_picks(nodes: set[fx.Node]) -> set[fx.Node]:
     """Add to operators with several outputs the ``getitem`` nodes that name those outputs."""
-    return nodes | {
-        canonical(user) for node in nodes for user in node.users if user.target is operator.getitem
-    }
+    return nodes | {canonical(user) for node in nodes for user in node.users if user.target is operator.getitem}
 
 
 def _split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def split(program: Program, ends: Sequence[int]) -> list[Piece]:
     bounds = [0, *(end + 1 for end in ends), len(program.operators)]
     specs = specs_by_slot(program)
     pieces: list[Piece] = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         if start < end:
             pieces.append(_piece(program, start, end, specs))
     return pieces

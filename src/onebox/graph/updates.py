@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from onebox.graph.joint import Joint
-from onebox.graph.lower import arguments_of, resolve
+from onebox.graph.lower import arguments_of, draws, resolve
 
 _aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
             continue
         private = not any(_reads(node, old) for node in others)
         decay = _decay(resolve(result), old)
-        if private and _ancestors(result) <= {old}:
+        if private and _depends_only_on(result, old):
             found[name] = Update(name=name, kind="constant")
         elif private and decay is not None and result.meta["val"].dtype.is_floating_point:
             found[name] = Update(name=name, kind="affine", decay=decay)
@@ -59,20 +59,19 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
     return found
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return the graph inputs that a value depends on."""
-    found: set[fx.Node] = set()
+def _depends_only_on(node: fx.Node, source: fx.Node) -> bool:
+    """Tell whether a value depends on one graph input and nothing else, not on chance either."""
     seen: set[fx.Node] = set()
     stack = [resolve(node)]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in seen or node is source:
             continue
         seen.add(node)
-        if node.op in ("placeholder", "get_attr"):
-            found.add(node)
+        if node.op in ("placeholder", "get_attr") or draws(node):
+            return False
         stack.extend(arguments_of(node))
-    return found
+    return True
 
 
 def _reads(node: fx.Node, source: fx.Node) -> bool:
@@ -118,16 +117,26 @@ def _decay(node: fx.Node, source: fx.Node) -> float | None:
             old = _decay(resolve(norm.args[node.args[1]]), source)  # type: ignore[arg-type, index]
             return None if old is None or not isinstance(momentum, float | int) else (1.0 - momentum) * old
         return None
-    if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and not node.kwargs:
-        sign = 1.0 if node.target is _aten.add.Tensor else -1.0
-        parts = [
-            _decay(resolve(argument), source) if isinstance(argument, fx.Node) else 0.0 for argument in node.args[:2]
-        ]
-        return None if None in parts else parts[0] + sign * parts[1]  # type: ignore[operator]
-    if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar):
-        value, factor = node.args[:2]
-        if isinstance(value, fx.Node) and isinstance(factor, float | int):
-            inner = _decay(resolve(value), source)
-            divided = node.target in (_aten.div.Tensor, _aten.div.Scalar)
-            return None if inner is None else (inner / factor if divided else inner * factor)
+    found = _linear(node)
+    if found is None:
+        return None
+    parts = [(_decay(resolve(value), source), factor) for value, factor in found]
+    return None if any(decay is None for decay, _ in parts) else sum(decay * f for decay, f in parts if decay)
+
+
+def _linear(node: fx.Node) -> list[tuple[fx.Node, float]] | None:
+    """Return the values that a node adds up and their constant factors, or ``None`` if it does something else."""
+    first, second = (*node.args, None, None)[:2]
+    plus = {_aten.add.Tensor: 1.0, _aten.sub.Tensor: -1.0}.get(node.target)
+    if plus is not None and set(node.kwargs) <= {"alpha"}:
+        terms = [(first, 1.0), (second, plus * node.kwargs.get("alpha", 1))]
+        return [(value, factor) for value, factor in terms if isinstance(value, fx.Node)]
+    if node.target is _aten.lerp.Scalar and isinstance(node.args[2], float | int):
+        return [(first, 1.0 - node.args[2]), (second, float(node.args[2]))]  # type: ignore[list-item]
+    if not isinstance(first, fx.Node) or not isinstance(second, float | int) or node.kwargs:
+        return None
+    if node.target in (_aten.mul.Tensor, _aten.mul.Scalar):
+        return [(first, float(second))]
+    if node.target in (_aten.div.Tensor, _aten.div.Scalar):
+        return [(first, 1.0 / second)]
     return None

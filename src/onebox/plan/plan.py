@@ -79,9 +79,7 @@ class Plan:
 
     def describe(self) -> str:
         """Return one line for a person."""
-        parts = ", ".join(
-            f"{device}: {share:.0%}" for device, share in zip(self.devices, self.shares, strict=True)
-        )
+        parts = ", ".join(f"{device}: {share:.0%}" for device, share in zip(self.devices, self.shares, strict=True))
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
         if len(self.devices) == 1:
             return f"1 stage on device {self.devices[0]}, {cut}"

@@ -36,7 +36,7 @@ def to_error(failure: Failure, place: Place) -> OneboxError:
     """Return the exception for a failure that a worker reported."""
     shapes = f" on ({failure.shapes})" if failure.shapes else ""
     message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {_ADVICE[failure.kind]}"
-    where = {"worker": place.worker, "host": place.host, "device": place.device}
+    where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":
         return WireError(message)
     kind = {"memory": DeviceMemoryError, "operator": OperatorError, "peer": WorkerError}[failure.kind]

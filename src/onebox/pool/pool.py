@@ -92,7 +92,12 @@ class Pool:
         return next(self._numbers)
 
     def post(
-        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+        self,
+        worker: int,
+        instructions: Sequence[Instruction],
+        frames: Sequence[Any] = (),
+        *,
+        answer: bool = False,
     ) -> Future[Answer]:
         """Send instructions to a worker; see :meth:`Switchboard.post`."""
         return self._switchboard.post(worker, instructions, frames, answer=answer)
@@ -206,7 +211,10 @@ def open_pool(
             processes.append(WorkerProcess(number, config))
         hellos = [
             switchboard.connect(
-                process, Place(worker=number, host="localhost", device=requests[number].device), pair.public, "127.0.0.1"
+                process,
+                Place(worker=number, host="localhost", device=requests[number].device),
+                pair.public,
+                "127.0.0.1",
             )
             for number, (process, pair) in enumerate(zip(processes, keys, strict=True))
         ]

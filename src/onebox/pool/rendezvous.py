@@ -1,4 +1,4 @@
-"""What the client does for groups of workers: their key-value store, and sums of their buckets. Pure: events in, answers out."""
+"""What the client does for groups of workers: their key-value store, and sums of their buckets. Pure."""
 
 from __future__ import annotations
 

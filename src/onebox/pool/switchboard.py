@@ -115,7 +115,12 @@ class Switchboard:
         self._thread.start()
 
     def post(
-        self, worker: int, instructions: Sequence[Instruction], frames: Sequence[Any] = (), *, answer: bool = False
+        self,
+        worker: int,
+        instructions: Sequence[Instruction],
+        frames: Sequence[Any] = (),
+        *,
+        answer: bool = False,
     ) -> Future[Answer]:
         """Send instructions to a worker.
 

@@ -70,9 +70,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            bar = RichProgress(
-                BarColumn(), TextColumn("{task.description}"), console=self._console, auto_refresh=False
-            )
+            bar = RichProgress(BarColumn(), TextColumn("{task.description}"), console=self._console, auto_refresh=False)
             bar.add_task("", total=self._total_steps, completed=self._step)
             self._bar = bar
             with self._unless_closed():

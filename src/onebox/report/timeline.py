@@ -38,9 +38,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.end_ns < self.start_ns:
-            raise UsageError(
-                f"the span {self.name!r} ends at {self.end_ns} ns, before it begins at {self.start_ns} ns"
-            )
+            raise UsageError(f"the span {self.name!r} ends at {self.end_ns} ns, before it begins at {self.start_ns} ns")
 
 
 class Timeline:

@@ -51,9 +51,7 @@ def new_keys() -> KeyPair:
     return KeyPair(public.decode(), secret.decode())
 
 
-def configure(
-    socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | None, queue: int = 1000
-) -> None:
+def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | None, queue: int = 1000) -> None:
     """Set a socket's security, limits and queues, before it binds or connects.
 
     Args:

@@ -35,7 +35,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 def to_frame(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor; memory is shared where the tensor is dense and on the CPU."""
     dense = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(dense.view(torch.uint8).numpy())
+    return memoryview(dense.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:

@@ -114,8 +114,7 @@ class Bucket:
         self._done()
         parts = flat.split([shape.numel() for shape in self._shapes])
         return {
-            number: part.view(shape)
-            for number, part, shape in zip(self._numbers, parts, self._shapes, strict=True)
+            number: part.view(shape) for number, part, shape in zip(self._numbers, parts, self._shapes, strict=True)
         }
 
 
@@ -150,15 +149,13 @@ class TorchGroup:
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(self._store, form.rank, form.size, options)
         else:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
             options._timeout = timeout
             options._threads = 1
             self._group = dist.ProcessGroupGloo(self._store, form.rank, form.size, options)
         shareable = form.same_host and device.type == "cpu" and supported()
-        self._shared = (
-            SharedReducer(self._store, form.rank, form.size, form.timeout_s) if shareable else None
-        )
+        self._shared = SharedReducer(self._store, form.rank, form.size, form.timeout_s) if shareable else None
 
     def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""

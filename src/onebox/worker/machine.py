@@ -34,7 +34,6 @@ from onebox.wire.messages import (
     Scalars,
     Send,
     Snapshot,
-    Step,
     StoredProgram,
     Tensors,
 )
@@ -62,7 +61,13 @@ class Machine:
     """
 
     def __init__(
-        self, device: Device, channel: ClientChannel, report: Report, *, quota_bytes: int = 0, faults: FaultInjector
+        self,
+        device: Device,
+        channel: ClientChannel,
+        report: Report,
+        *,
+        quota_bytes: int = 0,
+        faults: FaultInjector,
     ) -> None:
         self.progress = Progress()
         self.store = BufferStore(quota_bytes)
@@ -105,9 +110,7 @@ class Machine:
     def _run_routine(self, run: Run) -> list[Result]:
         routine = self._definitions.get(run.routine)
         if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
-            return self._failed(
-                (), Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
-            )
+            return self._failed((), Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings"))
         bindings = run.bindings
 
         def resolve(reference: int) -> int:

@@ -135,5 +135,3 @@ class BufferStore:
 
     def __len__(self) -> int:
         return len(self._tensors) + len(self._pending) + len(self._void)
-
-

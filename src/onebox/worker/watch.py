@@ -1,8 +1,9 @@
-"""The watcher of a worker: a thread that lets the client in, shows that the worker lives, and ends it with its owner."""
+"""The watcher of a worker: the thread that lets the client in, gives signs of life, and ends it with its owner."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import threading
@@ -136,10 +137,8 @@ class Watcher:
 
 def _try(send: Callable[[], object]) -> None:
     """Drop a beat that nobody is there to take."""
-    try:
+    with contextlib.suppress(zmq.Again):
         send()
-    except zmq.Again:
-        pass
 
 
 class _OneKey:

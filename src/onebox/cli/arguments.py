@@ -1,0 +1,93 @@
+"""From the words of a command line to a command's options; whatever is wrong with them is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from onebox.cli.config import Config, DevicesConfig, EnvConfig, TrainConfig
+from onebox.cli.stored import changed_for_resume, read_config
+from onebox.errors import UsageError
+
+_Command = (
+    Annotated[TrainConfig, tyro.conf.subcommand("train")]
+    | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
+    | Annotated[EnvConfig, tyro.conf.subcommand("env")]
+)
+_DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Return the options of the command that the arguments ask for.
+
+    A run that is resumed brings its settings: flags that are given beat what its configuration file says.
+
+    Args:
+        arguments: Words of the command line, without the program's name.
+
+    Raises:
+        UsageError: They are wrong; the message has one line.
+        SystemExit: They ask for help, which has been printed.
+    """
+    config = _tyro(_Command, arguments, prog="onebox", description=_DESCRIPTION)
+    if not isinstance(config, TrainConfig) or config.resume is None:
+        return config
+    stored = read_config(config.resume)
+    words = list(arguments)
+    words.remove("train")
+    given: TrainConfig = _tyro(TrainConfig, words, prog="onebox train", default=stored)
+    return changed_for_resume(stored, given)
+
+
+def _tyro(kind: Any, arguments: Sequence[str], **options: Any) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=arguments, **options)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise UsageError(_own_message(error) or _one_line(said.getvalue())) from None
+
+
+def _own_message(error: BaseException | None) -> str | None:
+    """Return what our own validation said, where that is what ended the parsing."""
+    while error is not None:
+        if isinstance(error, UsageError):
+            return str(error)
+        error = error.__context__
+    return None
+
+
+def _one_line(box: str) -> str:
+    """Turn one of tyro's boxes into a line.
+
+    Example:
+        >>> _one_line("╭─ Title ─╮\\n│ It is    │\\n│ wrong. │\\n│ ────── │\\n│ For full helptext, see x --help │\\n╰───╯")
+        'It is wrong; see x --help'
+    """
+    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│| ") for line in text.splitlines() if not line.startswith(("╭", "╰", "+"))]
+    sections = re.split(r"[─-]{5,}", " ".join(lines))
+    what = _plain(" ".join(sections[0].split()).rstrip("."))
+    rest = " ".join(" ".join(sections[1:]).split())
+    for pattern, template in (
+        (r"Perhaps you meant: (--[\w-]+)", "; perhaps {}?"),
+        (r"Available subcommands: ([\w, ]+?)(?: For |$)", "; the commands are {}"),
+        (r"For full helptext, (?:run|see) (onebox.*? --help)", "; see {}"),
+    ):
+        match = re.search(pattern, rest)
+        what += template.format(match[1]) if match else ""
+    return what
+
+
+def _plain(text: str) -> str:
+    """Say what Python's own conversions say in words for everybody."""
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
+    text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
+    return text.removeprefix("Error parsing ")

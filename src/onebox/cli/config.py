@@ -1,0 +1,215 @@
+"""The commands' options: frozen dataclasses, from which the command line is made.
+
+Nothing here imports PyTorch, so that ``onebox --help`` and a wrong flag are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from onebox.errors import UsageError
+
+ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
+
+_LEARNING_RATES: dict[str, float] = {"adamw": 2e-3, "adam": 2e-3, "sgd": 5e-2}
+_WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0}  # torch.optim's own defaults
+_SGD_MOMENTUM = 0.9
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{end}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+T = TypeVar("T")
+_Int = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+_Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a model on a pool of this machine's devices.
+
+    Args:
+        data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files) or cifar10:FOLDER (two tar files).
+        model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
+        epochs: Times through the training set.
+        batch: Samples of a step, over all devices together.
+        optimizer: Class of torch.optim: adamw, adam or sgd.
+        lr: Learning rate; without it 2e-3 for adamw and adam, 5e-2 for sgd.
+        weight_decay: Weight decay; without it 1e-2 for adamw, none for adam and sgd.
+        momentum: Momentum, for sgd; without it 0.9.
+        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
+        clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
+        precision: fp32, or bf16 for autocast (parameters stay fp32).
+        seed: Seed of weights, order of samples and dropout.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        sync: Where gradients are averaged: from worker to worker, or at the client.
+        shares: Devices' parts of the batch: auto (equal where they are alike), equal, measured, or weights such as 3,1.
+        run: Folder of the run, new or empty; without it one under runs/.
+        resume: Folder of an earlier run to go on with, exactly where its checkpoint stands. Its settings come with it;
+            --epochs and the flags that say where and how it runs may be given anew.
+        save_every: Write a checkpoint every so many steps too, not at the end of each epoch alone.
+        every: Where output is no terminal: a line of progress every so many steps.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    data: str = "digits"
+    model: ModelName = "cnn"
+    epochs: int = 12
+    batch: int = 64
+    optimizer: OptimizerName = "adamw"
+    lr: _Float = None
+    weight_decay: _Float = None
+    momentum: _Float = None
+    micro_batch: _Int = None
+    clip_grad_norm: _Float = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    pool: str = "auto"
+    threads: _Int = None
+    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    sync: Literal["workers", "client"] = "workers"
+    shares: str = "auto"
+    run: _Folder = None
+    resume: _Folder = None
+    save_every: _Int = None
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        _at_least(1, epochs=self.epochs, batch=self.batch, micro_batch=self.micro_batch, threads=self.threads)
+        _at_least(1, save_every=self.save_every, every=self.every)
+        _positive(lr=self.lr, clip_grad_norm=self.clip_grad_norm)
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise UsageError(f"--momentum {self.momentum}: allowed are 0 up to, but not, 1")
+        if self.momentum is not None and self.optimizer != "sgd":
+            raise UsageError(f"--momentum is for --optimizer sgd; {self.optimizer} has none")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
+        if self.run is not None and self.resume is not None:
+            raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
+        _ = self.memory_bytes, self.share_weights
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+    @property
+    def share_weights(self) -> Literal["auto", "equal", "measured"] | tuple[float, ...]:
+        """``shares`` as the trainer takes them."""
+        if self.shares in ("auto", "equal", "measured"):
+            return self.shares  # type: ignore[return-value]
+        try:
+            weights = tuple(float(part) for part in self.shares.split(","))
+        except ValueError:
+            weights = ()
+        if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+            raise UsageError(
+                f"--shares {self.shares}: allowed are auto, equal, measured, or one weight for each device, such as 3,1"
+            )
+        return weights
+
+    def resolved(self) -> TrainConfig:
+        """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
+        name, colon, folder = self.data.partition(":")
+        place = str(Path(folder).expanduser().absolute()) if folder else ""
+        return dataclasses.replace(
+            self,
+            data=f"{name}{colon}{place}",
+            lr=_first(self.lr, _LEARNING_RATES[self.optimizer]),
+            weight_decay=_first(self.weight_decay, _WEIGHT_DECAYS[self.optimizer]),
+            momentum=_first(self.momentum, _SGD_MOMENTUM) if self.optimizer == "sgd" else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Show the devices that a pool of this machine has.
+
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        json: Print a JSON list.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: _Int = None
+    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, threads=self.threads)
+        _ = self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """Show versions, what this machine has, and what is missing.
+
+    Args:
+        json: Print a JSON object.
+    """
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+
+
+Config = TrainConfig | DevicesConfig | EnvConfig
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Turn ``2GiB``, ``512M`` or ``1000000`` into bytes; K, M, G and T are powers of 1024, KB and so on of 1000.
+
+    Raises:
+        UsageError: It is no number of bytes, or less than one.
+
+    Example:
+        >>> parse_bytes("--memory", "1.5GiB")
+        1610612736
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
+    size_bytes = int(float(match[1]) * unit) if match and unit else 0
+    if not 1 <= size_bytes < 2**63:
+        raise UsageError(f"{flag} {text}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
+    return size_bytes
+
+
+def _at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are {least} and more")
+
+
+def _positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are numbers above 0")
+
+
+def _first(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,105 @@
+"""The line of the user's code behind an exception or a node of a graph, and errors that name it."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from onebox.errors import CaptureError
+
+_OURS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+_STANDARD = Path(sysconfig.get_path("stdlib"))
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+
+_VIRTUAL = "A model that cannot be captured runs on a virtual device (vgpu), operator by operator."
+
+
+class Place(NamedTuple):
+    """A line of source.
+
+    Args:
+        file: Path.
+        line: Number, from 1.
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        """The line itself, without its indentation."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+def place_of_error(error: BaseException) -> Place | None:
+    """Return the innermost line on the way to an exception that is neither PyTorch's nor onebox's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _innermost(Place(frame.filename, frame.lineno or 0) for frame in frames)
+
+
+def place_of_node(node: fx.Node) -> Place | None:
+    """Return the innermost line that made a node and is neither PyTorch's nor onebox's."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return _innermost(Place(file, int(line)) for file, line in frames)
+
+
+def _innermost(places: Iterable[Place]) -> Place | None:
+    found = [place for place in places if _is_users(place.file)]
+    return found[-1] if found else None
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    installed = "site-packages" in path.parts or "dist-packages" in path.parts
+    if file.startswith("<") or (path.is_relative_to(_STANDARD) and not installed):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _OURS)
+
+
+def refusal(what: str, place: Place | None, reason: str, advice: str) -> CaptureError:
+    """Return the error for something that no graph can hold.
+
+    Args:
+        what: What cannot be captured, such as the class of the model.
+        place: The line that is to blame, where it is known.
+        reason: What came.
+        advice: What to do.
+    """
+    where = f" at {place}: {place.text}" if place else ""
+    return CaptureError(
+        f"{what} cannot be captured as a graph{where}\n  {reason}\n  {advice}. {_VIRTUAL}",
+        where=str(place) if place else None,
+    )
+
+
+def node_refusal(node: fx.Node, reason: str, advice: str) -> CaptureError:
+    """Return the error for a node that no worker can run."""
+    return refusal("The model", place_of_node(node), reason, advice)
+
+
+def explain(error: Exception, model: nn.Module) -> CaptureError:
+    """Turn what came up while a model was captured into one error that names the user's line."""
+    place = place_of_error(error)
+    name = type(model).__name__
+    reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        return refusal(
+            name,
+            place,
+            reason.split(" (unhinted")[0],
+            "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by shapes",
+        )
+    line = "The line" if place else "The model"
+    advice = f"{line} raised {type(error).__name__} under torch.export; the model may also fail without onebox"
+    return refusal(name, place, reason, advice)
