@@ -12,6 +12,7 @@
         │   └── DeviceMemoryError   ... because the device, or its quota, has no memory left
         ├── WorkerDied              the process of a worker ended
         ├── WorkerHung              a worker stopped answering, or stopped making progress
+        ├── PeerLost                a worker waited in vain for another one of its group
         └── ReplicasParted          replicas that must be bit-identical are not
 
 A message says what came, what is allowed and what to do. The fields that say where are attributes.
@@ -136,6 +137,10 @@ class WorkerDied(WorkerError):
 
 class WorkerHung(WorkerError):
     """A worker stopped answering, or stopped making progress."""
+
+
+class PeerLost(WorkerError):
+    """A worker waited in vain for another one of its group; raised only where nothing worse is known."""
 
 
 class ReplicasParted(WorkerError):

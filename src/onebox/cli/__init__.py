@@ -1,0 +1,109 @@
+"""The commands ``onebox train``, ``onebox devices`` and ``onebox env``.
+
+What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
+damaged file), 1 for what failed on the way, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from onebox.cli.exits import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit
+from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
+
+__all__ = ["main"]
+
+_CLOSING_S = 5.0
+"""A second Ctrl-C within this time is taken for impatience; workers are gone by then."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Words of the command line, without the program's name; those of this process when ``None``.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        with _interruptible():
+            _run(sys.argv[1:] if arguments is None else arguments)
+            sys.stdout.flush()
+    except Exit as error:
+        return _tell(error.status, error)
+    except (UsageError, DataError, CheckpointError) as error:
+        return _tell(USAGE, error)
+    except OneboxError as error:
+        return _tell(FAILED, error)
+    except KeyboardInterrupt:
+        return _tell(INTERRUPTED, "interrupted")
+    except BrokenPipeError:
+        _forget_output()
+        return BROKEN_PIPE
+    except SystemExit as error:  # of --help
+        return int(error.code or OK)
+    return OK
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """Find the command and run it; each command is imported only when it is called."""
+    from onebox.cli.arguments import parse
+    from onebox.cli.config import DevicesConfig, TrainConfig
+
+    config = parse(arguments)
+    if isinstance(config, TrainConfig):
+        from onebox.cli.train import train
+
+        train(config)
+    elif isinstance(config, DevicesConfig):
+        from onebox.cli.devices import show_devices
+
+        show_devices(config)
+    else:
+        from onebox.cli.env import show_environment
+
+        show_environment(config)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the command, and those that follow at once not disturb its closing down."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    last_s = -math.inf
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s > _CLOSING_S:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _tell(status: int, message: object) -> int:
+    with contextlib.suppress(OSError):
+        print(f"onebox: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def _forget_output() -> None:
+    """Point standard output at nothing, so that Python's own flush at the end does not fail once more."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

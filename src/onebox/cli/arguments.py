@@ -38,9 +38,7 @@ def parse(arguments: Sequence[str]) -> Config:
     if not isinstance(config, TrainConfig) or config.resume is None:
         return config
     stored = read_config(config.resume)
-    words = list(arguments)
-    words.remove("train")
-    given: TrainConfig = _tyro(TrainConfig, words, prog="onebox train", default=stored)
+    given: TrainConfig = _tyro(TrainConfig, arguments[1:], prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
 
 
@@ -65,12 +63,7 @@ def _own_message(error: BaseException | None) -> str | None:
 
 
 def _one_line(box: str) -> str:
-    """Turn one of tyro's boxes into a line.
-
-    Example:
-        >>> _one_line("╭─ Title ─╮\\n│ It is    │\\n│ wrong. │\\n│ ────── │\\n│ For full helptext, see x --help │\\n╰───╯")
-        'It is wrong; see x --help'
-    """
+    """Turn one of tyro's boxes (a title, what is wrong, a rule, hints) into a line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip("│| ") for line in text.splitlines() if not line.startswith(("╭", "╰", "+"))]
     sections = re.split(r"[─-]{5,}", " ".join(lines))
@@ -88,6 +81,7 @@ def _one_line(box: str) -> str:
 
 def _plain(text: str) -> str:
     """Say what Python's own conversions say in words for everybody."""
+    text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
     text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
     return text.removeprefix("Error parsing ")

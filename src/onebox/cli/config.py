@@ -30,9 +30,10 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 T = TypeVar("T")
-_Int = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
-_Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+_Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
+_Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class TrainConfig:
     seed: int = 0
     pool: str = "auto"
     threads: _Int = None
-    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    memory: _Bytes = None
     sync: Literal["workers", "client"] = "workers"
     shares: str = "auto"
     run: _Folder = None
@@ -154,7 +155,7 @@ class DevicesConfig:
 
     pool: str = "auto"
     threads: _Int = None
-    memory: Annotated[str | None, tyro.conf.arg(metavar="BYTES")] = None
+    memory: _Bytes = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
     def __post_init__(self) -> None:

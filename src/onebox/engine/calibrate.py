@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures, Recipe, put_leaves
+from onebox.engine.compiler import Captures, put_leaves
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import apportion, shares_from_speeds
@@ -19,14 +19,14 @@ _ROUNDS = 4
 
 
 def resolve_shares(
-    shares: Any, pool: Pool, recipe: Recipe, batch: Batch, state: Mapping[str, int]
+    shares: Any, pool: Pool, captures: Captures, batch: Batch, state: Mapping[str, int]
 ) -> tuple[float, ...]:
     """Return each device's share of the batch; they add up to 1.
 
     Args:
         shares: ``auto``, ``equal``, ``measured``, or weights.
         pool: The pool.
-        recipe: The model, which is what speed is measured with.
+        captures: The model, which is what speed is measured with.
         batch: A batch, likewise.
         state: Buffers of parameters and buffers on the workers, by name.
 
@@ -40,7 +40,7 @@ def resolve_shares(
         kinds = {(device.host, device.name, device.kind, device.threads) for device in pool.devices}
         if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
             return (1 / count,) * count
-        return tuple(shares_from_speeds(measure_speeds(pool, recipe, batch, state)))
+        return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, state)))
     weights = [float(share) for share in shares]
     if len(weights) != count:
         raise UsageError(f"shares={weights}: {len(weights)} weights for {count} devices; one for each is needed")
@@ -48,14 +48,13 @@ def resolve_shares(
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def measure_speeds(pool: Pool, recipe: Recipe, batch: Batch, state: Mapping[str, int]) -> list[float]:
+def measure_speeds(pool: Pool, captures: Captures, batch: Batch, state: Mapping[str, int]) -> list[float]:
     """Return samples per second of each device, all at work at once, on the model's forward and backward.
 
     The batch is shared out evenly for the measurement; nothing that it computes is kept.
     """
     workers = range(len(pool))
     size = max(1, batch.size // len(pool))
-    captures = Captures(recipe, pool, tuple(workers))
     model = captures.programs(batch, size, train=False, trained=None)
     routine, programs = _measuring_routine(
         model, captures.constants(batch, size, train=False), pool, state, len(batch.leaves)

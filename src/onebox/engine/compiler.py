@@ -42,9 +42,17 @@ class Recipe:
 
 
 class Captures:
-    """Programs of a model for each shape of inputs, and the buffers of their constants on the workers."""
+    """Programs of a model for each shape of inputs, and the buffers of their constants on the workers.
 
-    def __init__(self, recipe: Recipe, pool: Pool, devices: tuple[int, ...]) -> None:
+    Args:
+        recipe: What to capture.
+        pool: The pool.
+        devices: The workers.
+        new: Makes a number for something that stays on the workers.
+    """
+
+    def __init__(self, recipe: Recipe, pool: Pool, devices: tuple[int, ...], new: Callable[[], int]) -> None:
+        self.new = new
         self._recipe = recipe
         self._pool = pool
         self._devices = devices
@@ -62,7 +70,7 @@ class Captures:
             with _CAPTURING:
                 model = self._capture(batch, size, train=train, trained=trained)
             self._models[key] = model
-            self._constants[key] = {name: self._pool.new_number() for name in model.constants}
+            self._constants[key] = {name: self.new() for name in model.constants}
             numbers = tuple(self._constants[key].values())
             if numbers:
                 specs = tuple(spec_of(tensor) for tensor in model.constants.values())
@@ -89,37 +97,26 @@ class Captures:
         return self._constants[batch.signature(size), train]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRoutine:
-    """A routine that evaluates some samples.
-
-    Args:
-        number: The routine's number.
-    """
-
-    number: int
-
-
 class Compiler:
     """Makes the routines of a trainer and stores them on the workers.
 
     Args:
         pool: The pool.
         plan: The plan.
-        recipe: What to capture.
+        captures: The captured model.
         state: Buffer numbers of parameters and buffers, by name.
         max_norm: For clipping; 0 for none.
     """
 
-    def __init__(self, pool: Pool, plan: Plan, recipe: Recipe, state: Mapping[str, int], max_norm: float) -> None:
+    def __init__(self, pool: Pool, plan: Plan, captures: Captures, state: Mapping[str, int], max_norm: float) -> None:
         self._pool = pool
         self._plan = plan
         self._state = state
         self._max_norm = max_norm
-        self._captures = Captures(recipe, pool, plan.devices)
+        self._captures = captures
         self._lowerings: list[ReplicaLowering] = []
         self._steps: dict[Hashable, tuple[list[StepRoutine], list[list[MicroBatch]]]] = {}
-        self._evaluations: dict[Hashable, EvaluationRoutine] = {}
+        self._evaluations: dict[Hashable, int] = {}
         self.trained: tuple[str, ...] = ()
 
     def begin(
@@ -138,7 +135,7 @@ class Compiler:
         assert model.backward is not None
         with_gradient = {str(port.name) for port in model.backward.outputs}
         self.trained = tuple(name for name in wanted if name in with_gradient)
-        numbers = Numbers(state=self._state, optimizer=define(self.trained), group=group, new=self._pool.new_number)
+        numbers = Numbers(state=self._state, optimizer=define(self.trained), group=group, new=self._captures.new)
         buckets = gradient_buckets(model.backward)
         self._lowerings = [
             ReplicaLowering(
@@ -186,13 +183,13 @@ class Compiler:
         put = Put(tuple(routine.weights), tuple(spec_of(weight) for weight in weights))
         self._pool.post(worker, [put, *routine.definitions], [to_frame(weight) for weight in weights])
 
-    def evaluation(self, batch: Batch, size: int) -> EvaluationRoutine:
-        """Return the routine that evaluates so many samples; made once, stored on all workers."""
+    def evaluation(self, batch: Batch, size: int) -> int:
+        """Return the number of the routine that evaluates so many samples; made once, stored on all workers."""
         key = batch.signature(size)
         if key not in self._evaluations:
             model = self._captures.programs(batch, size, train=False, trained=None)
             constants = self._captures.constants(batch, size, train=False)
-            new = self._pool.new_number
+            new = self._captures.new
             program, routine = new(), new()
             results = [new() for _ in model.forward.outputs]
             inputs, takes = [], []
@@ -218,7 +215,7 @@ class Compiler:
                         Define(routine, Routine(steps, leaves)),
                     ],
                 )
-            self._evaluations[key] = EvaluationRoutine(number=routine)
+            self._evaluations[key] = routine
         return self._evaluations[key]
 
 

@@ -28,10 +28,17 @@ class StepLoss:
     ``float(loss)``, ``loss.item()`` and formatting (``f"{loss:.3f}"``) all wait for the step to end.
     """
 
-    def __init__(self, step: int, futures: list[Future[Answer]], finish: Callable[[list[Answer]], StepValues]) -> None:
+    def __init__(
+        self,
+        step: int,
+        futures: list[Future[Answer]],
+        finish: Callable[[list[Answer]], StepValues],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self.step = step
         self._futures = futures
         self._finish = finish
+        self._failed = failed
         self._values: StepValues | None = None
         self._error: BaseException | None = None
 
@@ -53,6 +60,7 @@ class StepLoss:
                 self._values = self._finish(raise_first(self._futures))
             except Exception as error:
                 self._error = error
+                self._failed(error)
                 raise
             self._futures = []
         return self._values

@@ -16,38 +16,17 @@ from torch import Tensor, nn
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.checkpoint import VERSION, Checkpoint, Manifest, NumberEntry, read, write
-from onebox.engine.compiler import Compiler, Recipe, put_leaves
+from onebox.engine.compiler import Captures, Compiler, Recipe, put_leaves
+from onebox.engine.evaluate import evaluate
+from onebox.engine.remote import RemoteState
 from onebox.engine.restore import group_entries, restore
 from onebox.engine.results import Evaluation, Event, StepLoss, StepValues
-from onebox.engine.state import (
-    OptimizerEntries,
-    local_optimizer_state,
-    named_state,
-    optimizer_definition,
-    options_of,
-    state_entries,
-    trained_names,
-)
+from onebox.engine.state import OptimizerEntries
 from onebox.errors import ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
-from onebox.pool import Answer, Pool, raise_first
-from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
-from onebox.wire.messages import (
-    Ask,
-    Define,
-    Digest,
-    Free,
-    Get,
-    Instruction,
-    Memory,
-    OptimizerState,
-    Options,
-    Put,
-    Run,
-    Scalars,
-    Tensors,
-)
+from onebox.pool import Answer, Pool
+from onebox.wire.messages import Ask, Digest, Instruction, Memory, Run, Scalars
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
@@ -121,33 +100,28 @@ class Trainer:
         self.steps_done = 0
         self.precision: Precision = precision
         self.clip_grad_norm = clip_grad_norm
+        self.plan: Plan | None = None
+        self.extra: dict[str, Any] = {}
         self._check_every = check_every
         self._in_flight = in_flight
         self._trace = trace
-        self._state = named_state(model, loss, pool.new_number)
-        self._wanted = trained_names(self._state, optimizer)
         self._devices = tuple(range(len(pool)))
         self._request = (shares, micro_batch, sync)
-        Plan(devices=self._devices, shares=_even(len(pool)), micro_batch=micro_batch, sync=sync)
-        cuda = any(device.kind == "cuda" for device in pool.devices)
+        Plan(devices=self._devices, shares=(1.0,) * len(pool), micro_batch=micro_batch, sync=sync)
         self._recipe = Recipe(
             model=model,
             loss=loss,
             metrics=metrics or {},
             precision=precision,
-            device_type="cuda" if cuda else "cpu",
+            device_type="cuda" if any(device.kind == "cuda" for device in pool.devices) else "cpu",
         )
-        self.plan: Plan | None = None
         self._compiler: Compiler | None = None
-        self._optimizer_number = 0
-        self._remembered = local_optimizer_state(optimizer, self._state)
-        self.extra: dict[str, Any] = {}
-        self._sent_options: tuple[Options, ...] = ()
         self._group = 0
         self._running: deque[StepLoss] = deque()
         self._traces: deque[tuple[int, list[tuple[str, ...]], list[tuple[int, ...]]]] = deque(maxlen=_TRACED_STEPS)
+        self._error: Exception | None = None
         self._closed = False
-        self._upload()
+        self._remote = RemoteState(model, loss, optimizer, pool)
 
     def __enter__(self) -> Self:
         return self
@@ -181,9 +155,7 @@ class Trainer:
         routines, shares = compiler.step(batch)
         while len(self._running) >= self._in_flight:
             self._running.popleft().values()
-        options = options_of(self.optimizer)
-        changed = () if options == self._sent_options else options
-        self._sent_options = options
+        changed = self._remote.changed_options()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         number = self.steps_done
         check = self._check_every and len(self._devices) > 1 and (number + 1) % self._check_every == 0
@@ -198,11 +170,11 @@ class Trainer:
                 bindings += numbers
                 frames += elements
             run = Run(routine.number, tuple(bindings), number, self.seed, changed, self._trace)
-            after = [Ask("digest", tuple(self._state.numbers.values()))] if check else []
+            after = [Ask("digest", tuple(self._remote.named.numbers.values()))] if check else []
             futures.append(self.pool.post(worker, [*puts, run, *after], frames, answer=True))
         weights = [routine.losses for routine in routines]
         labels = [routine.labels for routine in routines]
-        result = StepLoss(number, futures, lambda answers: self._finish(number, weights, labels, answers))
+        result = StepLoss(number, futures, lambda answers: self._finish(number, weights, labels, answers), self._fail)
         self._running.append(result)
         self.steps_done += 1
         return result
@@ -231,6 +203,10 @@ class Trainer:
         self._traces.append((step, labels, [answer.times_ns for answer in answers]))
         return StepValues(loss=total, gradient_norm=norm)
 
+    def _fail(self, error: Exception) -> None:
+        """Remember the first failure: the state on the workers is void, and every later call says why."""
+        self._error = self._error or error
+
     def wait(self) -> None:
         """Wait for all steps under way.
 
@@ -253,39 +229,14 @@ class Trainer:
             OneboxError: Something failed on a worker.
         """
         self._require_open()
-        names = list(self._recipe.metrics)
-        sums = [0.0] * (1 + len(names))
-        samples = 0
-        pending: deque[tuple[int, Future[Answer]]] = deque()
-
-        def collect() -> None:
-            nonlocal samples
-            size, future = pending.popleft()
-            (scalars,) = raise_first([future])[0].results
-            assert isinstance(scalars, Scalars)
-            samples += size
-            for index, value in enumerate(scalars.values):
-                sums[index] += size * value
-
-        for inputs, targets in batches:
-            batch = as_batch(inputs, targets)
-            compiler = self._ready(batch)
-            plan = self._planned()
-            chunks = Plan(devices=plan.devices, shares=plan.shares, micro_batch=None, sync=plan.sync)
-            while len(pending) > self._in_flight * len(self._devices):
-                collect()
-            for worker, parts in zip(self._devices, chunks.micro_batches(batch.size), strict=True):
-                for part in parts:
-                    routine = compiler.evaluation(batch, part.size)
-                    put, numbers, frames = put_leaves(self.pool, batch.slice(part.start, part.size))
-                    run = Run(routine.number, numbers, seed=self.seed)
-                    pending.append((part.size, self.pool.post(worker, [put, run], frames, answer=True)))
-        while pending:
-            collect()
-        if not samples:
-            raise UsageError("evaluate() was given no batch")
-        means = [value / samples for value in sums]
-        return Evaluation(loss=means[0], metrics=dict(zip(names, means[1:], strict=True)), samples=samples)
+        self.wait()
+        return evaluate(
+            batches,
+            pool=self.pool,
+            prepare=lambda batch: (self._ready(batch), self._planned()),
+            metrics=list(self._recipe.metrics),
+            in_flight=self._in_flight,
+        )
 
     # ---- state
 
@@ -297,38 +248,19 @@ class Trainer:
         """
         with torch.no_grad():
             for name, tensor in self.tensors().items():
-                self._state.tensors[name].copy_(tensor)
+                self._remote.named.tensors[name].copy_(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
         self._require_open()
         self.wait()
-        numbers = tuple(self._state.numbers.values())
-        (answer,) = raise_first([self.pool.post(self._devices[0], [Get(numbers)], answer=True)])
-        (listing,) = answer.results
-        assert isinstance(listing, Tensors)
-        made = [from_frame(spec, frame) for spec, frame in zip(listing.specs, answer.frames, strict=True)]
-        return dict(zip(self._state.numbers, made, strict=True))
+        return self._remote.tensors()
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
         self._require_open()
         self.wait()
-        if self._compiler is None:
-            return self._remembered
-        ask = Ask("optimizer", (self._optimizer_number,))
-        (answer,) = raise_first([self.pool.post(self._devices[0], [ask], answer=True)])
-        (listing,) = answer.results
-        assert isinstance(listing, OptimizerState)
-        frames = iter(answer.frames)
-        return [
-            (
-                self._compiler.trained[entry.parameter],
-                entry.key,
-                from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value,
-            )
-            for entry in listing.entries
-        ]
+        return self._remote.optimizer_state()
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
@@ -361,7 +293,7 @@ class Trainer:
             sync=sync,
             shares=self.plan.shares if self.plan else (),
             optimizer=type(self.optimizer).__name__,
-            groups=group_entries(self.optimizer, self._state),
+            groups=group_entries(self.optimizer, self._remote.named),
             numbers=tuple(NumberEntry(n, k, v) for n, k, v in remembered if not isinstance(v, Tensor)),
             extra=dict(extra or {}),
         )
@@ -410,15 +342,16 @@ class Trainer:
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
         trainer.steps_done = manifest.step
         trainer.extra = manifest.extra
-        trainer._remembered = [(n, k, tensor) for (n, k), tensor in checkpoint.optimizer.items()]
-        trainer._remembered += [(entry.parameter, entry.key, entry.value) for entry in manifest.numbers]
+        trainer._remote.remembered = [
+            *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items()),
+            *((entry.parameter, entry.key, entry.value) for entry in manifest.numbers),
+        ]
         return trainer
 
     def memory(self) -> list[Memory]:
         """Return for each device the bytes used, the peak so far, and the quota."""
         self._require_open()
-        answers = raise_first([self.pool.post(worker, [Ask("memory")], answer=True) for worker in self._devices])
-        return [result for answer in answers for result in answer.results if isinstance(result, Memory)]
+        return self._remote.memory()
 
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
@@ -444,58 +377,34 @@ class Trainer:
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
             if self._group:
                 self.pool.leave_group(self._group, self._devices)
-            free = Free(tuple(self._state.numbers.values()), (self._optimizer_number,))
-            for worker in self._devices:
-                self.pool.post(worker, [free])
+            self._remote.free()
 
     # ---- setting up
 
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError("this trainer is closed; make another one on the pool")
+        if self._error is not None:
+            raise self._error
 
     def _planned(self) -> Plan:
         assert self.plan is not None
         return self.plan
 
-    def _upload(self) -> None:
-        """Put parameters and buffers on all workers."""
-        for name, tensor in self._state.tensors.items():
-            put = Put((self._state.numbers[name],), (spec_of(tensor),))
-            frame = to_frame(tensor.detach().clone())
-            for worker in self._devices:
-                self.pool.post(worker, [put], [frame])
-
     def _ready(self, batch: Batch) -> Compiler:
         """Plan and compile, with the first batch."""
         if self._compiler is None:
             shares, micro_batch, sync = self._request
-            resolved = resolve_shares(shares, self.pool, self._recipe, batch, self._state.numbers)
+            captures = Captures(self._recipe, self.pool, self._devices, self._remote.new_number)
+            resolved = resolve_shares(shares, self.pool, captures, batch, self._remote.named.numbers)
             self.plan = Plan(devices=self._devices, shares=resolved, micro_batch=micro_batch, sync=sync)
             if len(self._devices) > 1:
                 self._group = self.pool.form_group(self._devices, sync)
-            compiler = Compiler(self.pool, self.plan, self._recipe, self._state.numbers, self.clip_grad_norm or 0.0)
-            compiler.begin(batch, self._wanted, self._define_optimizer, self._group)
+            numbers = self._remote.named.numbers
+            compiler = Compiler(self.pool, self.plan, captures, numbers, self.clip_grad_norm or 0.0)
+            compiler.begin(batch, self._remote.wanted, self._remote.define_optimizer, self._group)
             self._compiler = compiler
         return self._compiler
-
-    def _define_optimizer(self, trained: tuple[str, ...]) -> int:
-        entries, tensors = state_entries(self._remembered, trained)
-        self._remembered = []
-        self._optimizer_number = self.pool.new_number()
-        definition = optimizer_definition(self.optimizer, self._state, trained, entries)
-        self._sent_options = options_of(self.optimizer)
-        frames = [to_frame(tensor) for tensor in tensors]
-        futures = [
-            self.pool.post(worker, [Define(self._optimizer_number, definition)], frames, answer=True)
-            for worker in self._devices
-        ]
-        raise_first(futures)
-        return self._optimizer_number
-
-
-def _even(count: int) -> tuple[float, ...]:
-    return (1 / count,) * count
 
 
 def _track(label: str) -> str:

@@ -56,13 +56,16 @@ def combine_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Progra
 
 
 def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
-    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``."""
-    count = len(specs)
-    operators = tuple(
-        Operator("aten.mul.Scalar", (Slot(index), factor), {}, (count + index,), (spec,))
-        for index, (spec, factor) in enumerate(zip(specs, factors, strict=True))
-    )
-    return with_deaths(Program(tuple(specs), operators, tuple(range(count, 2 * count)), 2 * count))
+    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``; a factor of 1 keeps whole numbers whole."""
+    outputs = list(range(len(specs)))
+    operators: list[Operator] = []
+    for index, (spec, factor) in enumerate(zip(specs, factors, strict=True)):
+        if factor != 1.0:
+            outputs[index] = len(specs) + len(operators)
+            operators.append(
+                Operator("aten.mul.Scalar", (Slot(index), factor), {}, (outputs[index],), (spec,))
+            )
+    return with_deaths(Program(tuple(specs), tuple(operators), tuple(outputs), len(specs) + len(operators)))
 
 
 def zeros(specs: Sequence[TensorSpec]) -> Program:

@@ -36,8 +36,13 @@ def portable_operators(device_type: str) -> Iterator[None]:
     if device_type == "cpu":
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
-        yield
+    onednn = torch.backends.mkldnn.enabled  # its flags() would warn of what it does not change here
+    torch.backends.mkldnn.enabled = False
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mkldnn.enabled = onednn
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
         decay = _decay(resolve(result), old)
         if private and _depends_only_on(result, old):
             found[name] = Update(name=name, kind="constant")
-        elif private and decay is not None and result.meta["val"].dtype.is_floating_point:
+        elif private and decay is not None and (decay == 1.0 or result.meta["val"].dtype.is_floating_point):
             found[name] = Update(name=name, kind="affine", decay=decay)
         else:
             found[name] = Update(name=name, kind="general")

@@ -1,6 +1,7 @@
 """Where devices come from: this machine's, each owned by a worker process."""
 
-from onebox.pool.pool import DeviceInfo, Pool, open_pool, raise_first
+from onebox.pool.failures import raise_first
+from onebox.pool.pool import DeviceInfo, Pool, open_pool
 from onebox.pool.switchboard import Answer
 from onebox.worker import Fault
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WireError, WorkerError
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
 from onebox.wire.messages import Failure
+
+T = TypeVar("T")
 
 CAUSE_S = 1.0
 """How long a worker's complaint about a lost peer waits for the news of what befell that peer."""
@@ -39,35 +42,38 @@ def to_error(failure: Failure, place: Place) -> OneboxError:
     where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":
         return WireError(message)
-    kind = {"memory": DeviceMemoryError, "operator": OperatorError, "peer": WorkerError}[failure.kind]
-    if kind is WorkerError:
-        return WorkerError(message, **where)
+    if failure.kind == "peer":
+        return PeerLost(message, **where)
+    kind = {"memory": DeviceMemoryError, "operator": OperatorError}[failure.kind]
     return kind(message, operator=failure.operator, shapes=failure.shapes, **where)
 
 
 @dataclass
-class Causes:
-    """Holds back complaints about lost peers until it is known what befell the peer.
+class Complaints:
+    """Holds back complaints about lost peers for a moment, because the end of a peer may not be known yet.
 
     Pure but for the futures that it completes: the time is an argument.
     """
 
-    _held: list[tuple[float, Future[Any], OneboxError]] = field(default_factory=list)
-    _cause: tuple[float, OneboxError] | None = None
+    _held: list[tuple[float, Future[Any], PeerLost]] = field(default_factory=list)
+    _failed_s: float | None = None
 
-    def complain(self, future: Future[Any], error: OneboxError, now_s: float) -> None:
-        """Fail a future because of a lost peer, as soon as the cause is known, or after :data:`CAUSE_S`."""
-        if self._cause is not None and now_s - self._cause[0] < 5 * CAUSE_S:
-            fail(future, self._cause[1])
+    def complain(self, future: Future[Any], error: PeerLost, now_s: float) -> None:
+        """Fail a future because of a lost peer, when it is known why, or after :data:`CAUSE_S`."""
+        if self._failed_s is not None and now_s - self._failed_s < CAUSE_S:
+            fail(future, error)
         else:
             self._held.append((now_s + CAUSE_S, future, error))
 
-    def cause(self, error: OneboxError, now_s: float) -> None:
-        """Take the news of a failure that is nobody else's fault."""
-        if self._cause is None or now_s - self._cause[0] >= 5 * CAUSE_S:
-            self._cause = (now_s, error)
+    def failed(self, now_s: float) -> None:
+        """Take the news that a worker has failed by itself, which :func:`raise_first` prefers to a complaint."""
+        self._failed_s = now_s
+        self.release(now_s + CAUSE_S)
+
+    def ended(self, error: OneboxError) -> None:
+        """Take the news of the end of a worker, which is what everybody is to hear of."""
         for _, future, _ in self._held:
-            fail(future, self._cause[1])
+            fail(future, error)
         self._held.clear()
 
     def release(self, now_s: float) -> None:
@@ -77,13 +83,26 @@ class Causes:
                 fail(future, error)
         self._held = [held for held in self._held if now_s < held[0]]
 
-    @property
-    def waiting(self) -> bool:
-        """Whether complaints are held back."""
-        return bool(self._held)
-
 
 def fail(future: Future[Any], error: BaseException) -> None:
     """Fail a future that is not done yet."""
     if not future.done():
         future.set_exception(error)
+
+
+def raise_first(futures: Sequence[Future[T]]) -> list[T]:
+    """Wait for futures and return their results, or raise what went wrong as soon as it is known.
+
+    Of several errors it is the first, in the order of the futures, that is no complaint about a lost peer.
+
+    Raises:
+        OneboxError: What went wrong.
+    """
+    pending = set(futures)
+    errors: list[BaseException] = []
+    while pending and all(isinstance(error, PeerLost) for error in errors):
+        _, pending = wait(pending, return_when=FIRST_EXCEPTION)
+        errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+    return [future.result() for future in futures]

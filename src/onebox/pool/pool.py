@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import torch
 
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.discover import requested_devices
-from onebox.pool.failures import Place
+from onebox.pool.failures import Place, raise_first
 from onebox.pool.process import START_S, WorkerProcess
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire import new_keys
@@ -119,9 +120,9 @@ class Pool:
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-            self._switchboard.sums.form(group, workers)
         elif kinds == {"cuda"} and torch.distributed.is_nccl_available():
             backend = "nccl"
+        self._switchboard.form(group, workers)
         joined = [
             self.post(
                 worker,
@@ -130,16 +131,18 @@ class Pool:
             )
             for rank, worker in enumerate(workers)
         ]
-        for future in joined:
-            future.result()
+        try:
+            raise_first(joined)
+        except OneboxError:
+            with contextlib.suppress(OneboxError):
+                self.leave_group(group, workers)
+            raise
         return group
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
         for worker in workers:
             self.post(worker, [LeaveGroup(group)])
-        self._switchboard.key_values.forget(group)
-        self._switchboard.sums.forget(group)
 
     def close(self) -> None:
         """End all workers and close all sockets. Idempotent."""
@@ -245,15 +248,3 @@ def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:
         threads=hello.threads,
         memory_bytes=hello.memory_bytes,
     )
-
-
-def raise_first(futures: Sequence[Future[Answer]]) -> list[Answer]:
-    """Wait for futures and return their answers; if any failed, raise the first failure when all are done.
-
-    Raises:
-        OneboxError: What went wrong.
-    """
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if isinstance(error, OneboxError)), errors[0])
-    return [future.result() for future in futures]

@@ -56,11 +56,12 @@ class KeyValues:
                 gone = self._values.pop(key, None)
                 return [Answer(worker, lookup.ticket, b"0" if gone is None else b"1")]
 
-    def forget(self, group: int) -> None:
-        """Drop a group's keys."""
-        for table in (self._values, self._waiting):
-            for key in [key for key in table if key[0] == group]:
-                del table[key]
+    def forget(self, group: int) -> list[tuple[int, int]]:
+        """Drop a group's keys and return the (worker, ticket) of those who wait for one."""
+        for key in [key for key in self._values if key[0] == group]:
+            del self._values[key]
+        keys = [key for key in self._waiting if key[0] == group]
+        return [waiter for key in keys for waiter in self._waiting.pop(key)]
 
     def _set(self, key: tuple[int, str], value: bytes) -> list[Answer]:
         self._values[key] = value
@@ -91,11 +92,11 @@ class ClientSums:
         """Note who is in a group."""
         self._members[group] = tuple(members)
 
-    def forget(self, group: int) -> None:
-        """Drop a group and what was contributed to it."""
+    def forget(self, group: int) -> list[tuple[int, int]]:
+        """Drop a group and return the (worker, ticket) of those whose contributions will not be summed."""
         self._members.pop(group, None)
-        for key in [key for key in self._parts if key[0] == group]:
-            del self._parts[key]
+        keys = [key for key in self._parts if key[0] == group]
+        return [(worker, ticket) for key in keys for worker, (ticket, _) in self._parts.pop(key).items()]
 
     def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> Sum | None:
         """Take a contribution; return the sum when it was the last one."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import zmq
 
-from onebox.errors import OneboxError, PoolError, WireError, WorkerHung
-from onebox.pool.failures import Causes, Place, fail, to_error
+from onebox.errors import OneboxError, PeerLost, PoolError, WireError, WorkerHung
+from onebox.pool.failures import Complaints, Place, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
 from onebox.pool.rendezvous import ClientSums, KeyValues
@@ -27,8 +27,10 @@ from onebox.wire.messages import (
     Beat,
     Contribution,
     Envelope,
+    Gone,
     Hello,
     Instruction,
+    Left,
     Lookup,
     Reduced,
     Rendezvous,
@@ -96,9 +98,10 @@ class Switchboard:
         self._numbers = 0
         self._stopping = False
         self._liveness = Liveness()
-        self._causes = Causes()
-        self.key_values = KeyValues()
-        self.sums = ClientSums()
+        self._complaints = Complaints()
+        self._key_values = KeyValues()
+        self._sums = ClientSums()
+        self._groups: set[int] = set()
         self.broken: OneboxError | None = None
         self._thread = threading.Thread(target=self._serve, name="onebox-switchboard", daemon=True)
 
@@ -148,6 +151,11 @@ class Switchboard:
         os.eventfd_write(self._bell, 1)
         return future
 
+    def form(self, group: int, members: Sequence[int]) -> None:
+        """Serve a group's rendezvous and sums from now on, until one of its members leaves."""
+        self._sums.form(group, members)
+        self._groups.add(group)
+
     def stop(self) -> None:
         """End the thread, close the sockets, fail what is still waited for. Idempotent."""
         with self._lock:
@@ -183,7 +191,7 @@ class Switchboard:
                 for line in list(self._lines.values()):
                     self._attend(line, ready, poller)
                 now_s = time.monotonic()
-                self._causes.release(now_s)
+                self._complaints.release(now_s)
                 for worker, why in self._liveness.hung(now_s).items():
                     self._lost(self._lines[worker], self._hung(worker, why))
             self._send()
@@ -223,11 +231,17 @@ class Switchboard:
             case Beat():
                 if line.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
+            case Left():
+                self._groups.discard(saying.group)
+                for member, ticket in self._key_values.forget(saying.group) + self._sums.forget(saying.group):
+                    self._tell(member, Gone(ticket))
+            case Lookup() | Contribution() if saying.group not in self._groups:
+                self._tell(worker, Gone(saying.ticket))
             case Lookup():
-                for answer in self.key_values.lookup(worker, saying):
+                for answer in self._key_values.lookup(worker, saying):
                     self._tell(answer.worker, Rendezvous(answer.ticket, answer.value))
             case Contribution():
-                total = self.sums.contribute(worker, saying, from_frame(saying.spec, frames[0]))
+                total = self._sums.contribute(worker, saying, from_frame(saying.spec, frames[0]))
                 if total is not None:
                     frame = to_frame(total.total)
                     for member, ticket in total.tickets:
@@ -248,12 +262,12 @@ class Switchboard:
                 future.set_result(Answer(reply.results, frames, reply.times_ns))
             return
         error = to_error(reply.failure, line.place)
-        if reply.failure.kind != "peer":
-            self._causes.cause(error, time.monotonic())
+        if not isinstance(error, PeerLost):
+            self._complaints.failed(time.monotonic())
             if future is not None:
                 fail(future, error)
         elif future is not None:
-            self._causes.complain(future, error, time.monotonic())
+            self._complaints.complain(future, error, time.monotonic())
 
     # ---- when things go wrong
 
@@ -268,7 +282,7 @@ class Switchboard:
 
     def _lost(self, line: _Line, error: OneboxError) -> None:
         self._liveness.forget(line.place.worker)
-        self._causes.cause(error, time.monotonic())
+        self._complaints.ended(error)
         fail(line.hello, error)
         self._break(error)
 

@@ -4,7 +4,7 @@ Nothing here starts a thread or touches a global logger.
 """
 
 from onebox.report.folder import RunFolder
-from onebox.report.metrics import MetricsLog
+from onebox.report.metrics import MetricsLog, rewind_metrics
 from onebox.report.progress import Progress
 from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
@@ -18,4 +18,5 @@ __all__ = [
     "Timeline",
     "device_table",
     "epoch_line",
+    "rewind_metrics",
 ]

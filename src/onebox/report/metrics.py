@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from onebox.report.files import to_json
+import msgspec
+
+from onebox.errors import UsageError
+from onebox.report.files import to_json, write_atomically
 
 
 class MetricsLog:
@@ -61,3 +64,29 @@ class MetricsLog:
 def _drop_unfinished_line(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def rewind_metrics(path: Path | str, *, step: int) -> None:
+    """Drop the records of the steps after one: a run that is resumed there writes them again.
+
+    Args:
+        path: The file; nothing happens where there is none.
+        step: The last step that stays. A record without a ``step`` stays too.
+
+    Raises:
+        UsageError: A line is no JSON object.
+        OSError: The file cannot be read or written.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = [line for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if _step(path, line) <= step]
+    write_atomically(path, b"".join(kept))
+
+
+def _step(path: Path, line: bytes) -> float:
+    try:
+        return float(msgspec.json.decode(line, type=dict[str, Any]).get("step", 0))
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {line[:80]!r} is no record of a run: {error}") from None

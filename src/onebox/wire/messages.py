@@ -224,16 +224,16 @@ class FormGroup(_Message, frozen=True, tag="form"):
 
 
 class LeaveGroup(_Message, frozen=True, tag="leave"):
-    """Leave a process group and close its sockets."""
+    """Leave a process group and close its sockets; passed over where this worker is not in it."""
 
     group: int
 
 
 class Rendezvous(_Message, frozen=True, tag="rendezvous"):
-    """Client to worker: the answer to a :class:`Lookup`; ``None`` when the key did not appear in time."""
+    """Client to worker: the answer to a :class:`Lookup`."""
 
     ticket: int
-    value: bytes | None
+    value: bytes
 
 
 class Reduced(_Message, frozen=True, tag="reduced"):
@@ -242,11 +242,17 @@ class Reduced(_Message, frozen=True, tag="reduced"):
     ticket: int
 
 
+class Gone(_Message, frozen=True, tag="gone"):
+    """Client to worker: what a ticket waits for will not come, because a member has left the group."""
+
+    ticket: int
+
+
 class Bye(_Message, frozen=True, tag="bye"):
     """End the worker."""
 
 
-Instruction = Step | Define | Put | Run | FormGroup | LeaveGroup | Rendezvous | Reduced | Bye
+Instruction = Step | Define | Put | Run | FormGroup | LeaveGroup | Rendezvous | Reduced | Gone | Bye
 
 
 class Envelope(_Message, frozen=True):
@@ -403,4 +409,10 @@ class Contribution(_Message, frozen=True, tag="contribution"):
     spec: TensorSpec
 
 
-Saying = Hello | Reply | Beat | Lookup | Contribution
+class Left(_Message, frozen=True, tag="left"):
+    """This worker has left a group, or could not join it: nobody is to wait for it there."""
+
+    group: int
+
+
+Saying = Hello | Reply | Beat | Lookup | Contribution | Left

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
-from onebox.wire.messages import Contribution, FormGroup, Lookup, Reduced, Rendezvous
+from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
 from onebox.worker.shared import SharedReducer, supported
 from onebox.worker.tape import Progress
 
@@ -27,11 +27,15 @@ class PeerLost(Exception):
 class ClientChannel(Protocol):
     """What a group needs of the channel to the client."""
 
-    def say(self, saying: Lookup | Contribution, frames: Sequence[Any] = ()) -> None:
+    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
         """Send something to the client."""
 
     def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
-        """Wait for the client's answer to a ticket; other messages wait meanwhile."""
+        """Wait for the client's answer to a ticket; other messages wait meanwhile.
+
+        Raises:
+            PeerLost: It will not come, or did not come in time.
+        """
 
     def new_ticket(self) -> int:
         """Return a number that no other ticket of this worker has."""
@@ -81,8 +85,7 @@ class ChannelStore(dist.Store):
         if action == "set":
             return b""
         answer, _ = self._channel.await_ticket(ticket, self._timeout_s)
-        if not isinstance(answer, Rendezvous) or answer.value is None:
-            raise PeerLost(f"nobody set {keys} within {self._timeout_s:.0f} s")
+        assert isinstance(answer, Rendezvous)
         return answer.value
 
 
@@ -161,7 +164,7 @@ class TorchGroup:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
         if self._shared is not None:
             shared = self._shared
-            wait = self._guard(lambda: shared.reduce(tensors))
+            wait = self._wait(lambda: shared.reduce(tensors))
             return lambda: self._wait(wait)
         flat = _flat(tensors)
         work = self._guard(lambda: self._group.allreduce([flat]))
@@ -199,11 +202,8 @@ class TorchGroup:
         self._group = None
 
     def _wait(self, wait: Callable[[], Any]) -> Any:
-        self._progress.waiting = True
-        try:
+        with self._progress.wait():
             return self._guard(wait)
-        finally:
-            self._progress.waiting = False
 
     def _guard(self, call: Callable[[], Any]) -> Any:
         if self._group is None:
@@ -222,7 +222,6 @@ class ClientGroup:
         self._timeout_s = form.timeout_s
         self._channel = channel
         self._device = device
-        self._progress = progress
         self._order = 0
 
     def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
@@ -234,11 +233,7 @@ class ClientGroup:
         self._order += 1
 
         def finish() -> Tensor:
-            self._progress.waiting = True
-            try:
-                _, frames = self._channel.await_ticket(ticket, self._timeout_s)
-            finally:
-                self._progress.waiting = False
+            _, frames = self._channel.await_ticket(ticket, self._timeout_s)
             return from_frame(TensorSpec(dtype_name(flat.dtype), tuple(flat.shape)), frames[0]).to(self._device)
 
         return finish
@@ -266,10 +261,8 @@ def form_group(form: FormGroup, channel: ClientChannel, device: torch.device, pr
         PeerLost: The others did not come in time.
     """
     kind = ClientGroup if form.backend == "client" else TorchGroup
-    progress.waiting = True
     try:
-        return kind(form, channel, device, progress)
+        with progress.wait():
+            return kind(form, channel, device, progress)
     except RuntimeError as error:
         raise PeerLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
-    finally:
-        progress.waiting = False

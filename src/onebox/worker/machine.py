@@ -22,6 +22,7 @@ from onebox.wire.messages import (
     Get,
     Instruction,
     LeaveGroup,
+    Left,
     Memory,
     OptimizerState,
     OptimizerStep,
@@ -160,9 +161,9 @@ class Machine:
             for position in instruction.takes:
                 self.store.forget(resolve(instruction.inputs[position]))
         self.store.void([resolve(reference) for reference in self._writes(instruction)], failure)
-        if isinstance(instruction, Reduce | Send):
+        if isinstance(instruction, Reduce | Send | FormGroup):
             self._report(failure)
-            self.close()
+            self._leave(instruction.group)
 
     def _writes(self, instruction: Instruction) -> Sequence[int]:
         match instruction:
@@ -197,9 +198,7 @@ class Machine:
         state = []
         for entry in spec.state:
             if not isinstance(entry.value, bool | int | float | None):
-                tensor = from_frame(entry.value, next(frames))
-                alone = tensor.dim() == 0
-                state.append(tensor if alone else self._device.upload(tensor))
+                state.append(from_frame(entry.value, next(frames)))
         optimizer = NativeOptimizer(spec, parameters, state)
         self.store.charge(optimizer.charged_bytes)
         return optimizer
@@ -301,11 +300,16 @@ class Machine:
         self._groups[form.group] = form_group(form, self._channel, self._device.device, self.progress)
         return []
 
-    def _leave(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        group = self._groups.pop(leave.group, None)
+    def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._leave(leave.group)
+        return []
+
+    def _leave(self, number: int) -> None:
+        """Leave a group, and let the client tell those who wait there."""
+        self._channel.say(Left(number))
+        group = self._groups.pop(number, None)
         if group is not None:
             group.close()
-        return []
 
     def _group(self, number: int) -> Group:
         group = self._groups.get(number)
@@ -332,7 +336,7 @@ class Machine:
         Receive: _receive,
         OptimizerStep: _optimize,
         FormGroup: _form,
-        LeaveGroup: _leave,
+        LeaveGroup: _leave_group,
     }
 
 

@@ -51,10 +51,18 @@ class NativeOptimizer:
             _prefer_fused(group, parameters)
         tensors = iter(state)
         for entry in spec.state:
-            value = next(tensors) if not isinstance(entry.value, bool | int | float | None) else entry.value
+            plain = isinstance(entry.value, bool | int | float | None)
+            value = entry.value if plain else self._place(entry, next(tensors))
             self.optimizer.state[parameters[entry.parameter]][entry.key] = value
         self._charged_bytes = self._count()
         self._stepped = False
+
+    def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
+        """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""
+        parameter = self.parameters[entry.parameter]
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
+        return tensor.to(parameter.device) if on_device else tensor
 
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""

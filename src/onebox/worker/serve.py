@@ -21,6 +21,7 @@ from onebox.wire.messages import (
     Bye,
     Envelope,
     Failure,
+    Gone,
     Hello,
     Reduced,
     Rendezvous,
@@ -30,6 +31,7 @@ from onebox.wire.messages import (
 )
 from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
+from onebox.worker.groups import PeerLost
 from onebox.worker.machine import Machine
 from onebox.worker.store import Poisoned
 from onebox.worker.watch import Watcher
@@ -92,7 +94,7 @@ class Server:
         configure(self._socket, keys, server_key=None)
         self.ports = Ports(self._socket.bind_to_random_port(f"tcp://{config.address}"), self._watcher.port)
         self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
-        self._answers: dict[int, tuple[Rendezvous | Reduced, Sequence[Any]]] = {}
+        self._answers: dict[int, tuple[Rendezvous | Reduced | Gone, Sequence[Any]]] = {}
         self._tickets = 0
         self._number = 0
         self._failed = False
@@ -112,13 +114,17 @@ class Server:
         """Wait for the client's answer to a ticket; other messages wait meanwhile.
 
         Raises:
-            RuntimeError: It did not come in time.
+            PeerLost: It will not come, or did not come in time.
         """
-        while ticket not in self._answers:
-            if not self._socket.poll(int(timeout_s * 1000)):
-                raise RuntimeError(f"the client did not answer within {timeout_s:.0f} s")
-            self._sort(*self._receive())
-        return self._answers.pop(ticket)
+        with self.machine.progress.wait():
+            while ticket not in self._answers:
+                if not self._socket.poll(int(timeout_s * 1000)):
+                    raise PeerLost(f"the others of the group did not come within {timeout_s:.0f} s")
+                self._sort(*self._receive())
+        answer, frames = self._answers.pop(ticket)
+        if isinstance(answer, Gone):
+            raise PeerLost("another worker has left the group")
+        return answer, frames
 
     # ---- the loop
 
@@ -148,9 +154,8 @@ class Server:
 
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         while not self._deferred:
-            self.machine.progress.waiting = True
-            self._sort(*self._receive())
-            self.machine.progress.waiting = False
+            with self.machine.progress.wait():
+                self._sort(*self._receive())
         return self._deferred.popleft()
 
     def _receive(self) -> tuple[Envelope, Sequence[Any]]:
@@ -164,7 +169,7 @@ class Server:
     def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
         """Keep the answers to tickets, queue everything else."""
         first = envelope.instructions[0] if envelope.instructions else None
-        if isinstance(first, Rendezvous | Reduced):
+        if isinstance(first, Rendezvous | Reduced | Gone):
             self._answers[first.ticket] = (first, frames)
         else:
             self._deferred.append((envelope, frames))

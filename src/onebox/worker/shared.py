@@ -81,14 +81,20 @@ class _Memory:
     @classmethod
     def of(cls, name: str) -> _Memory:
         """Map the memory that another process has named."""
-        process, descriptor, size = (int(part) for part in name.split(":"))
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        process, descriptor, size, inode = (int(part) for part in name.split(":"))
+        try:
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLeft(f"process {process} has closed its memory: {error}") from error
+        if os.fstat(opened).st_ino != inode:
+            os.close(opened)
+            raise PeerLeft(f"process {process} has closed its memory")
         return cls(opened, size)
 
     @property
     def name(self) -> str:
         """A name under which other processes can map it."""
-        return f"{os.getpid()}:{self.descriptor}:{len(self.map)}"
+        return f"{os.getpid()}:{self.descriptor}:{len(self.map)}:{os.fstat(self.descriptor).st_ino}"
 
     def wait(self, word: int, value: int) -> None:
         """Sleep while a word has a value, for a short while at most."""
@@ -135,6 +141,7 @@ class SharedReducer:
         self._generation = 0
         self._control = self._exchange("control", mmap.PAGESIZE)
         self._arena: list[_Memory] = []
+        self._retired: list[_Memory] = []
         self._offset = 0
         self._published = 0
         self._open: set[int] = set()
@@ -170,9 +177,9 @@ class SharedReducer:
     def leave(self) -> None:
         """Tell the others that this rank is gone, and let go of the memory."""
         self._control[self._rank].set(_LEFT, 1)
-        for memory in (*self._control, *self._arena):
+        for memory in (*self._control, *self._arena, *self._retired):
             memory.close()
-        self._control, self._arena = [], []
+        self._control, self._arena, self._retired = [], [], []
 
     def _place(self, size: int) -> tuple[list[_Memory], int]:
         """Return where the next bucket goes; when no bucket is open the memory is used from its beginning again."""
@@ -180,16 +187,22 @@ class SharedReducer:
             for rank in range(self._size):
                 self._await(rank, _DONE, self._published - 1)
             self._offset = 0
+            self._discard()
         offset = self._offset
         self._offset += -(-size // _ALIGN) * _ALIGN
         capacity = len(self._arena[0].map) if self._arena else 0
         if self._offset > capacity:
-            for memory in self._arena:
-                memory.close()
+            self._retired += self._arena  # a slower rank may still be about to map them
             wanted = max(_FIRST_BYTES, 2 * self._offset)
             self._arena = self._exchange(f"arena{self._generation}", wanted)
             self._generation += 1
         return self._arena, offset
+
+    def _discard(self) -> None:
+        """Let go of the memory that has become too small; every rank has mapped it by now."""
+        for memory in self._retired:
+            memory.close()
+        self._retired.clear()
 
     def _exchange(self, what: str, size: int) -> list[_Memory]:
         """Make memory, name it to the others, and map theirs."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator as op
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ class Progress:
         self.executed = 0
         self.doing = ""
         self.waiting = True
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Mark what happens inside as waiting for others, which is no stall of this worker."""
+        before, self.waiting = self.waiting, True
+        try:
+            yield
+        finally:
+            self.waiting = before
 
 
 class Tape:

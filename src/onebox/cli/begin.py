@@ -1,0 +1,151 @@
+"""The beginning of a run: its folder, its model and optimizer, and the trainer, new or from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onebox.cli.config import TrainConfig
+from onebox.cli.loop import Standing
+from onebox.cli.models import build_model
+from onebox.cli.stored import read_config
+from onebox.engine import Trainer
+from onebox.errors import CheckpointError, DataError, UsageError
+from onebox.feed import DataSet, Position, load_dataset
+from onebox.pool import Pool
+from onebox.report import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts.
+
+    Args:
+        trainer: The trainer.
+        standing: How far the run is.
+        saved: The checkpoint that the trainer comes from, if any.
+    """
+
+    trainer: Trainer
+    standing: Standing
+    saved: Path | None
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the share of samples that were classified right."""
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def load_data(spec: str) -> DataSet:
+    """Load a data set.
+
+    Raises:
+        UsageError: There is no such data set.
+        DataError: It cannot be read.
+    """
+    try:
+        return load_dataset(spec)
+    except OSError as error:
+        raise DataError(f"--data {spec} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
+    """Make or take the run's folder; a new one goes again if nothing was written into it.
+
+    Raises:
+        UsageError: It cannot be made, is not empty, or is not there.
+    """
+    if config.resume is not None:
+        yield RunFolder.resume(config.resume)
+        return
+    path = config.run.expanduser() if config.run else None
+    try:
+        folder = RunFolder.create(f"{config.model}-{data}", path=path)
+    except OSError as error:
+        place = error.filename or path or "under runs/"
+        raise UsageError(f"the run folder {place} cannot be made: {error.strerror}; --run names another") from None
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()
+
+
+def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> Start:
+    """Make a trainer, or bring one back from the newest checkpoint of the run.
+
+    Raises:
+        UsageError: An option does not fit the pool.
+        CheckpointError: The checkpoint is damaged or foreign.
+    """
+    if config.resume is not None:
+        saved = max(folder.checkpoint.glob("step-*"), default=None)
+        if saved is not None:
+            return _resumed(config, saved, data, pool)
+    model = _model(config, data)
+    trainer = Trainer(
+        model,
+        functional.cross_entropy,
+        _optimizer(config, model),
+        pool=pool,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        sync=config.sync,
+        shares=config.share_weights,
+        precision=config.precision,
+        clip_grad_norm=config.clip_grad_norm,
+        metrics={"accuracy": accuracy},
+    )
+    return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
+
+
+def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool) -> Start:
+    assert config.resume is not None
+    model = _model(config, data)
+    changed = config.shares != read_config(config.resume).shares
+    try:
+        trainer = Trainer.resume(
+            saved,
+            model,
+            functional.cross_entropy,
+            _optimizer(config, model),
+            pool=pool,
+            sync=config.sync,
+            metrics={"accuracy": accuracy},
+            **({"shares": config.share_weights} if changed else {}),
+        )
+        standing = Standing.from_extra(trainer.extra, seed=config.seed, path=saved)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; to go on from the save before it, move {saved} away", path=saved) from None
+    return Start(trainer=trainer, standing=standing, saved=saved)
+
+
+def _model(config: TrainConfig, data: DataSet) -> nn.Module:
+    channels, height, width = data.train.images.shape[1:]
+    return build_model(
+        config.model,
+        classes=data.classes,
+        channels=channels,
+        height=height,
+        width=width,
+        mean=data.mean,
+        std=data.std,
+        seed=config.seed,
+    )
+
+
+def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    assert config.lr is not None and config.weight_decay is not None, "the options are resolved"
+    lr, weight_decay = config.lr, config.weight_decay
+    if config.optimizer == "sgd":
+        momentum = config.momentum or 0.0
+        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay, momentum=momentum)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(model.parameters(), lr=lr, weight_decay=weight_decay)

@@ -1,0 +1,96 @@
+"""``onebox env``: versions, what this machine has, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import psutil
+import torch
+import torch.distributed
+
+from onebox import __version__
+from onebox.cli.config import EnvConfig
+from onebox.cli.console import OutputConsole
+from onebox.report.files import to_json
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "safetensors",
+    "tyro",
+    "rich",
+    "psutil",
+    "scikit-learn",
+    "pillow",
+)
+_EXTRAS = {"transformers": "the tests train its models; install onebox[test]"}
+
+
+def show_environment(config: EnvConfig) -> None:
+    """Print what there is and what is missing."""
+    found = environment()
+    if config.json:
+        print(to_json(found).decode())
+        return
+    console = OutputConsole(highlight=False)
+    for title, content in found.items():
+        console.print(title, style="bold")
+        for line in _lines(content) or ["nothing"]:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def environment() -> dict[str, dict[str, str] | list[str]]:
+    """Return versions, devices, and what is missing, as text for a person."""
+    return {"versions": _versions(), "devices": _devices(), "missing": _missing()}
+
+
+def _lines(content: dict[str, str] | list[str]) -> list[str]:
+    if isinstance(content, list):
+        return content
+    width = max(map(len, content))
+    return [f"{name:<{width}}  {value}" for name, value in content.items()]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"onebox": __version__, "python": platform.python_version(), "system": platform.platform()}
+    versions |= {name: _version(name) or "not installed" for name in (*_PACKAGES, *_EXTRAS)}
+    if torch.version.cuda:
+        versions["cuda of torch"] = torch.version.cuda
+    return versions
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = psutil.virtual_memory().total / 2**30
+    lines = [f"cpu: {cores} cores for this process, {memory_gib:.1f} GiB, {torch.backends.cpu.get_cpu_capability()}"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"cuda:{index}: {card.name}, {card.total_memory / 2**30:.1f} GiB, capability {card.major}.{card.minor}"
+        )
+    return lines
+
+
+def _missing() -> list[str]:
+    missing = [f"{name} is not installed, which onebox needs" for name in _PACKAGES if _version(name) is None]
+    missing += [f"{name} is not installed: {why}" for name, why in _EXTRAS.items() if _version(name) is None]
+    if not torch.version.cuda:
+        missing.append("CUDA: this torch is built without it; workers run on CPUs")
+    elif not torch.cuda.is_available():
+        missing.append("CUDA: torch finds no device or driver; workers run on CPUs")
+    elif not torch.distributed.is_nccl_available():
+        missing.append("NCCL: this torch is built without it; transfers between GPUs go through the CPU")
+    if not torch.distributed.is_gloo_available():
+        missing.append("Gloo: this torch is built without it; use sync='client'")
+    return missing

@@ -1,0 +1,223 @@
+"""The training loop of ``onebox train``: epochs of steps, results on record, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from onebox.cli.config import TrainConfig
+from onebox.engine import StepLoss, Trainer
+from onebox.errors import CheckpointError, OneboxError
+from onebox.feed import Batches, Position, Prefetch
+from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
+
+_READ_AHEAD = 4
+_BEHIND = 2
+"""Losses are asked for so many steps later: as many steps as the trainer has in flight by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """What came out of an epoch; a line of the metrics file.
+
+    Args:
+        step: Steps of the whole run up to its end.
+        epoch: Its number, from 1.
+        train_loss: Mean over its samples, each as the step saw it.
+        test_loss: Mean over the test set.
+        test_accuracy: Share of the test set that was classified right.
+        samples_per_s: Training samples per second, without what lies between epochs.
+    """
+
+    step: int
+    epoch: int
+    train_loss: float | None
+    test_loss: float | None
+    test_accuracy: float
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a run is: what a checkpoint keeps beside the trainer's own state.
+
+    Args:
+        position: The next batch.
+        loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is no finite number.
+        last: The last epoch's result.
+    """
+
+    position: Position
+    loss_sum: float | None = 0.0
+    last: EpochResult | None = None
+
+    def to_extra(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any], *, seed: int, path: Path) -> Standing:
+        """Return what :meth:`to_extra` wrote.
+
+        Raises:
+            CheckpointError: It is not there, or belongs to a run of another seed.
+        """
+        try:
+            standing = msgspec.convert(extra, cls)
+        except (msgspec.ValidationError, OneboxError) as error:
+            raise CheckpointError(
+                f"{path} holds no position in the data that this command wrote: {error}", path=path
+            ) from None
+        if standing.position.seed != seed:
+            raise CheckpointError(
+                f"{path} is of a run with seed {standing.position.seed}, the configuration with it of one with {seed}",
+                path=path,
+            )
+        return standing
+
+
+@dataclass
+class Meter:
+    """Samples and seconds of training; what lies between epochs does not count."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    _begun: tuple[float, int, float] = (0.0, 0, 0.0)
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._begun = (time.monotonic(), self.samples, self.seconds)
+
+    def add(self, samples: int) -> None:
+        """A step is done."""
+        self.samples += samples
+        self.seconds = self._begun[2] + time.monotonic() - self._begun[0]
+
+    @property
+    def epoch_samples_per_s(self) -> float | None:
+        """Rate of the epoch so far."""
+        seconds = self.seconds - self._begun[2]
+        return (self.samples - self._begun[1]) / seconds if seconds else None
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Trains until the last epoch.
+
+    Args:
+        config: The options.
+        trainer: The trainer.
+        train: Batches to train on.
+        test: Batches to test on, of one epoch in a fixed order.
+        folder: Where checkpoints go.
+        log: Where results go.
+        progress: What a person sees.
+        standing: How far the run is.
+        saved: The last checkpoint, if any.
+    """
+
+    config: TrainConfig
+    trainer: Trainer
+    train: Batches
+    test: Batches
+    folder: RunFolder
+    log: MetricsLog
+    progress: Progress
+    standing: Standing
+    saved: Path | None = None
+    meter: Meter = field(default_factory=Meter)
+    _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
+    _loss_sum: float = 0.0
+
+    def run(self) -> None:
+        """Train the epochs that are left.
+
+        Raises:
+            OneboxError: A step or a checkpoint failed.
+        """
+        while self.standing.position.epoch < self.config.epochs:
+            self._epoch(self.standing)
+
+    def _epoch(self, standing: Standing) -> None:
+        position = standing.position
+        self.progress.epoch(position.epoch + 1)
+        self.meter.begin()
+        self._loss_sum = math.nan if standing.loss_sum is None else standing.loss_sum
+        batches = self.train.epoch(position.epoch, start=position.index)
+        with Prefetch(batches, depth=_READ_AHEAD) as ready:
+            for index, (images, labels) in enumerate(ready, start=position.index + 1):
+                self._step(images, labels, position.epoch)
+                if self._save_now() and index < len(self.train):  # the epoch's end is saved with its results
+                    self._drain(position.epoch)
+                    here = Position(epoch=position.epoch, index=index, seed=position.seed)
+                    self._save(Standing(position=here, loss_sum=self._loss_sum, last=standing.last))
+        self._drain(position.epoch)
+        result = self._test(position.epoch + 1)
+        following = Position(epoch=position.epoch + 1, index=0, seed=position.seed)
+        self._save(Standing(position=following, last=result))
+
+    def _step(self, images: Tensor, labels: Tensor, epoch: int) -> None:
+        first = self.trainer.plan is None
+        loss = self.trainer.step(images, labels)
+        if first and self.trainer.plan is not None:
+            self.progress.note(f"plan: {self.trainer.plan.describe()}")
+        self._pending.append((self.trainer.steps_done, loss, len(labels)))
+        if len(self._pending) > _BEHIND:
+            self._record(epoch)
+
+    def _record(self, epoch: int) -> None:
+        """Take the loss of the oldest step that has not been asked for."""
+        step, value, samples = self._pending.popleft()
+        loss = value.item()
+        self._loss_sum += loss * samples
+        self.meter.add(samples)
+        norm = {} if value.gradient_norm is None else {"gradient_norm": value.gradient_norm}
+        self.log.write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
+        self.progress.step(step, loss=loss, samples=samples)
+
+    def _drain(self, epoch: int) -> None:
+        while self._pending:
+            self._record(epoch)
+
+    def _test(self, epoch: int) -> EpochResult:
+        found = self.trainer.evaluate(self.test.epoch(0))
+        result = EpochResult(
+            step=self.trainer.steps_done,
+            epoch=epoch,
+            train_loss=self._loss_sum / len(self.train.split),
+            test_loss=found.loss,
+            test_accuracy=found.metrics["accuracy"],
+            samples_per_s=self.meter.epoch_samples_per_s,
+        )
+        self.log.write({"event": "epoch", **msgspec.to_builtins(result)})
+        self.progress.note(result_line(result, self.config.epochs))
+        return result
+
+    def _save_now(self) -> bool:
+        every = self.config.save_every
+        return every is not None and self.trainer.steps_done % every == 0
+
+    def _save(self, standing: Standing) -> None:
+        self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
+        self.standing = standing
+
+
+def result_line(result: EpochResult, epochs: int) -> str:
+    """Say how an epoch went."""
+    return epoch_line(
+        epoch=result.epoch,
+        epochs=epochs,
+        loss=math.nan if result.train_loss is None else result.train_loss,
+        test_loss=math.nan if result.test_loss is None else result.test_loss,
+        test_accuracy=result.test_accuracy,
+        samples_per_s=result.samples_per_s,
+    )

@@ -1,0 +1,125 @@
+"""``onebox train``: from options to a trained model and a folder that tells of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from onebox.cli.begin import Start, load_data, run_folder, start
+from onebox.cli.config import TrainConfig
+from onebox.cli.console import OutputConsole
+from onebox.cli.devices import print_devices
+from onebox.cli.exits import FAILED, INTERRUPTED, Exit
+from onebox.cli.loop import Loop
+from onebox.cli.outcome import print_outcome, write_outcome
+from onebox.cli.stored import to_stored
+from onebox.errors import OneboxError, UsageError
+from onebox.feed import Batches, DataSet
+from onebox.pool import Pool, open_pool
+from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics
+
+_TEST_BATCH = 500
+"""Divides the test sets of MNIST and CIFAR-10, so that one shape is captured."""
+
+
+def train(config: TrainConfig) -> None:
+    """Train as the options say, or go on with an earlier run.
+
+    Raises:
+        UsageError: The options do not fit the data or the devices.
+        DataError: The data cannot be read.
+        CheckpointError: The run to be resumed has a checkpoint that is damaged or foreign.
+        Exit: It failed on the way, or was interrupted.
+    """
+    console = OutputConsole()
+    config = config.resolved()
+    data = load_data(config.data)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(run_folder(config, data.name))
+        pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes))
+        _check_shares(config, pool)
+        print_devices(pool, console)
+        begun = start(config, folder, data, pool)
+        stack.enter_context(begun.trainer)
+        folder.write_config(to_stored(_as_opened(config, pool)))
+        rewind_metrics(folder.metrics, step=begun.trainer.steps_done)
+        with MetricsLog(folder.metrics) as log:
+            _run(_loop(config, folder, data, begun, log, console), pool, console)
+
+
+def _check_shares(config: TrainConfig, pool: Pool) -> None:
+    weights = config.share_weights
+    if not isinstance(weights, str) and len(weights) != len(pool):
+        raise UsageError(f"--shares {config.shares}: {len(weights)} weights for {len(pool)} devices; give one for each")
+
+
+def _as_opened(config: TrainConfig, pool: Pool) -> TrainConfig:
+    """Return the options with the devices that ``auto`` stood for, so that a resumed run asks for the same."""
+    devices = ",".join(device.device for device in pool.devices)
+    return dataclasses.replace(config, pool=devices, threads=pool.devices[0].threads)
+
+
+def _loop(
+    config: TrainConfig, folder: RunFolder, data: DataSet, begun: Start, log: MetricsLog, console: OutputConsole
+) -> Loop:
+    batches = Batches(split=data.train, batch_size=config.batch, seed=config.seed)
+    progress = Progress(
+        total_steps=config.epochs * len(batches),
+        epochs=config.epochs,
+        every=config.every,
+        console=console,
+        start_step=begun.trainer.steps_done,
+    )
+    return Loop(
+        config=config,
+        trainer=begun.trainer,
+        train=batches,
+        test=Batches(split=data.test, batch_size=_TEST_BATCH, seed=config.seed, shuffle=False),
+        folder=folder,
+        log=log,
+        progress=progress,
+        standing=begun.standing,
+        saved=begun.saved,
+    )
+
+
+def _run(loop: Loop, pool: Pool, console: OutputConsole) -> None:
+    began_s = time.monotonic()
+    with _failures(loop):
+        with loop.progress:
+            _note_start(loop)
+            loop.run()
+        write_outcome(loop, pool, seconds=time.monotonic() - began_s)
+    print_outcome(loop, console)
+
+
+def _note_start(loop: Loop) -> None:
+    if loop.config.resume is None:
+        return
+    if loop.saved is None:
+        loop.progress.note(f"{loop.folder.path} has no checkpoint yet: starting from the beginning")
+    elif loop.standing.position.epoch >= loop.config.epochs:
+        loop.progress.note(f"the run has had all its {loop.config.epochs} epochs; --epochs gives it more")
+    else:
+        loop.progress.note(f"going on from {loop.saved}")
+
+
+@contextlib.contextmanager
+def _failures(loop: Loop) -> Iterator[None]:
+    """Say of what ends the training where the run stands and how to go on."""
+    try:
+        yield
+    except (UsageError, BrokenPipeError):
+        raise
+    except (OneboxError, OSError) as error:
+        raise Exit(FAILED, f"{error}\n  {_whereabouts(loop)}") from error
+    except KeyboardInterrupt:
+        raise Exit(INTERRUPTED, f"interrupted; {_whereabouts(loop)}") from None
+
+
+def _whereabouts(loop: Loop) -> str:
+    if loop.saved is None:
+        return f"no checkpoint had been written in {loop.folder.path}"
+    return f"the last checkpoint is {loop.saved}; go on with: onebox train --resume {loop.folder.path}"
