@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.replica import Numbers, ReplicaLowering, Share, StepRoutine, gradient_buckets
+from onebox.engine.buckets import gradient_buckets
+from onebox.engine.replica import Numbers, ReplicaLowering, Share, StepRoutine
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, capture, model_programs
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onebox.engine.buckets import bucket_ends, buffer_specs, gradient_specs
 from onebox.errors import CaptureError
 from onebox.graph import (
     ModelPrograms,
-    NamedProgram,
     Port,
     add_all,
     combine_all,
@@ -30,9 +30,6 @@ from onebox.wire.messages import (
     Step,
     StoredProgram,
 )
-
-BUCKET_BYTES = 1 << 20
-"""Gradients travel in buckets of about this size (chosen by ``benchmarks/scaling.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,32 +119,6 @@ class _Builder:
     ) -> None:
         number = self.define(program)
         self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch), label)
-
-
-def gradient_buckets(backward: NamedProgram, size_bytes: int = BUCKET_BYTES) -> list[list[str]]:
-    """Group the gradients of a backward program into buckets, in the order in which they are made.
-
-    A bucket holds one element type and, but for the last, at least ``size_bytes``.
-    """
-    specs = specs_by_slot(backward.program)
-    made = _made_by(backward.program)
-    found: list[list[str]] = []
-    filled, kind = 0, ""
-    pairs = list(zip(backward.outputs, backward.program.outputs, strict=True))
-    for port, slot in sorted(pairs, key=lambda pair: made.get(pair[1], -1)):
-        spec = specs[slot]
-        if not found or filled >= size_bytes or spec.dtype != kind:
-            found.append([])
-            filled, kind = 0, spec.dtype
-        found[-1].append(str(port.name))
-        filled += spec.size_bytes
-    return found
-
-
-def _made_by(program: Program) -> dict[int, int]:
-    return {
-        slot: number for number, operator in enumerate(program.operators) for slot in operator.outs if slot is not None
-    }
 
 
 class ReplicaLowering:
@@ -286,7 +257,7 @@ class ReplicaLowering:
         place = {slot: self._number(port, ports) for slot, port in enumerate(backward.inputs)}
         mortal = {place[slot] for slot, port in enumerate(backward.inputs) if port.kind in ("saved", "leaf")}
         overlap = self._replicated and last
-        ends = self._bucket_ends(backward) if overlap else []
+        ends = bucket_ends(backward, self._buckets) if overlap else []
         pieces = split(backward.program, ends)
         pending = list(self._buckets)
         for index, piece in enumerate(pieces):
@@ -310,17 +281,6 @@ class ReplicaLowering:
                 self._finish(builder, model, [pending.pop(0)], first=first, reduce=True)
         self._finish(builder, model, pending, first=first, reduce=overlap)
 
-    def _bucket_ends(self, backward: NamedProgram) -> list[int]:
-        """Return the operators behind which the buckets are complete; empty when they cannot be told apart."""
-        made = _made_by(backward.program)
-        slots = dict(zip((str(port.name) for port in backward.outputs), backward.program.outputs, strict=True))
-        ends: list[int] = []
-        for bucket in self._buckets[:-1]:
-            end = max(made.get(slots[name], -1) for name in bucket)
-            ends.append(max([end, *ends[-1:]]))
-        distinct = len(set(ends)) == len(ends) and all(0 <= e < len(backward.program.operators) - 1 for e in ends)
-        return ends if distinct else []
-
     def _finish(
         self,
         builder: _Builder,
@@ -334,7 +294,7 @@ class ReplicaLowering:
         for bucket in buckets:
             old = [self._gradients[name] for name in bucket]
             if not first:
-                specs = _gradient_specs(model, bucket)
+                specs = gradient_specs(model, bucket)
                 new = [self._fresh[name] for name in bucket]
                 builder.call(add_all(specs), [*old, *new], old, "accumulate", takes=range(2 * len(old)))
             if reduce:
@@ -343,10 +303,10 @@ class ReplicaLowering:
     def _reduce(self, builder: _Builder, model: ModelPrograms, bucket: Sequence[str]) -> None:
         """Start to reduce a bucket; with the last go the contributions to buffers, of the same type in one message."""
         numbers = [self._gradients[name] for name in bucket]
-        kind = _gradient_specs(model, bucket[:1])[0].dtype
+        kind = gradient_specs(model, bucket[:1])[0].dtype
         others: dict[str, list[int]] = {}
         if bucket is self._buckets[-1]:
-            for (_, number), spec in zip(self._moved.items(), _buffer_specs(model, list(self._moved)), strict=True):
+            for (_, number), spec in zip(self._moved.items(), buffer_specs(model, list(self._moved)), strict=True):
                 (numbers if spec.dtype == kind else others.setdefault(spec.dtype, [])).append(number)
         for part in (numbers, *others.values()):
             builder.add(Reduce(tuple(part), self._numbers.group), "reduce")
@@ -366,27 +326,27 @@ class ReplicaLowering:
         names = [name for name, update in model.updates.items() if update.kind == "affine"]
         self._moved = {name: self._moved.get(name) or self._numbers.new() for name in names}
         if names:
-            builder.call(zeros(_buffer_specs(model, names)), [], list(self._moved.values()), "zero")
+            builder.call(zeros(buffer_specs(model, names)), [], list(self._moved.values()), "zero")
 
     def _decay(self, builder: _Builder, model: ModelPrograms, after: int) -> None:
         """Decay this replica's contributions by the micro-batches that come after its last."""
         names, numbers = list(self._moved), list(self._moved.values())
         factors = [model.updates[name].decay ** after for name in names]
-        program = scale_all(_buffer_specs(model, names), factors)
+        program = scale_all(buffer_specs(model, names), factors)
         builder.call(program, numbers, numbers, "statistics", takes=range(len(numbers)))
 
     def _idle(self, builder: _Builder, model: ModelPrograms) -> None:
         """Contribute zeros."""
         for bucket in self._buckets:
             numbers = [self._gradients[name] for name in bucket]
-            builder.call(zeros(_gradient_specs(model, bucket)), [], numbers, "zero")
+            builder.call(zeros(gradient_specs(model, bucket)), [], numbers, "zero")
             self._reduce(builder, model, bucket)
 
     def _end_updates(self, builder: _Builder, model: ModelPrograms, share: Share) -> None:
         """Put together what the replicas contributed, and repeat what depends on no data for the others' part."""
         names = list(self._moved)
         if names:
-            specs = _buffer_specs(model, names)
+            specs = buffer_specs(model, names)
             factors = [model.updates[name].decay ** share.total for name in names]
             state = [self._numbers.state[name] for name in names]
             moved = [self._moved[name] for name in names]
@@ -420,17 +380,3 @@ def _loss_spec(model: ModelPrograms) -> TensorSpec:
     specs = specs_by_slot(model.forward.program)
     where = dict(zip(model.forward.outputs, model.forward.program.outputs, strict=True))
     return specs[where[Port("result", 0)]]
-
-
-def _gradient_specs(model: ModelPrograms, names: Sequence[str]) -> list[TensorSpec]:
-    backward = model.backward
-    assert backward is not None
-    specs = specs_by_slot(backward.program)
-    where = dict(zip(backward.outputs, backward.program.outputs, strict=True))
-    return [specs[where[Port("gradient", name)]] for name in names]
-
-
-def _buffer_specs(model: ModelPrograms, names: Sequence[str]) -> list[TensorSpec]:
-    specs = specs_by_slot(model.forward.program)
-    where = dict(zip(model.forward.outputs, model.forward.program.outputs, strict=True))
-    return [specs[where[Port("update", name)]] for name in names]
