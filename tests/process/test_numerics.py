@@ -1,7 +1,7 @@
 """Any plan gives the result of one process: every model, optimizer, number of workers and sync, in float64.
 
-The full product would take minutes; the runs below are a covering set. Every model meets every optimizer, every number of
-workers and both syncs, and every two settings of different kinds meet in some run.
+The full product would take minutes; the runs below are a covering set. Every model meets every optimizer, every
+number of workers and both syncs, and every two settings of different kinds meet in some run.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def _grow(draw: st.DrawFn, maker: Maker) -> None:
     a = draw(st.sampled_from(floats))
     value = maker.values[a]
     like = [n for n in floats if maker.values[n].shape == value.shape]
-    after = [n for n in floats if value.dim() == 2 == maker.values[n].dim() and maker.values[n].shape[0] == value.shape[1]]
+    after = [n for n in floats if value.dim() == 2 and maker.values[n].dim() == 2]
+    after = [n for n in after if maker.values[n].shape[0] == value.shape[1]]
     choices = ["add", "mul", "relu", "cat"]
     choices += ["unsqueeze"] if value.dim() < 4 else []
     choices += ["transpose"] if value.dim() >= 2 else []

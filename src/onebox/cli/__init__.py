@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     try:
-        with _interruptible():
+        with _interruptible(ends=arguments is None):
             _run(sys.argv[1:] if arguments is None else arguments)
             sys.stdout.flush()
     except Exit as error:
@@ -75,8 +75,12 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the command, and those that follow at once not disturb its closing down."""
+def _interruptible(*, ends: bool) -> Iterator[None]:
+    """Let Ctrl-C end the command, and those that follow at once not disturb its closing down.
+
+    Args:
+        ends: Whether the process ends with the command; then they do not disturb Python's own end either.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -92,7 +96,8 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        over = ends and last_s > -math.inf
+        signal.signal(signal.SIGINT, signal.SIG_IGN if over else before)
 
 
 def _tell(status: int, message: object) -> int:

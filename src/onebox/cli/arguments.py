@@ -65,10 +65,11 @@ def _own_message(error: BaseException | None) -> str | None:
 def _one_line(box: str) -> str:
     """Turn one of tyro's boxes (a title, what is wrong, a rule, hints) into a line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│| ") for line in text.splitlines() if not line.startswith(("╭", "╰", "+"))]
-    sections = re.split(r"[─-]{5,}", " ".join(lines))
-    what = _plain(" ".join(sections[0].split()).rstrip("."))
-    rest = " ".join(" ".join(sections[1:]).split())
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    sections = [" ".join(part.split()) for part in re.split(r"[─-]{5,}", " ".join(lines))]
+    if "╭" not in text:  # where the terminal has no such characters, the title is above a rule of its own
+        sections = sections[1:]
+    what, rest = _plain(sections[0].rstrip(".")), " ".join(sections[1:])
     for pattern, template in (
         (r"Perhaps you meant: (--[\w-]+)", "; perhaps {}?"),
         (r"Available subcommands: ([\w, ]+?)(?: For |$)", "; the commands are {}"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from onebox.cli.config import DevicesConfig
 from onebox.cli.console import OutputConsole
 from onebox.pool import DeviceInfo, Pool, open_pool
 from onebox.report import DeviceRow, device_table
-from onebox.report.files import to_json
 
 
 def show_devices(config: DevicesConfig) -> None:
@@ -17,7 +18,7 @@ def show_devices(config: DevicesConfig) -> None:
     """
     with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
         if config.json:
-            print(to_json(pool.devices).decode())
+            print(msgspec.json.encode(pool.devices).decode())
         else:
             print_devices(pool, OutputConsole())
 

@@ -6,6 +6,7 @@ import os
 import platform
 from importlib import metadata
 
+import msgspec
 import psutil
 import torch
 import torch.distributed
@@ -13,7 +14,6 @@ import torch.distributed
 from onebox import __version__
 from onebox.cli.config import EnvConfig
 from onebox.cli.console import OutputConsole
-from onebox.report.files import to_json
 
 _PACKAGES = (
     "torch",
@@ -34,7 +34,7 @@ def show_environment(config: EnvConfig) -> None:
     """Print what there is and what is missing."""
     found = environment()
     if config.json:
-        print(to_json(found).decode())
+        print(msgspec.json.encode(found).decode())
         return
     console = OutputConsole(highlight=False)
     for title, content in found.items():

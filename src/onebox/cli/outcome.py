@@ -39,7 +39,7 @@ def write_outcome(loop: Loop, pool: Pool, *, seconds: float) -> None:
 def print_outcome(loop: Loop, console: OutputConsole) -> None:
     """Say how good the model is and where everything lies."""
     last = loop.standing.last
-    lines = [] if last is None else [f"test accuracy {100 * last.test_accuracy:.1f} % after {last.epoch} epochs"]
+    lines = [] if last is None else [f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}"]
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():

@@ -96,6 +96,9 @@ def _run(loop: Loop, pool: Pool, console: OutputConsole) -> None:
 
 
 def _note_start(loop: Loop) -> None:
+    numbers = sum(parameter.numel() for parameter in loop.trainer.model.parameters())
+    sizes = f"{len(loop.train.split):,} samples to train on, {len(loop.test.split):,} to test on"
+    loop.progress.note(f"{loop.config.model} of {numbers:,} parameters, {sizes}")
     if loop.config.resume is None:
         return
     if loop.saved is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.messages import Optimizer, Options, StateEntry
+from onebox.worker import OPTIMIZERS
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
 """What an optimizer remembers: (parameter, key, value)."""
@@ -63,9 +64,10 @@ def trained_names(state: NamedState, optimizer: torch.optim.Optimizer) -> tuple[
         UsageError: The optimizer is not a plain one of ``torch.optim``, or holds tensors that are not the model's.
     """
     kind = type(optimizer)
-    if kind is not getattr(torch.optim, kind.__name__, None):
+    if kind.__name__ not in OPTIMIZERS or kind is not getattr(torch.optim, kind.__name__, None):
         raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} is not a class of torch.optim; workers run only those, by name"
+            f"{kind.__module__}.{kind.__qualname__} is no optimizer that workers run; they know these classes of "
+            f"torch.optim: {', '.join(OPTIMIZERS)}"
         )
     names = {id(state.tensors[name]): name for name in state.parameters}
     found: list[str] = []
@@ -94,7 +96,7 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, list | tuple):
-        return tuple(float(item) for item in value)
+        return tuple(None if item is None else float(item) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
@@ -111,7 +113,7 @@ def optimizer_definition(
     names = {id(state.tensors[name]): name for name in state.parameters}
     groups = []
     for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
-        members = tuple(position[names[id(p)]] for p in group["params"] if p.requires_grad)
+        members = tuple(position[name] for p in group["params"] if (name := names[id(p)]) in position)
         groups.append((members, options))
     return Optimizer(type(optimizer).__name__, tuple(groups), tuple(state.numbers[name] for name in trained), entries)
 

@@ -1,6 +1,7 @@
 """Capture: a model and a loss become one exported program, with the names of everything that it reads.
 
-The module that is exported maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another batch size is another capture.
+The module that is exported maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another
+batch size is another capture.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ class Wrapper(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
         try:
-            with bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext():
-                with _assignments_written(self):
-                    return self._compute(inputs, targets)
+            with self._autocast(), _assignments_written(self):
+                return self._compute(inputs, targets)
         except CaptureError:
             raise
         except Exception as error:  # here, because the exporter prints the graph of an error that reaches it
-            raise explain(error, self.model) from error
+            raise explain(error, type(self.model).__name__) from error
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        return bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext()
 
     def _compute(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         if isinstance(inputs, tuple):
@@ -152,13 +155,13 @@ def capture(
             a scalar; the message names the line.
     """
     wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision)
-    with _mode(model, mode), torch.random.fork_rng(devices=[]), portable_operators(device_type), quiet():
+    with _mode(wrapper, mode), torch.random.fork_rng(devices=[]), portable_operators(device_type), quiet():
         try:
             exported = torch.export.export(wrapper, example, strict=False)
         except CaptureError:
             raise
         except Exception as error:
-            raise explain(error, model) from error
+            raise explain(error, type(model).__name__) from error
     _require_known_shapes(exported)
     _require_buffers(exported)
     return Captured(exported=exported, example=example, aliases=_aliases(wrapper), device_type=device_type)
@@ -185,17 +188,17 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """Put a model in a mode, and every module back in its own afterwards.
+def _mode(wrapper: Wrapper, mode: Mode) -> Iterator[None]:
+    """Put a model (and the loss, if it is a module) in a mode, and every module back in its own afterwards.
 
     A model that is in training mode is taken as it is: modules that the user has set to eval stay so.
     """
-    before = [(module, module.training) for module in model.modules()]
+    before = [(module, module.training) for module in wrapper.modules()]
     try:
         if mode == "evaluate":
-            model.eval()
-        elif not model.training:
-            model.train()
+            wrapper.eval()
+        elif not wrapper.model.training:
+            wrapper.model.train()
         yield
     finally:
         for module, training in before:

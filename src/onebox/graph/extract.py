@@ -56,15 +56,13 @@ def combine_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Progra
 
 
 def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
-    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``; a factor of 1 keeps whole numbers whole."""
+    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``; with a factor of 1 an input itself."""
     outputs = list(range(len(specs)))
     operators: list[Operator] = []
     for index, (spec, factor) in enumerate(zip(specs, factors, strict=True)):
         if factor != 1.0:
             outputs[index] = len(specs) + len(operators)
-            operators.append(
-                Operator("aten.mul.Scalar", (Slot(index), factor), {}, (outputs[index],), (spec,))
-            )
+            operators.append(Operator("aten.mul.Scalar", (Slot(index), factor), {}, (outputs[index],), (spec,)))
     return with_deaths(Program(tuple(specs), tuple(operators), tuple(outputs), len(specs) + len(operators)))
 
 

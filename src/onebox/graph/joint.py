@@ -25,7 +25,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from onebox.errors import CaptureError
 from onebox.graph.capture import Captured, quiet
-from onebox.graph.locate import node_refusal
+from onebox.graph.locate import explain, node_refusal
 from onebox.graph.portable import portable_operators
 
 
@@ -41,6 +41,9 @@ class Port(NamedTuple):
 
     kind: Literal["parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "saved"]
     name: str | int
+
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +82,10 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
         try:
             joint = aot_export_joint_with_descriptors(stack, module, captured.example)
         except Exception as error:
-            raise CaptureError(f"the model cannot be differentiated as a graph: {error}") from error
+            raise explain(error, "The model", "while its gradients were traced") from error
         graph = joint.graph_module.graph
         _forget_statistics(graph)
+        _widen_statistics(graph)
         outputs = list(_outputs(graph, captured))
         constants: dict[str, Tensor] = {}
         inputs = [
@@ -106,6 +110,23 @@ def _forget_statistics(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _widen_statistics(graph: fx.Graph) -> None:
+    """Correct the type of the batch statistics of batch norm with inputs in bfloat16 and weights in float32.
+
+    The tracer takes it for that of the input; the kernels, on CPUs and GPUs, give that of the weight.
+    """
+    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM):
+        weight = node.args[1]
+        if not isinstance(weight, fx.Node):
+            continue
+        values = list(node.meta["val"])
+        for index in (1, 2):
+            values[index] = values[index].to(weight.meta["val"].dtype)
+        node.meta["val"] = tuple(values)
+        for user in node.users:
+            user.meta["val"] = values[user.args[1]]
 
 
 def _input_port(desc: Any, captured: Captured, module: fx.GraphModule, constants: dict[str, Tensor]) -> Port:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from onebox.errors import CaptureError
 
@@ -43,9 +43,13 @@ class Place(NamedTuple):
 
 
 def place_of_error(error: BaseException) -> Place | None:
-    """Return the innermost line on the way to an exception that is neither PyTorch's nor onebox's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return _innermost(Place(frame.filename, frame.lineno or 0) for frame in frames)
+    """Return the innermost line on the way to an exception that is neither PyTorch's nor onebox's.
+
+    What comes up while a graph is traced again quotes the lines that made it.
+    """
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
+    return _innermost(Place(file, line) for file, line in frames)
 
 
 def place_of_node(node: fx.Node) -> Place | None:
@@ -88,10 +92,15 @@ def node_refusal(node: fx.Node, reason: str, advice: str) -> CaptureError:
     return refusal("The model", place_of_node(node), reason, advice)
 
 
-def explain(error: Exception, model: nn.Module) -> CaptureError:
-    """Turn what came up while a model was captured into one error that names the user's line."""
+def explain(error: Exception, name: str, doing: str = "under torch.export") -> CaptureError:
+    """Turn what came up while a model was captured into one error that names the user's line.
+
+    Args:
+        error: What came up.
+        name: The class of the model.
+        doing: When.
+    """
     place = place_of_error(error)
-    name = type(model).__name__
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         return refusal(
@@ -101,5 +110,5 @@ def explain(error: Exception, model: nn.Module) -> CaptureError:
             "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by shapes",
         )
     line = "The line" if place else "The model"
-    advice = f"{line} raised {type(error).__name__} under torch.export; the model may also fail without onebox"
+    advice = f"{line} raised {type(error).__name__} {doing}; the model may also fail without onebox"
     return refusal(name, place, reason, advice)

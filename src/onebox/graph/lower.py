@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,9 @@ _aten = torch.ops.aten
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default}
 """Operators that hand on their argument: on a functional tape nobody writes to it."""
 
+_KNOWN_SHAPE = {_aten.index.Tensor: _aten._unsafe_index.Tensor}
+"""Operators whose result may have a shape that depends on data, and what does the same and refuses those cases."""
+
 
 def is_view(node: fx.Node) -> bool:
     """Tell whether a node's one output shares the memory of its argument."""
@@ -58,7 +61,7 @@ def resolve(node: fx.Node) -> fx.Node:
         if node.target in _SAME_VALUE or (node.target is _aten.clone.default and not node.kwargs):
             node = first
         elif node.target is _aten.copy.default and _alike(node, arguments[1]):
-            node = arguments[1]
+            node = arguments[1]  # type: ignore[assignment]
         elif node.target is _aten.t.default and resolve(first).target is _aten.t.default:
             inner = resolve(first).args[0]
             assert isinstance(inner, fx.Node)
@@ -68,7 +71,7 @@ def resolve(node: fx.Node) -> fx.Node:
     return node
 
 
-def _alike(node: fx.Node, other: Any) -> TypeGuard[fx.Node]:
+def _alike(node: fx.Node, other: Any) -> bool:
     """Tell whether two nodes have values of one type and shape."""
     if not isinstance(other, fx.Node):
         return False
@@ -115,7 +118,7 @@ class _Builder:
         self.operators: list[Operator] = []
 
     def add(self, node: fx.Node, position: int) -> None:
-        target = node.target
+        target = _KNOWN_SHAPE.get(node.target, node.target)  # type: ignore[call-overload]
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
             raise node_refusal(node, f"it calls {target}, which no worker has", "Use plain PyTorch operators")
         args = tuple(self._value(argument, node) for argument in node.args)
@@ -135,7 +138,17 @@ class _Builder:
         self.operators.append(Operator(str(target), args, kwargs, tuple(outs), tuple(specs), (), position))
 
     def program(self, outputs: Sequence[fx.Node]) -> Program:
-        return Program(self.inputs, tuple(self.operators), tuple(self.slots[node] for node in outputs), self.count)
+        """Return the program; each output has a slot of its own, which an operator fills."""
+        found: list[int] = []
+        for node in outputs:
+            slot = self.slots[node]
+            if slot in found or slot < len(self.inputs):
+                self.operators.append(
+                    Operator("aten.clone.default", (Slot(slot),), {}, (self.count,), (_spec(node.meta["val"], node),))
+                )
+                slot, self.count = self.count, self.count + 1
+            found.append(slot)
+        return Program(self.inputs, tuple(self.operators), tuple(found), self.count)
 
     def _slot(self, node: fx.Node) -> int:
         self.slots[node] = self.count

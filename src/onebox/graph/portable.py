@@ -1,6 +1,6 @@
 """What lets one graph run on every kind of device: which operators it is made of, and where it computes in bfloat16.
 
-A model is captured with tensors that PyTorch takes for CPU tensors, wherever the graph is to run: the client needs no GPU.
+A model is captured with what PyTorch takes for CPU tensors, wherever the graph is to run: a client needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def portable_operators(device_type: str) -> Iterator[None]:
     if device_type == "cpu":
         yield
         return
-    onednn = torch.backends.mkldnn.enabled  # its flags() would warn of what it does not change here
-    torch.backends.mkldnn.enabled = False
+    onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags() would warn of other things
+    torch._C._set_mkldnn_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mkldnn.enabled = onednn
+        torch._C._set_mkldnn_enabled(onednn)
 
 
 @contextlib.contextmanager

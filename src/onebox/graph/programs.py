@@ -51,7 +51,7 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
 
     Args:
         captured: The model.
-        backward: Whether gradients are wanted.
+        backward: Whether gradients are wanted; without them nothing is updated either.
         trained: Parameters whose gradients are wanted; all that have one when ``None``.
 
     Raises:
@@ -63,7 +63,8 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
         for node, port in joint.outputs
         if port.kind == "gradient" and (trained is None or port.name in trained)
     ]
-    kept = [(node, port) for node, port in joint.outputs if port.kind in ("result", "update")]
+    kinds = ("result", "update") if backward else ("result",)
+    kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
     ports = _input_ports(joint)
     positions = random_positions(joint.graph)
     ahead = _with_picks(_ancestors([node for node, _ in kept], stop=set()))
@@ -78,7 +79,7 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
     return ModelPrograms(
         forward=forward,
         backward=backward_program,
-        updates=buffer_updates(joint),
+        updates=buffer_updates(joint) if backward else {},
         constants={n: t for n, t in joint.constants.items() if Port("constant", n) in used},
     )
 

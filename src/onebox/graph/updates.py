@@ -127,9 +127,10 @@ def _decay(node: fx.Node, source: fx.Node) -> float | None:
 def _linear(node: fx.Node) -> list[tuple[fx.Node, float]] | None:
     """Return the values that a node adds up and their constant factors, or ``None`` if it does something else."""
     first, second = (*node.args, None, None)[:2]
-    plus = {_aten.add.Tensor: 1.0, _aten.sub.Tensor: -1.0}.get(node.target)
-    if plus is not None and set(node.kwargs) <= {"alpha"}:
-        terms = [(first, 1.0), (second, plus * node.kwargs.get("alpha", 1))]
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and set(node.kwargs) <= {"alpha"}:
+        sign = 1.0 if node.target is _aten.add.Tensor else -1.0
+        factor = sign * float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+        terms = [(first, 1.0), (second, factor)]
         return [(value, factor) for value, factor in terms if isinstance(value, fx.Node)]
     if node.target is _aten.lerp.Scalar and isinstance(node.args[2], float | int):
         return [(first, 1.0 - node.args[2]), (second, float(node.args[2]))]  # type: ignore[list-item]

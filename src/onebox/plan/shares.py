@@ -27,11 +27,12 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
         >>> apportion(10, [2.0, 1.0])
         [7, 3]
     """
-    if not weights or any(not 0 <= weight < float("inf") for weight in weights) or not sum(weights):
+    if not weights or any(not 0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise UsageError(f"shares {list(weights)}: allowed are finite numbers from 0 up, not all 0")
-    whole = sum(weights)
-    exact = [total * weight / whole for weight in weights]
-    units = [int(part) for part in exact]
+    largest = max(weights)
+    parts = [weight / largest for weight in weights]  # so that no sum or product overflows
+    exact = [total * part / sum(parts) for part in parts]
+    units = [int(unit) for unit in exact]
     order = sorted(range(len(weights)), key=lambda index: (units[index] - exact[index], index))
     for index in order[: total - sum(units)]:
         units[index] += 1

@@ -15,6 +15,9 @@ T = TypeVar("T")
 CAUSE_S = 1.0
 """How long a worker's complaint about a lost peer waits for the news of what befell that peer."""
 
+AFTERWARDS = "open another pool and resume from the last checkpoint"
+"""What to do when a worker has ended."""
+
 _ADVICE = {
     "operator": "the step is void; if the plain model runs, please report the operator and its shapes",
     "memory": "use a smaller micro_batch, or a device or quota with more memory",

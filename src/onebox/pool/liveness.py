@@ -43,5 +43,5 @@ class Liveness:
             if now_s - last_s > SILENCE_S:
                 verdicts[worker] = f"gave no sign of life for {now_s - last_s:.1f} s"
             elif stalled_s > STALL_S:
-                verdicts[worker] = f"has made no progress with a {doing} instruction for {stalled_s:.1f} s"
+                verdicts[worker] = f"has made no progress with its {doing} instruction for {stalled_s:.1f} s"
         return verdicts

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -24,8 +25,8 @@ from onebox.wire import new_keys
 from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Hello, Instruction, LeaveGroup
 from onebox.worker import Fault, WorkerConfig
 
-GROUP_S = 60.0
-"""Bound of every wait inside a group of workers."""
+GROUP_S = 1800.0
+"""Bound of every wait inside a group of workers: a slow peer may take long, a dead or hung one is noticed elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,8 @@ class Pool:
         answer: bool = False,
     ) -> Future[Answer]:
         """Send instructions to a worker; see :meth:`Switchboard.post`."""
+        if os.getpid() != self._owner:
+            raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
         return self._switchboard.post(worker, instructions, frames, answer=answer)
 
     def form_group(self, workers: Sequence[int], via: Literal["workers", "client"]) -> int:
@@ -153,14 +156,17 @@ class Pool:
         broken = self._switchboard.broken is not None
         if not broken:
             for worker in range(len(self.devices)):
-                self.post(worker, [Bye()])
+                with contextlib.suppress(OneboxError):  # one that said goodbye may be gone before the next is told
+                    self.post(worker, [Bye()])
         self._switchboard.stop()
         _close(self._processes, grace_s=0.0 if broken else 2.0)
 
 
 def _close(processes: Sequence[WorkerProcess], *, grace_s: float) -> None:
+    """End processes; the grace is for all of them together."""
+    end_s = time.monotonic() + grace_s
     for process in processes:
-        process.close(grace_s=grace_s)
+        process.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
 def open_pool(
@@ -211,15 +217,11 @@ def open_pool(
                 quota_bytes=memory_bytes or 0,
                 faults=tuple((faults or {}).get(number, ())),
             )
-            processes.append(WorkerProcess(number, config))
+            place = Place(worker=number, host="localhost", device=request.device)
+            processes.append(WorkerProcess(place, config))
         hellos = [
-            switchboard.connect(
-                process,
-                Place(worker=number, host="localhost", device=requests[number].device),
-                pair.public,
-                "127.0.0.1",
-            )
-            for number, (process, pair) in enumerate(zip(processes, keys, strict=True))
+            switchboard.connect(process, pair.public, "127.0.0.1")
+            for process, pair in zip(processes, keys, strict=True)
         ]
         switchboard.start()
         devices = [_welcome(number, hello) for number, hello in enumerate(hellos)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import IO
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
+from onebox.pool.failures import AFTERWARDS, Place
 from onebox.worker import Ports, WorkerConfig
 
 START_S = 90.0
@@ -27,13 +29,12 @@ class WorkerProcess:
     """A worker process of this machine.
 
     Args:
-        number: The worker's number, for messages.
+        place: Where the worker is, for messages.
         config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
     """
 
-    def __init__(self, number: int, config: WorkerConfig) -> None:
-        self.number = number
-        self._config = config
+    def __init__(self, place: Place, config: WorkerConfig) -> None:
+        self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "onebox.worker"],
@@ -67,7 +68,7 @@ class WorkerProcess:
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end_s - time.monotonic()))
             if not ready:
-                raise PoolError(f"worker {self.number} did not start within {START_S:.0f} s: {self.last_words()}")
+                raise PoolError(f"{self.place} did not start within {START_S:.0f} s: {self.last_words()}")
             part = os.read(self._process.stdout.fileno(), 256)
             if not part:
                 raise self.death()
@@ -81,15 +82,14 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             status = None
         words = self.last_words()
-        how = f"signal {-status}" if status is not None and status < 0 else f"exit status {status}"
         said = f"; its last words:\n{words}" if words else "; it said nothing"
         return WorkerDied(
-            f"worker {self.number} ({self._config.device}, process {self.pid}) ended with {how}{said}",
+            f"{self.place}, process {self.pid}, {_how(status)}{said}\n  {AFTERWARDS}",
             exit_status=status,
             last_words=words,
-            worker=self.number,
-            host="localhost",
-            device=self._config.device,
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
         )
 
     def last_words(self) -> str:
@@ -113,6 +113,14 @@ class WorkerProcess:
             self._process.wait()
         os.close(self.descriptor)
         self._stderr.close()
+
+
+def _how(status: int | None) -> str:
+    """Say how a process ended, by its exit status."""
+    if status is None or status >= 0:
+        return f"ended with exit status {status}"
+    memory = " (so does the kernel when memory runs out)" if status == -signal.SIGKILL else ""
+    return f"was ended by signal {-status}, {signal.Signals(-status).name}{memory}"
 
 
 def _environment(threads: int) -> dict[str, str]:

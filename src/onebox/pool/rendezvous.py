@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire.messages import Contribution, Lookup
 
 
@@ -47,7 +48,7 @@ class KeyValues:
                 self._waiting[key].append((worker, lookup.ticket))
                 return []
             case "add":
-                total = str(int(self._values.get(key, b"0")) + int(lookup.value)).encode()
+                total = str(_number(self._values.get(key, b"0")) + _number(lookup.value)).encode()
                 return [*self._set(key, total), Answer(worker, lookup.ticket, total)]
             case "check":
                 there = all((lookup.group, name) in self._values for name in lookup.keys)
@@ -66,6 +67,13 @@ class KeyValues:
     def _set(self, key: tuple[int, str], value: bytes) -> list[Answer]:
         self._values[key] = value
         return [Answer(worker, ticket, value) for worker, ticket in self._waiting.pop(key, [])]
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise WireError(f"a counter of a group is {text!r}, which is no number") from None
 
 
 @dataclass(frozen=True)
@@ -99,11 +107,18 @@ class ClientSums:
         return [(worker, ticket) for key in keys for worker, (ticket, _) in self._parts.pop(key).items()]
 
     def contribute(self, worker: int, contribution: Contribution, bucket: Tensor) -> Sum | None:
-        """Take a contribution; return the sum when it was the last one."""
+        """Take a contribution; return the sum when it was the last one.
+
+        Raises:
+            WireError: The worker has contributed before, or the others something else.
+        """
         members = self._members.get(contribution.group, ())
         if worker not in members:
             return None
         parts = self._parts[contribution.group, contribution.order]
+        alike = all((part.dtype, part.shape) == (bucket.dtype, bucket.shape) for _, part in parts.values())
+        if worker in parts or not alike:
+            raise WireError(f"worker {worker} contributed {contribution.spec} to a sum that has it or is of another kind")
         parts[worker] = (contribution.ticket, bucket)
         if len(parts) < len(members):
             return None

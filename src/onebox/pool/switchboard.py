@@ -18,11 +18,11 @@ from typing import Any
 import zmq
 
 from onebox.errors import OneboxError, PeerLost, PoolError, WireError, WorkerHung
-from onebox.pool.failures import Complaints, Place, fail, to_error
+from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
 from onebox.pool.rendezvous import ClientSums, KeyValues
-from onebox.wire import KeyPair, configure, decode_saying, encode, from_frame, to_frame
+from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, to_frame
 from onebox.wire.messages import (
     Beat,
     Contribution,
@@ -64,14 +64,13 @@ class _Line:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         process: WorkerProcess,
-        place: Place,
         keys: KeyPair,
         server_key: str,
         address: str,
     ) -> None:
         ports = process.ports()
         self.process = process
-        self.place = place
+        self.place = process.place
         self.hello: Future[Hello] = Future()
         self.commands = context.socket(zmq.DEALER)
         self.beats = context.socket(zmq.DEALER)
@@ -107,10 +106,10 @@ class Switchboard:
 
     # ---- for other threads
 
-    def connect(self, process: WorkerProcess, place: Place, server_key: str, address: str) -> Future[Hello]:
+    def connect(self, process: WorkerProcess, server_key: str, address: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its first words."""
-        line = _Line(self._context, process, place, self._keys, server_key, address)
-        self._lines[place.worker] = line
+        line = _Line(self._context, process, self._keys, server_key, address)
+        self._lines[process.place.worker] = line
         return line.hello
 
     def start(self) -> None:
@@ -134,21 +133,22 @@ class Switchboard:
             answer: Whether the worker is to answer; otherwise the future is done at once.
 
         Raises:
-            OneboxError: The pool is broken or closed.
+            OneboxError: The pool is broken or closed, or the message is over the limits of the channel.
         """
         future: Future[Answer] = Future()
+        check_frames(frames)
         with self._lock:
             if self.broken is not None:
                 raise self.broken
             self._numbers += 1
             number = self._numbers
+            header = encode(Envelope(number, answer, tuple(instructions)))
             if answer:
                 self._futures[worker, number] = future
             else:
                 future.set_result(Answer((), (), ()))
-            header = encode(Envelope(number, answer, tuple(instructions)))
             self._outbox.append((worker, [header, *frames]))
-        os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
         return future
 
     def form(self, group: int, members: Sequence[int]) -> None:
@@ -241,6 +241,8 @@ class Switchboard:
                 for answer in self._key_values.lookup(worker, saying):
                     self._tell(answer.worker, Rendezvous(answer.ticket, answer.value))
             case Contribution():
+                if len(frames) != 1:
+                    raise WireError(f"{line.place} contributed {len(frames)} frames to a sum; one is needed")
                 total = self._sums.contribute(worker, saying, from_frame(saying.spec, frames[0]))
                 if total is not None:
                     frame = to_frame(total.total)
@@ -248,7 +250,8 @@ class Switchboard:
                         self._tell(member, Reduced(ticket), frame)
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
-                line.hello.set_result(saying)
+                if not line.hello.done():
+                    line.hello.set_result(saying)
 
     def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
         parts = [encode(Envelope(0, False, (instruction,))), *frames]
@@ -262,7 +265,9 @@ class Switchboard:
                 future.set_result(Answer(reply.results, frames, reply.times_ns))
             return
         error = to_error(reply.failure, line.place)
-        if not isinstance(error, PeerLost):
+        if reply.number == 0:  # about a message that it could not read, so that nobody knows whose answer is missing
+            self._break(error)
+        elif not isinstance(error, PeerLost):
             self._complaints.failed(time.monotonic())
             if future is not None:
                 fail(future, error)
@@ -274,7 +279,7 @@ class Switchboard:
     def _hung(self, worker: int, why: str) -> WorkerHung:
         place = self._lines[worker].place
         return WorkerHung(
-            f"{place} {why}; it is taken for hung and the pool is given up",
+            f"{place} {why}; it is taken for hung and the pool is given up\n  {AFTERWARDS}",
             worker=place.worker,
             host=place.host,
             device=place.device,

@@ -1,6 +1,6 @@
 """Message types, tensor framing and the encrypted channel between a client and its workers."""
 
-from onebox.wire.channel import KeyPair, configure, decode_envelope, decode_saying, encode, new_keys
+from onebox.wire.channel import KeyPair, check_frames, configure, decode_envelope, decode_saying, encode, new_keys
 from onebox.wire.operators import is_random, overload, shares_memory
 from onebox.wire.program import (
     DType,
@@ -13,6 +13,7 @@ from onebox.wire.program import (
     Slot,
     TensorSpec,
     Value,
+    check,
     reads,
     specs_by_slot,
     with_deaths,
@@ -32,6 +33,8 @@ __all__ = [
     "Slot",
     "TensorSpec",
     "Value",
+    "check",
+    "check_frames",
     "configure",
     "decode_envelope",
     "decode_saying",

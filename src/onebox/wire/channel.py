@@ -78,12 +78,28 @@ def encode(message: Envelope | Saying) -> bytes:
     """Return the header frame of a message.
 
     Raises:
-        WireError: It is larger than a header may be.
+        WireError: It is larger than a header may be, or holds a number or text that does not travel.
     """
-    header = _encoder.encode(message)
+    try:
+        header = _encoder.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise WireError(f"a message that cannot be encoded: {error}") from None
     if len(header) > HEADER_BYTES:
         raise WireError(f"a header of {len(header)} bytes is over the limit of {HEADER_BYTES}")
     return header
+
+
+def check_frames(frames: Frames) -> None:
+    """Require that element frames are within the limits, before they are sent: a worker drops what is over them.
+
+    Raises:
+        WireError: They are not.
+    """
+    if len(frames) >= FRAMES:
+        raise WireError(f"a message of {len(frames)} tensors; allowed are {FRAMES - 1}: send several messages")
+    largest = max((len(frame) for frame in frames), default=0)
+    if largest > FRAME_BYTES:
+        raise WireError(f"a tensor of {largest} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Frames, what: str) -> Any:

@@ -17,11 +17,11 @@ PROTOCOL = 1
 """Version of everything in this file and in ``program.py``; both sides must agree."""
 
 Number = bool | int | float | None
-Options = dict[str, bool | int | float | str | tuple[float, ...] | None]
+Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 
 
-class _Message(Struct, frozen=True, array_like=True):
-    """Base of all messages: immutable, encoded as arrays."""
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, encoded as arrays, with no field too many."""
 
 
 # ---- instructions that a routine may hold
@@ -125,6 +125,21 @@ class Ask(_Message, frozen=True, tag="ask"):
 
 Step = Call | Free | Send | Receive | Reduce | OptimizerStep | Get | Snapshot | Ask
 """What a routine may hold."""
+
+
+def references(step: Step) -> tuple[int, ...]:
+    """Return the buffers that an instruction names."""
+    match step:
+        case Call():
+            return (*step.inputs, *step.outputs)
+        case Send() | Receive():
+            return (step.buffer,)
+        case OptimizerStep():
+            return step.gradients
+        case Snapshot():
+            return (*step.sources, *step.targets)
+        case Free() | Reduce() | Get() | Ask():
+            return step.buffers
 
 
 # ---- definitions and the other instructions

@@ -11,6 +11,8 @@ from math import prod
 
 from msgspec import Struct
 
+from onebox.errors import WireError
+
 ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -25,8 +27,15 @@ ITEM_BYTES = {
 }
 """The element types that travel, with the bytes of one element."""
 
+SLOTS = 1 << 20
+"""The most slots of one program: one of 100,000 operators has about 150,000."""
 
-class TensorSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+
+class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all parts of a program: immutable, encoded as arrays, with no field too many."""
+
+
+class TensorSpec(_Part, frozen=True):
     """Element type and shape of a dense tensor.
 
     Args:
@@ -46,35 +55,35 @@ class TensorSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-class Slot(Struct, frozen=True, array_like=True, tag="s"):
+class Slot(_Part, frozen=True, tag="s"):
     """An operator argument: the tensor in a slot."""
 
     index: int
 
 
-class DType(Struct, frozen=True, array_like=True, tag="d"):
+class DType(_Part, frozen=True, tag="d"):
     """An operator argument: an element type, by name."""
 
     name: str
 
 
-class OwnDevice(Struct, frozen=True, array_like=True, tag="o"):
+class OwnDevice(_Part, frozen=True, tag="o"):
     """An operator argument: the device of the worker that runs the program."""
 
 
-class Layout(Struct, frozen=True, array_like=True, tag="l"):
+class Layout(_Part, frozen=True, tag="l"):
     """An operator argument: a memory layout; only ``strided`` travels."""
 
     name: str = "strided"
 
 
-class MemoryFormat(Struct, frozen=True, array_like=True, tag="m"):
+class MemoryFormat(_Part, frozen=True, tag="m"):
     """An operator argument: a memory format, such as ``contiguous_format``."""
 
     name: str
 
 
-class Many(Struct, frozen=True, array_like=True, tag="n"):
+class Many(_Part, frozen=True, tag="n"):
     """An operator argument: a flat list of numbers, or of tensors that may be missing."""
 
     items: tuple[Slot | bool | int | float | None, ...]
@@ -83,7 +92,7 @@ class Many(Struct, frozen=True, array_like=True, tag="n"):
 Value = Slot | DType | OwnDevice | Layout | MemoryFormat | Many | bool | int | float | str | None
 
 
-class Operator(Struct, frozen=True, array_like=True):
+class Operator(_Part, frozen=True):
     """One operator of a program.
 
     Args:
@@ -106,7 +115,7 @@ class Operator(Struct, frozen=True, array_like=True):
     position: int = -1
 
 
-class Program(Struct, frozen=True, array_like=True):
+class Program(_Part, frozen=True):
     """A straight-line tape of operators.
 
     Args:
@@ -141,6 +150,42 @@ def specs_by_slot(program: Program) -> dict[int, TensorSpec]:
             if slot is not None and spec is not None:
                 found[slot] = spec
     return found
+
+
+def check(program: Program) -> None:
+    """Require that a program is whole: each slot is filled once, specified, and read only while it holds something.
+
+    Raises:
+        WireError: What is wrong with it.
+    """
+    if not len(program.inputs) <= program.slots <= SLOTS:
+        raise WireError(f"a program of {program.slots} slots for {len(program.inputs)} inputs; allowed are {SLOTS}")
+    for spec in program.inputs:
+        _check_spec(spec, "an input")
+    filled = set(range(len(program.inputs)))
+    alive = set(filled)
+    for operator in program.operators:
+        if not alive.issuperset(reads(operator)):
+            raise WireError(f"{operator.name} reads a slot that nothing has filled, or that has ended")
+        if len(operator.specs) != len(operator.outs):
+            raise WireError(f"{operator.name} has {len(operator.outs)} outputs and specifies {len(operator.specs)}")
+        for slot, made in zip(operator.outs, operator.specs, strict=True):
+            if slot is not None:
+                if not 0 <= slot < program.slots or slot in filled:
+                    raise WireError(f"{operator.name} fills slot {slot}, which is not there or already filled")
+                _check_spec(made, operator.name)
+                filled.add(slot)
+                alive.add(slot)
+        if not alive.issuperset(operator.dies):
+            raise WireError(f"{operator.name} ends a slot that nothing has filled, or that has ended")
+        alive.difference_update(operator.dies)
+    if not alive.issuperset(program.outputs):
+        raise WireError("a program gives out a slot that nothing fills, or that has ended")
+
+
+def _check_spec(spec: TensorSpec | None, what: str) -> None:
+    if spec is None or spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:
+        raise WireError(f"{what} is specified as {spec}; allowed types: {', '.join(ITEM_BYTES)}")
 
 
 def with_deaths(program: Program) -> Program:

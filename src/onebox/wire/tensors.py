@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +36,8 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 def to_frame(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor; memory is shared where the tensor is dense and on the CPU."""
-    dense = tensor.detach().to("cpu").contiguous().reshape(-1)
+    dense = tensor.detach().to("cpu").contiguous()
+    dense = dense.as_strided((dense.numel(),), (1,))  # a single element is contiguous with any stride
     return memoryview(dense.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -44,7 +47,7 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     Raises:
         WireError: The frame has not the bytes that the specification needs, or its type is not allowed.
     """
-    if spec.dtype not in DTYPES or any(size < 0 for size in spec.shape):
+    if spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 or _extent(spec) >= 1 << 63:
         raise WireError(f"a tensor of {spec} is not allowed; types: {', '.join(DTYPES)}")
     if len(frame) != spec.size_bytes:
         raise WireError(f"{spec} needs {spec.size_bytes} bytes, but the frame has {len(frame)}")
@@ -52,3 +55,8 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     if spec.size_bytes:
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
     return tensor
+
+
+def _extent(spec: TensorSpec) -> int:
+    """Return the elements of a tensor, sizes of 0 left out: torch computes strides from them."""
+    return prod(size or 1 for size in spec.shape)

@@ -37,11 +37,22 @@ _ELSEWHERE = (
 )  # fmt: skip
 """Parts of names of operators for files, packed and sparse formats, other devices, or PyTorch's own tests."""
 
+_WRITES = frozenset(
+    {
+        "_copy_from", "_copy_from_and_resize", "_no_grad_embedding_renorm_", "batch_norm", "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts", "batch_norm_update_stats", "cudnn_batch_norm", "instance_norm",
+        "native_batch_norm",
+    }
+)  # fmt: skip
+"""Operators that write to an argument (running statistics, for most) and whose schemas do not say so."""
+
 
 def allowed_by_rule(operator: OpOverload) -> bool:
     """Tell whether the rule admits an operator: functional or a view, plain arguments, tensors of known shape out."""
     schema = operator._schema
     if schema.is_mutable or operator.namespace != "aten" or not schema.returns:
+        return False
+    if schema.name.removeprefix("aten::") in _WRITES:
         return False
     if any(part in schema.name for part in _ELSEWHERE) or _SHAPE_FROM_DATA & set(operator.tags):
         return False

@@ -95,6 +95,7 @@ class Bucket:
     Args:
         numbers: Their numbers.
         shapes: Their shapes.
+        size_bytes: Bytes of them all.
         finish: Waits for the flat sum and returns it.
         done: Called once when it is there.
     """
@@ -103,9 +104,11 @@ class Bucket:
         self,
         numbers: Sequence[int],
         shapes: Sequence[torch.Size],
+        size_bytes: int,
         finish: Callable[[], Tensor],
         done: Callable[[], None],
     ) -> None:
+        self.size_bytes = size_bytes
         self._numbers = numbers
         self._shapes = shapes
         self._finish = finish

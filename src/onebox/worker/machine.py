@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import from_frame, spec_of, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -37,9 +38,11 @@ from onebox.wire.messages import (
     Snapshot,
     StoredProgram,
     Tensors,
+    references,
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.worker.device import Device
+from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
 from onebox.worker.groups import Bucket, ClientChannel, Group, PeerLost, form_group
 from onebox.worker.optimizer import NativeOptimizer
@@ -78,8 +81,9 @@ class Machine:
         self._channel = channel
         self._report = report
         self._faults = faults
-        self._definitions: dict[int, Tape | Routine | NativeOptimizer] = {}
+        self._definitions: dict[int, Tape | Routine | NativeOptimizer | Failure] = {}
         self._groups: dict[int, Group] = {}
+        self._lost: dict[int, Failure] = {}  # why a group was left
         self._run = Run(0)
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
@@ -98,7 +102,8 @@ class Machine:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
-        return self._guarded(instruction, frames, _same)
+        own = iter(list(itertools.islice(frames, _frame_count(instruction))))
+        return self._guarded(instruction, own, _same)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -110,8 +115,12 @@ class Machine:
 
     def _run_routine(self, run: Run) -> list[Result]:
         routine = self._definitions.get(run.routine)
+        if isinstance(routine, Failure):
+            return self._failed(run, routine)
         if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
-            return self._failed((), Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings"))
+            return self._failed(
+                run, Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
+            )
         bindings = run.bindings
 
         def resolve(reference: int) -> int:
@@ -122,13 +131,19 @@ class Machine:
         self.times_ns = times
         results: list[Result] = []
         nothing: Iterator[Any] = iter(())
+        poisoned: Poisoned | None = None
         for step in routine.steps:
             if run.trace:
                 times.append(time.monotonic_ns())
-            results += self._guarded(step, nothing, resolve)
+            try:
+                results += self._guarded(step, nothing, resolve)
+            except Poisoned as error:
+                poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
             if run.trace:
                 end = time.monotonic_ns()
                 times.append(end)
+        if poisoned is not None:
+            raise poisoned
         return results
 
     def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -145,7 +160,7 @@ class Machine:
             self._void(instruction, error.failure, resolve)
             return []
         except Exception as error:
-            failure = _explain(error, progress.doing)
+            failure = explain(error, progress.doing)
             self._void(instruction, failure, resolve)
             return self._failed(instruction, failure)
 
@@ -156,14 +171,20 @@ class Machine:
         return []
 
     def _void(self, instruction: Instruction, failure: Failure, resolve: Resolve) -> None:
-        """Void what an instruction would have written; a worker that cannot contribute leaves its groups."""
+        """Void what an instruction would have written; a worker that cannot contribute leaves the group."""
         if isinstance(instruction, Call):
             for position in instruction.takes:
-                self.store.forget(resolve(instruction.inputs[position]))
+                if 0 <= position < len(instruction.inputs):
+                    self.store.forget(resolve(instruction.inputs[position]))
         self.store.void([resolve(reference) for reference in self._writes(instruction)], failure)
+        if isinstance(instruction, Define):
+            self._undefine(instruction.number)
+            self._definitions[instruction.number] = failure
         if isinstance(instruction, Reduce | Send | FormGroup):
             self._report(failure)
-            self._leave(instruction.group)
+            if instruction.group not in self._lost:
+                self._leave(instruction.group)
+                self._lost[instruction.group] = failure
 
     def _writes(self, instruction: Instruction) -> Sequence[int]:
         match instruction:
@@ -185,13 +206,21 @@ class Machine:
 
     def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         what = define.what
+        self._undefine(define.number)
         if isinstance(what, StoredProgram):
             self._definitions[define.number] = Tape(what.program, self._device.device)
         elif isinstance(what, Routine):
+            if any(reference < -what.bindings for step in what.steps for reference in references(step)):
+                raise WireError(f"a routine refers to more than its {what.bindings} bindings")
             self._definitions[define.number] = what
         else:
             self._definitions[define.number] = self._optimizer(what, frames)
         return []
+
+    def _undefine(self, number: int) -> None:
+        gone = self._definitions.pop(number, None)
+        if isinstance(gone, NativeOptimizer):
+            self.store.charge(-gone.charged_bytes)
 
     def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
         parameters = [self.store.get(number) for number in spec.parameters]
@@ -233,9 +262,7 @@ class Machine:
         for reference in free.buffers:
             self.store.forget(resolve(reference))
         for number in free.definitions:
-            gone = self._definitions.pop(number, None)
-            if isinstance(gone, NativeOptimizer):
-                self.store.charge(-gone.charged_bytes)
+            self._undefine(number)
         return []
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -264,6 +291,7 @@ class Machine:
         numbers = [resolve(reference) for reference in reduce.buffers]
         tensors = [self.store.get(number) for number in numbers]
         shapes = [tensor.shape for tensor in tensors]
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
         finish = self._group(reduce.group).reduce(tensors)
         del tensors
         times, place = self.times_ns, len(self.times_ns)
@@ -272,7 +300,7 @@ class Machine:
             if place < len(times):
                 times[place] = time.monotonic_ns()
 
-        self.store.promise(numbers, Bucket(numbers, shapes, finish, done))
+        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, done))
         return []
 
     def _send(self, send: Send, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -282,13 +310,15 @@ class Machine:
     def _receive(self, receive: Receive, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         number = resolve(receive.buffer)
         finish = self._group(receive.group).receive(receive.spec, receive.peer, receive.channel)
-        bucket = Bucket([number], [torch.Size(receive.spec.shape)], lambda: finish().view(-1), _nothing)
+        spec = receive.spec
+        bucket = Bucket([number], [torch.Size(spec.shape)], spec.size_bytes, lambda: finish().view(-1), _nothing)
         self.store.promise([number], bucket)
         return []
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
+        self.frames_out = [bytes(frame) for frame in self.frames_out]  # answers that share memory with parameters
         if self._run.options:
             optimizer.set_options(self._run.options)
         before = optimizer.charged_bytes
@@ -306,6 +336,7 @@ class Machine:
 
     def _leave(self, number: int) -> None:
         """Leave a group, and let the client tell those who wait there."""
+        self._lost.pop(number, None)
         self._channel.say(Left(number))
         group = self._groups.pop(number, None)
         if group is not None:
@@ -313,12 +344,16 @@ class Machine:
 
     def _group(self, number: int) -> Group:
         group = self._groups.get(number)
+        if number in self._lost:
+            raise Poisoned(self._lost[number])
         if group is None:
             raise PeerLost(f"this worker is not, or no longer, in group {number}")
         return group
 
     def _definition(self, number: int, kind: type[Any]) -> Any:
         found = self._definitions.get(number)
+        if isinstance(found, Failure):
+            raise Poisoned(found)
         if not isinstance(found, kind):
             raise WireError(f"definition {number} is not there, or no {kind.__name__}")
         return found
@@ -348,23 +383,10 @@ def _nothing() -> None:
     pass
 
 
-def _explain(error: Exception, doing: str) -> Failure:
-    """Turn an exception into a failure for the client."""
-    if isinstance(error, PeerLost):
-        return Failure("peer", doing, str(error))
-    if isinstance(error, OperatorFailed):
-        cause = error.__cause__ or error
-        return Failure(_kind(cause), error.operator, _first_lines(cause), error.shapes)
-    if isinstance(error, WireError | StopIteration | ValueError):
-        return Failure("protocol", doing, _first_lines(error))
-    return Failure(_kind(error), doing, _first_lines(error))
-
-
-def _kind(error: BaseException) -> Any:
-    memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
-    return "memory" if memory or "DefaultCPUAllocator" in str(error) else "operator"
-
-
-def _first_lines(error: BaseException, lines: int = 4) -> str:
-    text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return "\n".join(text[:lines])
+def _frame_count(instruction: Instruction) -> int:
+    """Return how many frames of its message an instruction brings."""
+    if isinstance(instruction, Put):
+        return len(instruction.specs)
+    if isinstance(instruction, Define) and isinstance(instruction.what, OptimizerSpec):
+        return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
+    return 0

@@ -47,6 +47,9 @@ class NativeOptimizer:
             self.optimizer: Any = kind(groups)
         except (TypeError, ValueError) as error:
             raise WireError(f"optimizer {spec.name} refuses its options: {error}") from None
+        unknown = {key for _, options in spec.groups for key in options} - set(self.optimizer.defaults)
+        if unknown:
+            raise WireError(f"optimizer {spec.name} has no option {sorted(unknown)[0]!r}")
         for group in self.optimizer.param_groups:
             _prefer_fused(group, parameters)
         tensors = iter(state)
@@ -85,7 +88,9 @@ class NativeOptimizer:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
             gradients = [gradient * factor for gradient in gradients]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = (
+                gradient.contiguous()
+            )  # fused kernels take for granted that it is laid out as the parameter
         self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None

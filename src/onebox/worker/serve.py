@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -71,7 +72,7 @@ class Ports(Struct, frozen=True, forbid_unknown_fields=True):
 class Server:
     """The working thread of a worker: its channel and its machine."""
 
-    def __init__(self, config: WorkerConfig, lifeline: int) -> None:
+    def __init__(self, config: WorkerConfig, lifelines: Sequence[int]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._device = Device(config.device, config.threads)
         keys = KeyPair(config.public, config.secret)
@@ -87,7 +88,7 @@ class Server:
             keys=keys,
             client_key=config.client,
             address=config.address,
-            lifeline=lifeline,
+            lifelines=lifelines,
             progress=self.machine.progress,
         )
         self._socket = self._context.socket(zmq.DEALER)
@@ -163,7 +164,7 @@ class Server:
         try:
             return decode_envelope([frame.buffer for frame in frames])
         except WireError as error:
-            self._report(Failure("protocol", "receive", str(error)))
+            self.say(Reply(0, (), Failure("protocol", "receive", str(error))))  # whose number is not known
             return Envelope(0, False, ()), ()
 
     def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
@@ -189,6 +190,9 @@ class Server:
             except Poisoned as error:
                 self._report(error.failure)
                 break
+        else:
+            if any(True for _ in left):
+                self._report(Failure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
             reply = Reply(envelope.number, tuple(results), None, tuple(machine.times_ns))
             self.say(reply, machine.frames_out)
@@ -204,10 +208,13 @@ class Server:
 def main() -> None:
     """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
-    lifeline = sys.stdin.fileno()
-    config = msgspec.json.decode(_first_line(lifeline), type=WorkerConfig)
-    server = Server(config, lifeline)
+    faulthandler.enable()  # a crash in a library says where
+    owner = os.pidfd_open(os.getppid())  # a fork of the owner holds standard input open
+    lifelines = (sys.stdin.fileno(), owner)
+    config = msgspec.json.decode(_first_line(lifelines[0]), type=WorkerConfig)
+    server = Server(config, lifelines)
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads on: what a library prints must not fill the pipe
     server.serve()
     os._exit(0)  # libraries' own threads must not hold up the end
 

@@ -7,11 +7,16 @@ from typing import Protocol
 
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire.messages import Failure
 
 
 class Pending(Protocol):
     """Buffers that something else is filling."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of them all, which are in use already."""
 
     def wait(self) -> dict[int, Tensor]:
         """Wait until it has, and return them all."""
@@ -45,6 +50,7 @@ class BufferStore:
         self.peak_bytes = 0
         self._tensors: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
+        self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
         self._void: dict[int, Failure] = {}
         self._holders: dict[int, int] = {}
 
@@ -52,19 +58,23 @@ class BufferStore:
         """Return a buffer, waiting for it where it is still being filled.
 
         Raises:
-            Poisoned: It is void, or there is no such buffer.
+            Poisoned: It is void.
+            WireError: There is no such buffer.
         """
         tensor = self._tensors.get(number)
         if tensor is not None:
             return tensor
         if number in self._pending:
             pending = self._pending[number]
-            for key, value in pending.wait().items():
-                if self._pending.get(key) is pending:
-                    self.put(key, value)
+            made = {key: value for key, value in pending.wait().items() if self._pending.get(key) is pending}
+            for key in made:
+                self.forget(key)
+            for key, value in made.items():
+                self.put(key, value)
             return self._tensors[number]
-        failure = self._void.get(number)
-        raise Poisoned(failure or Failure("protocol", "get", f"there is no buffer {number}"))
+        if number in self._void:
+            raise Poisoned(self._void[number])
+        raise WireError(f"there is no buffer {number}")
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Fill a buffer; what it held before is gone.
@@ -83,10 +93,18 @@ class BufferStore:
         self._tensors[number] = tensor
 
     def promise(self, numbers: Iterable[int], pending: Pending) -> None:
-        """Let buffers be filled when somebody asks for them."""
+        """Let buffers be filled when somebody asks for them.
+
+        Raises:
+            QuotaExceeded: The quota has no room for them beside what they held before.
+        """
+        self.charge(pending.size_bytes)
+        self._promised[id(pending)] = 1  # held here while the numbers are filled in
         for number in numbers:
             self.forget(number)
             self._pending[number] = pending
+            self._promised[id(pending)] += 1
+        self._release(pending)
 
     def void(self, numbers: Iterable[int], failure: Failure) -> None:
         """Mark buffers as void."""
@@ -102,7 +120,9 @@ class BufferStore:
 
     def forget(self, number: int) -> None:
         """Empty a number; one that is empty stays so."""
-        self._pending.pop(number, None)
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            self._release(pending)
         self._void.pop(number, None)
         tensor = self._tensors.pop(number, None)
         if tensor is not None:
@@ -112,6 +132,13 @@ class BufferStore:
             if not self._holders[address]:
                 del self._holders[address]
                 self.used_bytes -= storage.nbytes() if address else 0
+
+    def _release(self, pending: Pending) -> None:
+        """Note that a promise has one number less to fill; with the last its bytes are free."""
+        self._promised[id(pending)] -= 1
+        if not self._promised[id(pending)]:
+            del self._promised[id(pending)]
+            self.used_bytes -= pending.size_bytes
 
     def reserve(self, more_bytes: int) -> None:
         """Note that so many bytes more will be in use for a while.

@@ -23,7 +23,9 @@ from onebox.wire import (
     Program,
     Slot,
     Value,
+    check,
     dtype_name,
+    reads,
 )
 from onebox.worker.allow import allowed
 
@@ -46,7 +48,7 @@ class Progress:
     def __init__(self) -> None:
         self.executed = 0
         self.doing = ""
-        self.waiting = True
+        self.waiting = False
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
@@ -73,20 +75,26 @@ class Tape:
     """
 
     def __init__(self, program: Program, device: torch.device) -> None:
+        check(program)
         self.program = program
         self._device = device
         self._registers: list[Any] = [None] * program.slots
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
-        filled = set(range(len(program.inputs)))
-        self._code = [self._compile(operator, filled) for operator in program.operators]
-        if not set(program.outputs) <= filled:
-            raise WireError("a program gives out a slot that nothing fills")
+        self._code = [self._compile(operator) for operator in program.operators]
+        read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
+        self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
 
     def footprint(self, takes: tuple[int, ...]) -> Footprint:
-        """Return the memory that a run needs beyond the buffers that are there; computed once."""
+        """Return the memory that a run needs beyond the buffers that are there; computed once.
+
+        Raises:
+            WireError: There is no such input to take.
+        """
         found = self._footprints.get(takes)
         if found is None:
+            if not all(0 <= position < len(self.program.inputs) for position in takes):
+                raise WireError(f"a call takes inputs {takes} of a program that has {len(self.program.inputs)}")
             found = self._footprints[takes] = footprint(self.program, takes)
         return found
 
@@ -104,61 +112,52 @@ class Tape:
         registers = self._registers.copy()
         registers[: len(inputs)] = inputs
         inputs.clear()
-        check = not self._checked
+        for slot in self._unread:
+            registers[slot] = None
+        first = not self._checked
         for number, (call, pick, keywords, outs, dies, position) in enumerate(self._code):
             progress.executed += 1
             if position >= 0:
                 seed(position)
             try:
                 result = call(*pick(registers), **keywords) if keywords else call(*pick(registers))
+                if isinstance(result, Tensor):
+                    registers[outs[0]] = result
+                else:
+                    for slot, tensor in zip(outs, result, strict=True):
+                        if slot is not None:
+                            registers[slot] = tensor
             except Exception as error:
                 operator = self.program.operators[number]
                 raise OperatorFailed(operator.name, _shapes(pick(registers))) from error
-            if isinstance(result, Tensor):
-                registers[outs[0]] = result
-            else:
-                for slot, tensor in zip(outs, result, strict=True):
-                    if slot is not None:
-                        registers[slot] = tensor
-            if check:
+            if first:
                 self._check(self.program.operators[number], registers)
-            del result
+            result = tensor = None  # what has died must not live on here
             for slot in dies:
                 registers[slot] = None
         self._checked = True
         return [registers[slot] for slot in self.program.outputs]
 
-    def _compile(self, operator: Operator, filled: set[int]) -> tuple[Any, ...]:
+    def _compile(self, operator: Operator) -> tuple[Any, ...]:
         call = allowed(operator.name)
-        positional = [self._register(value, filled) for value in operator.args]
-        keywords = {key: self._keyword(value) for key, value in operator.kwargs.items()}
-        for slot in (slot for slot in operator.outs if slot is not None):
-            if not 0 <= slot < self.program.slots or slot in filled:
-                raise WireError(f"{operator.name} fills slot {slot}, which is not there or already filled")
-            filled.add(slot)
-        if not set(operator.dies) <= filled:
-            raise WireError(f"{operator.name} ends a slot that nothing has filled")
-        outs = operator.outs[0:1] if call._schema.returns and len(call._schema.returns) == 1 else operator.outs
-        if str(call._schema.returns[0].type) != "Tensor":
-            outs = operator.outs
-        dies = tuple(slot for slot in operator.dies)
-        return call, _picker(positional), keywords, outs, dies, operator.position
+        named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
+        positional = [self._register(value) for value in (*operator.args, *named.values())]
+        keywords = {key: self._constant(value) for key, value in operator.kwargs.items() if key not in named}
+        returns = call._schema.returns
+        listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
+        if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
+            raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
+        run = _last_by_keyword(call, tuple(named)) if named else call
+        return run, _picker(positional), keywords, operator.outs, operator.dies, operator.position
 
-    def _register(self, value: Value, filled: set[int]) -> int | list[int]:
+    def _register(self, value: Value) -> int | list[int]:
         """Return the register of an argument, or the registers of a list that holds tensors."""
         if isinstance(value, Slot):
-            if value.index not in filled:
-                raise WireError(f"slot {value.index} is read before anything fills it")
             return value.index
-        if isinstance(value, Many) and any(isinstance(item, Slot) for item in value.items):
-            return [self._register(item, filled) for item in value.items]  # type: ignore[misc]
+        if isinstance(value, Many) and _holds_tensors(value):
+            return [self._register(item) for item in value.items]  # type: ignore[misc]
         self._registers.append(self._constant(value))
         return len(self._registers) - 1
-
-    def _keyword(self, value: Value) -> Any:
-        if isinstance(value, Slot) or (isinstance(value, Many) and any(isinstance(i, Slot) for i in value.items)):
-            raise WireError("tensors travel as positional arguments only")
-        return self._constant(value)
 
     def _constant(self, value: Value) -> Any:
         if isinstance(value, Many):
@@ -186,6 +185,20 @@ class Tape:
             if tuple(made.shape) != spec.shape or dtype_name(made.dtype) != spec.dtype:
                 problem = WireError(f"made {_shapes([made])}, but the program says {spec}")
                 raise OperatorFailed(operator.name, "") from problem
+
+
+def _holds_tensors(value: Value) -> bool:
+    return isinstance(value, Slot) or (isinstance(value, Many) and any(isinstance(i, Slot) for i in value.items))
+
+
+def _last_by_keyword(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """Return a function that passes its last positional arguments on by keyword."""
+
+    def run(*args: Any, **keywords: Any) -> Any:
+        first, last = args[: -len(names)], args[-len(names) :]
+        return call(*first, **dict(zip(names, last, strict=True)), **keywords)
+
+    return run
 
 
 def _picker(registers: list[int | list[int]]) -> Callable[[list[Any]], Sequence[Any]]:

@@ -8,7 +8,7 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.auth
@@ -61,7 +61,7 @@ class Watcher:
         keys: The worker's keys.
         client_key: The one public key that is let in.
         address: Where to bind.
-        lifeline: A descriptor whose end of file means that the owner has gone.
+        lifelines: Descriptors of which any that becomes readable means that the owner has gone.
         progress: The worker's progress.
     """
 
@@ -72,11 +72,11 @@ class Watcher:
         keys: KeyPair,
         client_key: str,
         address: str,
-        lifeline: int,
+        lifelines: Sequence[int],
         progress: Progress,
     ) -> None:
         self._context = context
-        self._lifeline = lifeline
+        self._lifelines = lifelines
         self._progress = progress
         self._bell = context.socket(zmq.PAIR)
         self._bell.bind("inproc://onebox.stop")
@@ -105,12 +105,13 @@ class Watcher:
         assert zap is not None
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
-        poller.register(self._lifeline, zmq.POLLIN)
+        for lifeline in self._lifelines:
+            poller.register(lifeline, zmq.POLLIN)
         stall = Stall()
         next_s = time.monotonic()
         while True:
             ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
-            if self._lifeline in ready:
+            if any(lifeline in ready for lifeline in self._lifelines):
                 os._exit(0)
             if self._bell in ready:
                 break

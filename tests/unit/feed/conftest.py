@@ -40,9 +40,7 @@ def idx_bytes() -> Callable[[np.ndarray], bytes]:
 def jpeg() -> Callable[..., bytes]:
     """Makes the JPEG bytes of a picture of one colour."""
 
-    def make(
-        colour: tuple[int, int, int] = (0, 0, 0), size: tuple[int, int] = (8, 8), mode: str = "RGB"
-    ) -> bytes:
+    def make(colour: tuple[int, int, int] = (0, 0, 0), size: tuple[int, int] = (8, 8), mode: str = "RGB") -> bytes:
         stream = io.BytesIO()
         Image.new("RGB", size, colour).convert(mode).save(stream, "JPEG", quality=95)
         return stream.getvalue()

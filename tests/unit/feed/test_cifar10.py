@@ -56,9 +56,7 @@ def test_grey_pictures_become_rgb(load, jpeg):
     ],
 )
 def test_junk_member_is_named(load, jpeg, name):
-    with pytest.raises(
-        DataError, match=r"does not belong there; allowed are files named class/number\.jpg"
-    ) as raised:
+    with pytest.raises(DataError, match=r"does not belong there; allowed are files named class/number\.jpg") as raised:
         load([("cat/1.jpg", jpeg()), (name, jpeg())])
     assert raised.value.sample == name
 
@@ -89,9 +87,7 @@ def test_folders_are_passed_over(tmp_path, write_tar, jpeg):
     assert len(load_dataset(f"cifar10:{tmp_path}").train) == 1
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda jpeg: b"GIF89a" + jpeg, lambda jpeg: jpeg[:-200]], ids=["junk", "cut"]
-)
+@pytest.mark.parametrize("damage", [lambda jpeg: b"GIF89a" + jpeg, lambda jpeg: jpeg[:-200]], ids=["junk", "cut"])
 def test_broken_jpeg_is_named(load, jpeg, damage):
     with pytest.raises(DataError, match=r"'cat/7\.jpg' is no JPEG that can be decoded") as raised:
         load([("cat/1.jpg", jpeg()), ("cat/7.jpg", damage(jpeg()))])
@@ -119,9 +115,7 @@ def test_decoded_bytes_are_limited(load, jpeg, monkeypatch):
 def test_one_size_in_an_archive_and_in_both(load, jpeg):
     with pytest.raises(DataError, match=r"has \[9, 8\] pixels; the first image has \[8, 8\]"):
         load([("cat/1.jpg", jpeg()), ("cat/2.jpg", jpeg(size=(8, 9)))])
-    with pytest.raises(
-        DataError, match=r"images of \[8, 8\] pixels; in cifar10-train.tar they have \[9, 8\]"
-    ):
+    with pytest.raises(DataError, match=r"images of \[8, 8\] pixels; in cifar10-train.tar they have \[9, 8\]"):
         load([("cat/2.jpg", jpeg(size=(8, 9)))])
 
 

@@ -109,9 +109,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, val
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_crash_before_the_rename_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_the_rename_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.create("cnn", path=tmp_path)
     folder.write_summary({"loss": 1})
 

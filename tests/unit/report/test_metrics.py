@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
-from onebox.report import MetricsLog
+from onebox.report import MetricsLog, rewind_metrics
 from onebox.report.files import to_json
 
 
@@ -83,3 +83,26 @@ def test_any_record_is_one_line_of_strict_json(record: dict[str, object]) -> Non
     text = to_json(record)
     assert b"\n" not in text
     assert json.loads(text, parse_constant=refuse).keys() == record.keys()
+
+
+def test_rewinding_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"note": "ü"}\n{"step": 2, "epoch": 1}\n{"step": 3}\n{"step": 4, "lo')
+    rewind_metrics(path, step=2)
+    assert lines(path) == [{"step": 1}, {"note": "ü"}, {"step": 2, "epoch": 1}]
+    rewind_metrics(path, step=0)
+    assert lines(path) == [{"note": "ü"}]
+
+
+def test_rewinding_nothing(tmp_path: Path) -> None:
+    rewind_metrics(tmp_path / "metrics.jsonl", step=3)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ["junk", "[1]", '{"step": "x"}', '{"step": null}'])
+def test_rewinding_a_damaged_file_says_so(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
+        rewind_metrics(path, step=3)
+    assert path.read_text() == line + "\n"

@@ -12,9 +12,7 @@ from onebox.report import DeviceRow, device_table, epoch_line
 
 
 def test_an_epoch_with_everything() -> None:
-    line = epoch_line(
-        epoch=3, epochs=10, loss=0.12341, test_loss=0.1012, test_accuracy=0.978, samples_per_s=12345.4
-    )
+    line = epoch_line(epoch=3, epochs=10, loss=0.12341, test_loss=0.1012, test_accuracy=0.978, samples_per_s=12345.4)
     assert line == "epoch 3/10  loss 0.1234  test loss 0.1012  test accuracy 97.8 %  12,345 samples/s"
 
 

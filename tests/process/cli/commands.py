@@ -1,0 +1,67 @@
+"""Commands run as a person runs them: as processes, with their output and what they leave running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+POOL = ("--pool", "cpu*2", "--threads", "1")
+WITHIN_S = 60.0
+
+
+def command(
+    arguments: Sequence[str], folder: Path, *, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``onebox`` to its end; nothing on standard error is a warning of Python's."""
+    line = [sys.executable, "-W", "error::ResourceWarning", "-m", "onebox", *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
+
+
+@contextlib.contextmanager
+def running(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start ``onebox``; whatever happens, it is gone afterwards."""
+    line = [sys.executable, "-m", "onebox", *arguments]
+    with subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> None:
+    """Read a command's output up to a line."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return
+    raise AssertionError(f"the command ended before it said {pattern!r}: {process.communicate()}")
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the processes that a command has started."""
+    return list(psutil.Process(process.pid).children(recursive=True))
+
+
+def assert_gone(processes: Sequence[psutil.Process]) -> None:
+    """Check that processes end within five seconds."""
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    end_s = time.monotonic() + 5
+    while alive and time.monotonic() < end_s:  # an orphan that nobody has waited for yet
+        alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        time.sleep(0.05)
+    assert not alive
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, without what depends on the clock."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "samples_per_s"} for record in records]

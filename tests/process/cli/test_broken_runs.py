@@ -1,0 +1,102 @@
+"""Runs that are killed, interrupted or fail: what they say, what they leave, and how they go on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from onebox.engine.checkpoint import read, saves
+from tests.process.cli.commands import POOL, assert_gone, command, metrics, read_until, running, workers_of
+from tests.process.cli.conftest import SETTINGS, Run
+
+ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Wait for a command to end and return what it said on standard error."""
+    _, said = process.communicate(timeout=20)
+    return said
+
+
+@pytest.mark.parametrize("step", [12, 50])
+def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path, step: int) -> None:
+    line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]
+    with running(line, tmp_path) as process:
+        read_until(process, rf"step {step}/92")
+        workers = workers_of(process)
+        process.kill()
+    assert len(workers) == 2
+    assert_gone(workers)
+    killed_at = read(tmp_path / "run" / "checkpoint").manifest.step
+    assert 7 <= killed_at < 92
+
+    done = command(["train", "--resume", "run"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from run/checkpoint/step-{killed_at:08d}" in done.stdout
+    ours, theirs = (folder / "checkpoint" / "step-00000092" for folder in (tmp_path / "run", undisturbed.folder))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(undisturbed: Run, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*", "summary.json"))
+    done = command(["train", "--resume", "run", "--epochs", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "has no checkpoint yet" in done.stdout
+    assert metrics(tmp_path / "run") == metrics(undisturbed.folder)[:24]
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
+        read_until(process, r"epoch 2/")
+        workers = workers_of(process)
+        process.send_signal(signal.SIGINT)
+        said = end(process)
+    assert process.returncode == 130
+    assert_gone(workers)
+    newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
+    assert said == (f"onebox: interrupted; the last checkpoint is {newest}; go on with: onebox train --resume run\n")
+    read(tmp_path / newest)
+
+
+def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
+    with running(["train", *ENDLESS], tmp_path) as process:
+        workers = []
+        while process.poll() is None and len(workers) < 2:
+            workers = workers_of(process)
+        process.send_signal(signal.SIGINT)
+        said = end(process)
+    assert (process.returncode, said) == (130, "onebox: interrupted\n")
+    assert_gone(workers)
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path: Path) -> None:
+    with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
+        read_until(process, r"epoch 2/")
+        workers = workers_of(process)
+        workers[0].kill()
+        said = end(process)
+    assert process.returncode == 1
+    assert_gone(workers)
+    newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
+    assert "ended with signal 9" in said and "Traceback" not in said
+    assert f"the last checkpoint is {newest}; go on with: onebox train --resume run" in said
+    read(tmp_path / newest)
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
+    with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
+        read_until(process, r"step 3/")
+        workers = workers_of(process)
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+        process.wait(timeout=20)
+    assert (process.returncode, said) == (141, "")
+    assert_gone(workers)

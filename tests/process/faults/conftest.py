@@ -1,0 +1,74 @@
+"""What every test of faults is followed by: a look whether anything was left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from onebox.pool import open_pool
+from tests.process.faults.training import train
+
+SETTLE_S = 2.0
+"""How long what is being closed may take to be gone."""
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process holds.
+
+    Args:
+        children: Process ids of its children, theirs included.
+        threads: Names of the threads that onebox started.
+        descriptors: Its open files and sockets.
+        files: Files of onebox in the folders for temporary files and for shared memory.
+    """
+
+    children: frozenset[int]
+    threads: tuple[str, ...]
+    descriptors: frozenset[tuple[str, str]]
+    files: frozenset[Path]
+
+
+def belongings() -> Belongings:
+    """Look what this process holds."""
+    folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
+    return Belongings(
+        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
+        threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
+        descriptors=frozenset(_descriptors()),
+        files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),
+    )
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            yield name, os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+
+
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Open and close a pool once, so that what libraries open once and for all is open."""
+    with open_pool("cpu*2", threads=1) as pool:
+        train(pool, "workers", 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(warm: None) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, descriptor or file behind."""
+    before = belongings()
+    yield
+    end_s = time.monotonic() + SETTLE_S
+    while (after := belongings()) != before and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert after == before, (before.descriptors - after.descriptors, after.descriptors - before.descriptors)

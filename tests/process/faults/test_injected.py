@@ -1,0 +1,145 @@
+"""Faults by (worker, instruction): one clear error, in time, and nothing else."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import onebox
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerDied, WorkerHung
+from onebox.pool import Fault, open_pool
+from tests.process.faults.training import (
+    STEPS,
+    WITHIN_S,
+    Tensors,
+    fails,
+    fails_with_one_error,
+    faulty_pool,
+    parts,
+    steps,
+    train,
+    trainer_on,
+)
+
+Case = tuple[str, str, int, int]
+"""Sync, instruction, its count, worker."""
+
+KILLS: list[Case] = [
+    ("workers", "formgroup", 1, 1),
+    ("workers", "reduce", 3, 0),
+    ("workers", "get", 3, 0),
+    ("client", "call", 6, 1),
+    ("client", "reduce", 4, 0),
+    ("client", "optimizerstep", 5, 1),
+]
+
+HANGS: list[tuple[str, Case]] = [
+    ("hang", ("workers", "reduce", 3, 1)),
+    ("stop", ("client", "call", 7, 0)),
+    ("hang", ("client", "optimizerstep", 3, 1)),
+    ("stop", ("workers", "formgroup", 1, 1)),
+]
+
+FAILURES = [
+    ("error", "call", 2 * 4),
+    ("memory", "ask", 8),
+    ("error", "optimizerstep", 12),
+    ("memory", "reduce", 16),
+    ("memory", "call", 2 * 20),
+    ("error", "ask", 24),
+    ("memory", "optimizerstep", 28),
+    ("error", "reduce", 32),
+]
+"""One every four steps of the pool: a step has two calls, and one instruction of each of the other kinds."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensors]:
+    """Weights after an undisturbed run, for each sync."""
+    with open_pool("cpu*2", threads=1) as pool:
+        return {sync: train(pool, sync) for sync in ("workers", "client")}
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("case", KILLS, ids=lambda case: "-".join(map(str, case)))
+def test_a_killed_worker_is_reported_with_its_signal(case: Case) -> None:
+    sync, instruction, count, worker = case
+    with faulty_pool("kill", instruction, count, worker) as pool:
+        error = fails(lambda: train(pool, sync)).error
+        assert isinstance(error, WorkerDied)
+        assert (error.worker, error.device, error.host, error.exit_status) == (worker, "cpu", "localhost", -9)
+        assert f"worker {worker} (cpu on localhost)" in str(error)
+        assert "SIGKILL" in str(error)
+        assert fails(lambda: train(pool, sync)).error is error
+
+
+def hang(kind: str, case: Case) -> OneboxError:
+    """Train until a worker hangs; return the error."""
+    sync, instruction, count, worker = case
+    with faulty_pool(kind, instruction, count, worker) as pool, trainer_on(pool, sync) as trainer:
+        return fails_with_one_error(trainer)
+
+
+def test_a_stopped_or_hanging_worker_is_reported() -> None:
+    with ThreadPoolExecutor(2) as executor:
+        errors = list(executor.map(lambda arguments: hang(*arguments), HANGS))
+    for (kind, (_, instruction, _, worker)), error in zip(HANGS, errors, strict=True):
+        assert isinstance(error, WorkerHung), error
+        assert (error.worker, error.device) == (worker, "cpu")
+        says = "gave no sign of life" if kind == "stop" else f"no progress with its {instruction} instruction"
+        assert says in str(error)
+
+
+@pytest.mark.parametrize("sync", ["workers", "client"])
+def test_a_failing_instruction_is_reported_and_the_pool_stays_usable(
+    sync: str, undisturbed: dict[str, Tensors]
+) -> None:
+    faults = [Fault(*failure) for failure in FAILURES]  # type: ignore[arg-type]
+    with open_pool("cpu*2", threads=1, faults={1: faults}) as pool:
+        for kind, instruction, _ in FAILURES:
+            with trainer_on(pool, sync) as trainer:
+                assert_injected(fails_with_one_error(trainer), kind, instruction, worker=1)
+        assert_same_bits(train(pool, sync), undisturbed[sync])
+
+
+@pytest.mark.parametrize(("kind", "sync"), [("error", "workers"), ("memory", "client")])
+def test_a_failure_outside_of_a_step_is_reported_and_the_trainer_goes_on(
+    kind: str, sync: str, undisturbed: dict[str, Tensors]
+) -> None:
+    faults = [Fault(kind, instruction, 1) for instruction in ("formgroup", "get")]  # type: ignore[arg-type]
+    with open_pool("cpu*2", threads=1, faults={0: faults}) as pool, trainer_on(pool, sync) as trainer:
+        for instruction in ("formgroup", "get"):
+            raised = fails(lambda: steps(trainer, STEPS))
+            assert raised.after_s < WITHIN_S
+            assert_injected(raised.error, kind, instruction, worker=0)
+        assert_same_bits(steps(trainer, STEPS), undisturbed[sync])
+
+
+def assert_injected(error: OneboxError, kind: str, instruction: str, worker: int) -> None:
+    assert type(error) is {"error": OperatorError, "memory": DeviceMemoryError}[kind], error
+    assert (error.worker, error.device, error.operator) == (worker, "cpu", instruction)
+    assert f"worker {worker} (cpu on localhost): {instruction} failed: injected fault" in str(error)
+
+
+@pytest.mark.parametrize(("kind", "sync"), [("kill", "workers"), ("error", "client")])
+def test_a_checkpoint_from_before_the_fault_resumes_to_the_same_bits(
+    kind: str, sync: str, tmp_path: Path, undisturbed: dict[str, Tensors]
+) -> None:
+    with faulty_pool(kind, "optimizerstep", 6) as pool, trainer_on(pool, sync) as trainer:
+        steps(trainer, 3)
+        trainer.save(tmp_path)
+        error = fails(lambda: steps(trainer, STEPS)).error
+        assert fails(lambda: trainer.save(tmp_path)).error is error
+    with open_pool("cpu*2", threads=1) as pool:
+        model, loss, optimizer = parts(seed=1)
+        with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pool) as trainer:
+            assert trainer.steps_done == 3
+            assert_same_bits(steps(trainer, STEPS), undisturbed[sync])

@@ -1,0 +1,161 @@
+"""From words to options; what is wrong comes as one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from onebox.cli.arguments import parse
+from onebox.cli.config import DevicesConfig, EnvConfig, TrainConfig
+from onebox.cli.stored import read_config, to_stored
+from onebox.errors import UsageError
+
+
+def message(line: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse(line.split())
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not set(text) & set("╭╮│╰╯─\x1b"), text
+    return text
+
+
+def test_the_commands() -> None:
+    assert parse(["train"]) == TrainConfig()
+    assert parse(["devices", "--json", "--pool", "cpu*3"]) == DevicesConfig(json=True, pool="cpu*3")
+    assert parse(["env"]) == EnvConfig()
+
+
+def test_all_flags_of_train() -> None:
+    line = (
+        "train --data digits --model mlp --epochs 3 --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 "
+        "--momentum 0.8 --micro-batch 8 --clip-grad-norm 1.0 --precision bf16 --seed 7 --pool cpu*2 --threads 1 "
+        "--memory 2GiB --sync client --shares 3,1 --run there --save-every 5 --every 10"
+    )
+    assert parse(line.split()) == TrainConfig(
+        data="digits",
+        model="mlp",
+        epochs=3,
+        batch=32,
+        optimizer="sgd",
+        lr=0.1,
+        weight_decay=0.001,
+        momentum=0.8,
+        micro_batch=8,
+        clip_grad_norm=1.0,
+        precision="bf16",
+        seed=7,
+        pool="cpu*2",
+        threads=1,
+        memory="2GiB",
+        sync="client",
+        shares="3,1",
+        run=Path("there"),
+        save_every=5,
+        every=10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("", ["{train, devices, env}", "onebox --help"]),
+        ("trian", ["trian", "the commands are train, devices, env"]),
+        ("train --modle cnn", ["--modle", "perhaps --model?"]),
+        ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
+        ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
+        ("train --epochs", ["--epochs", "onebox train --help"]),
+        ("train --epochs many", ["--epochs: 'many' is not a whole number"]),
+        ("train --threads 1.5", ["--threads: '1.5' is not a whole number"]),
+        ("train --lr fast", ["--lr: 'fast' is not a number"]),
+        ("train --epochs 0", ["--epochs 0: allowed are 1 and more"]),
+        ("train --batch 0", ["--batch 0: allowed are 1 and more"]),
+        ("train extra", ["extra"]),
+        ("devices --jsn", ["--jsn", "perhaps --json?"]),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
+    text = message(line)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("line", ["--help", "train --help", "devices -h"])
+def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(line.split())
+    assert not caught.value.code
+    assert "usage: onebox" in capsys.readouterr().out
+
+
+def store(folder: Path, config: TrainConfig) -> None:
+    (folder / "config.json").write_bytes(msgspec.json.encode(to_stored(config.resolved())))
+
+
+def test_a_resumed_run_brings_its_settings(tmp_path: Path) -> None:
+    config = TrainConfig(model="mlp", optimizer="sgd", lr=0.3, seed=5, shares="3,1", memory="1GiB", pool="cpu,cpu")
+    store(tmp_path, config)
+    resumed = parse(["train", "--resume", str(tmp_path)])
+    assert isinstance(resumed, TrainConfig)
+    assert resumed.resume == tmp_path
+    assert to_stored(resumed) == to_stored(config.resolved())
+
+
+def test_a_flag_beats_the_file(tmp_path: Path) -> None:
+    store(tmp_path, TrainConfig(epochs=3, threads=2))
+    resumed = parse(["train", "--resume", str(tmp_path), "--epochs", "9", "--pool", "cpu*3", "--every", "1"])
+    assert isinstance(resumed, TrainConfig)
+    assert (resumed.epochs, resumed.pool, resumed.every, resumed.threads) == (9, "cpu*3", 1, 2)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--batch 32", "--lr 0.5", "--seed 1", "--model mlp", "--data mnist:x", "--micro-batch 8"]
+)
+def test_a_flag_that_would_change_the_computation_is_refused(tmp_path: Path, flag: str) -> None:
+    store(tmp_path, TrainConfig())
+    text = message(f"train --resume {tmp_path} {flag}")
+    assert text.startswith(flag.split(maxsplit=1)[0])
+    assert "--epochs" in text
+
+
+@pytest.mark.parametrize("flag", ["--batch 64", "--lr 0.002"])
+def test_a_flag_that_says_what_the_file_says_is_fine(tmp_path: Path, flag: str) -> None:
+    store(tmp_path, TrainConfig())
+    assert isinstance(parse([*f"train --resume {tmp_path}".split(), *flag.split()]), TrainConfig)
+
+
+def test_there_is_no_run_to_resume(tmp_path: Path) -> None:
+    assert "there is no run in it" in message(f"train --resume {tmp_path}")
+    assert "there is no run in it" in message(f"train --resume {tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "damaged"),
+        (b"{", "damaged"),
+        (b"[]", "damaged"),
+        (b'{"epochs": 3}', "unknown or missing"),
+    ],
+)
+def test_a_damaged_configuration_names_its_file(tmp_path: Path, content: bytes, part: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    text = message(f"train --resume {tmp_path}")
+    assert part in text and "config.json" in text
+
+
+@pytest.mark.parametrize(("key", "value"), [("epochs", "three"), ("epochs", 0), ("model", "vgg"), ("shares", "x")])
+def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    values = to_stored(TrainConfig().resolved()) | {key: value}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
+    with pytest.raises(UsageError, match=r"config\.json is damaged"):
+        read_config(tmp_path)
+
+
+def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
+    values = to_stored(TrainConfig().resolved()) | {"colour": "red"}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
+    with pytest.raises(UsageError, match="colour"):
+        read_config(tmp_path)

@@ -1,0 +1,118 @@
+"""The options of the commands: what is refused, what is filled in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.cli.config import DevicesConfig, ModelName, TrainConfig, parse_bytes
+from onebox.cli.models import MODEL_NAMES
+from onebox.errors import UsageError
+
+
+def test_the_models_on_the_command_line_are_those_that_exist() -> None:
+    assert get_args(ModelName) == MODEL_NAMES
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"epochs": 0}, "--epochs 0"),
+        ({"batch": 0}, "--batch 0"),
+        ({"micro_batch": -1}, "--micro-batch -1"),
+        ({"threads": 0}, "--threads 0"),
+        ({"save_every": 0}, "--save-every 0"),
+        ({"every": 0}, "--every 0"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"clip_grad_norm": float("inf")}, "--clip-grad-norm inf"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1"),
+        ({"optimizer": "sgd", "momentum": 1.0}, "--momentum 1.0"),
+        ({"momentum": 0.9}, "--momentum is for --optimizer sgd"),
+        ({"seed": -1}, "--seed -1"),
+        ({"memory": "lots"}, "--memory lots"),
+        ({"shares": "1,x"}, "--shares 1,x"),
+        ({"shares": "0,0"}, "--shares 0,0"),
+        ({"shares": "inf,1"}, "--shares inf,1"),
+        ({"run": Path("a"), "resume": Path("b")}, "--run is for a new run"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_no_sense_is_refused_with_its_flag(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**options)
+    assert str(caught.value).startswith(flag)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "flag"), [({"threads": 0}, "--threads 0"), ({"memory": "0"}, "--memory 0")])
+def test_the_devices_command_checks_too(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError, match=f"^{flag}"):
+        DevicesConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1", 1),
+        ("1000000", 1_000_000),
+        ("2GiB", 2 << 30),
+        ("2 gib", 2 << 30),
+        ("512M", 512 << 20),
+        ("1.5KiB", 1536),
+        ("3MB", 3_000_000),
+        ("1T", 1 << 40),
+        ("7b", 7),
+    ],
+)
+def test_bytes(text: str, size_bytes: int) -> None:
+    assert parse_bytes("--memory", text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "1XB", "1e3", "0.1", "1 2", "99999999T"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(UsageError, match="--memory"):
+        parse_bytes("--memory", text)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_bytes_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        assert parse_bytes("--memory", text) >= 1
+
+
+def test_shares_and_memory_as_the_engine_takes_them() -> None:
+    assert TrainConfig(shares="measured").share_weights == "measured"
+    assert TrainConfig(shares="3,1.5").share_weights == (3.0, 1.5)
+    assert TrainConfig().memory_bytes is None
+    assert DevicesConfig(memory="1KiB").memory_bytes == 1024
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_resolving_fills_in_what_the_optimizer_needs(optimizer: Any) -> None:
+    config = TrainConfig(optimizer=optimizer).resolved()
+    assert config.lr is not None and config.weight_decay is not None
+    assert (config.momentum is not None) == (optimizer == "sgd")
+    assert config.resolved() == config
+
+
+def test_resolving_keeps_what_was_given() -> None:
+    given_options = TrainConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, momentum=0.0)
+    assert given_options.resolved() == given_options
+
+
+def test_a_data_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert TrainConfig(data="mnist:here").resolved().data == f"mnist:{tmp_path / 'here'}"
+    assert TrainConfig(data="digits").resolved().data == "digits"
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 3  # type: ignore[misc]

@@ -1,0 +1,99 @@
+"""Memory from lifetimes: what is predicted is what a run of the tape takes, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.cost import Footprint, footprint
+from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
+from onebox.worker.tape import Progress, Tape
+from tests.unit.programs import CPU, Meter, Sample, samples
+
+
+@given(samples(), st.data())
+def test_a_run_takes_what_was_predicted(sample: Sample, data: st.DataObject) -> None:
+    program = sample.program
+    takes = data.draw(st.sets(st.integers(0, len(program.inputs) - 1)))
+    tape = Tape(program, CPU)
+    given_ = [tensor.clone() for tensor in sample.inputs]
+    kept = [tensor for number, tensor in enumerate(given_) if number not in takes]
+    with Meter(given_) as meter:
+        outputs = tape.run(given_, lambda position: None, Progress())
+        after = meter.now()
+    predicted = footprint(program, takes)
+    assert predicted.peak_bytes == meter.peak_bytes - meter.base_bytes
+    assert predicted.net_bytes == after - meter.base_bytes
+    del outputs, kept
+
+
+@given(samples())
+def test_the_peak_is_where_it_is_said_to_be(sample: Sample) -> None:
+    whole = footprint(sample.program)
+    before = Program(
+        sample.program.inputs,
+        sample.program.operators[: whole.peak_operator],
+        sample.program.outputs,
+        sample.program.slots,
+    )
+    if whole.peak_bytes:
+        assert footprint(before).peak_bytes < whole.peak_bytes
+
+
+@given(samples())
+def test_giving_inputs_away_never_costs_more(sample: Sample) -> None:
+    kept = footprint(sample.program)
+    taken = footprint(sample.program, range(len(sample.program.inputs)))
+    assert taken.peak_bytes <= kept.peak_bytes
+    assert taken.net_bytes <= kept.net_bytes
+
+
+SPEC = TensorSpec("float32", (100,))
+
+
+def relu(source: int, target: int) -> Operator:
+    return Operator("aten.relu.default", (Slot(source),), {}, (target,), (SPEC,))
+
+
+def view(source: int, target: int) -> Operator:
+    return Operator("aten.unsqueeze.default", (Slot(source), 0), {}, (target,), (TensorSpec("float32", (1, 100)),))
+
+
+@pytest.mark.parametrize(
+    ("operators", "outputs", "takes", "expected"),
+    [
+        ((relu(0, 1),), (1,), (), Footprint(peak_bytes=400, peak_operator=0, net_bytes=400)),
+        ((relu(0, 1),), (1,), (0,), Footprint(peak_bytes=400, peak_operator=0, net_bytes=0)),
+        ((relu(0, 1), relu(1, 2), relu(2, 3)), (3,), (0,), Footprint(peak_bytes=400, peak_operator=0, net_bytes=0)),
+        ((relu(0, 1), relu(1, 2), relu(2, 3)), (3,), (), Footprint(peak_bytes=800, peak_operator=1, net_bytes=400)),
+        ((view(0, 1),), (1,), (0,), Footprint(peak_bytes=0, peak_operator=0, net_bytes=0)),
+        ((relu(0, 1), view(1, 2)), (2,), (0,), Footprint(peak_bytes=400, peak_operator=0, net_bytes=0)),
+        ((view(0, 1), relu(1, 2)), (2,), (0,), Footprint(peak_bytes=400, peak_operator=1, net_bytes=0)),
+        ((relu(0, 1),), (0,), (0,), Footprint(peak_bytes=400, peak_operator=0, net_bytes=0)),
+        ((), (0,), (0,), Footprint(peak_bytes=0, peak_operator=0, net_bytes=0)),
+        ((), (), (0,), Footprint(peak_bytes=0, peak_operator=0, net_bytes=-400)),
+    ],
+)  # fmt: skip
+def test_small_programs(
+    operators: tuple[Operator, ...], outputs: tuple[int, ...], takes: tuple[int, ...], expected: Footprint
+) -> None:
+    program = with_deaths(Program((SPEC,), operators, outputs, 4))
+    assert footprint(program, takes) == expected
+
+
+def test_a_list_of_views_costs_nothing() -> None:
+    halves = Operator(
+        "aten.split.Tensor", (Slot(0), 50), {}, (1, 2), (TensorSpec("float32", (50,)), TensorSpec("float32", (50,)))
+    )
+    program = with_deaths(Program((SPEC,), (halves,), (1, 2), 3))
+    assert footprint(program).peak_bytes == 0
+    one = with_deaths(Program((SPEC,), (halves,), (2,), 3))
+    assert footprint(one, takes=(0,)).net_bytes == 0, "half of it keeps all of it"
+
+
+def test_random_bytes_are_counted_in_their_own_type() -> None:
+    keep = Operator("aten.gt.Scalar", (Slot(0), 0), {}, (1,), (TensorSpec("bool", (100,)),))
+    assert footprint(with_deaths(Program((SPEC,), (keep,), (1,), 2))).peak_bytes == 100
+    assert torch.ones(100).gt(0).nbytes == 100

@@ -1,0 +1,78 @@
+"""A worker's machine without its process: what it answers, what it reports, what it says to its client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.wire import Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
+from onebox.wire.messages import Define, Failure, Get, Instruction, Put, Result, StoredProgram, Tensors
+from onebox.worker.device import Device
+from onebox.worker.faults import Fault, FaultInjector
+from onebox.worker.groups import PeerLost
+from onebox.worker.machine import Machine
+
+
+class Rig:
+    """A machine, and a client that takes down what it hears and never answers.
+
+    Args:
+        quota_bytes: The most bytes that its buffers may take.
+        faults: To inject.
+    """
+
+    def __init__(self, quota_bytes: int = 0, faults: tuple[Fault, ...] = ()) -> None:
+        self.failures: list[Failure] = []
+        self.said: list[Any] = []
+        self.tickets = 0
+        injector = FaultInjector(faults)
+        self.machine = Machine(Device("cpu", 1), self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
+
+    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
+        self.said.append(saying)
+
+    def new_ticket(self) -> int:
+        self.tickets += 1
+        return self.tickets
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> Any:
+        raise PeerLost(f"nobody answers ticket {ticket}")
+
+    def do(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> list[Result]:
+        """Execute the instructions of one message."""
+        left = iter(frames)
+        self.machine.frames_out, self.machine.times_ns = [], []
+        with torch.inference_mode():
+            return [result for instruction in instructions for result in self.machine.execute(instruction, left)]
+
+    def put(self, **tensors: Tensor) -> None:
+        """Fill buffers; ``b3`` is number 3."""
+        numbers = tuple(int(name[1:]) for name in tensors)
+        specs = tuple(spec_of(tensor) for tensor in tensors.values())
+        self.do(Put(numbers, specs), frames=[bytes(to_frame(tensor)) for tensor in tensors.values()])
+
+    def get(self, number: int) -> Tensor:
+        """Return a buffer."""
+        (listing,) = self.do(Get((number,)))
+        assert isinstance(listing, Tensors)
+        return from_frame(listing.specs[0], bytes(self.machine.frames_out[0]))
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        return self.machine.store.used_bytes
+
+
+def elementwise(name: str, spec: TensorSpec, inputs: int = 1) -> Program:
+    """Return a program of one operator whose arguments and result are alike."""
+    slots = tuple(Slot(index) for index in range(inputs))
+    operator = Operator(name, slots, {}, (inputs,), (spec,))
+    return with_deaths(Program((spec,) * inputs, (operator,), (inputs,), inputs + 1))
+
+
+def define(number: int, program: Program) -> Define:
+    """Return the instruction that stores a program."""
+    return Define(number, StoredProgram(program))
