@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -105,7 +105,8 @@ class Event:
 
     Args:
         worker: Its number.
-        track: ``compute``, ``transfer``, ``optimizer`` or ``other``.
+        track: ``compute``, or ``transfer``: from the moment that a bucket is handed over until its sum was taken. The
+            wait for the last sums is part of the optimizer's time.
         name: What it did.
         step: The training step.
         start_ns: When it began, on the monotonic clock.
@@ -118,3 +119,33 @@ class Event:
     step: int
     start_ns: int
     end_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """When the replicas did what in one step.
+
+    Args:
+        step: The training step.
+        labels: For each replica, what its instructions are.
+        times_ns: For each replica, start and end of each instruction.
+    """
+
+    step: int
+    labels: Sequence[tuple[str, ...]]
+    times_ns: Sequence[tuple[int, ...]]
+
+    def events(self, workers: Sequence[int]) -> list[Event]:
+        """Return what happened, given the worker of each replica."""
+        return [
+            Event(
+                worker=worker,
+                track="transfer" if label == "reduce" else "compute",
+                name=label,
+                step=self.step,
+                start_ns=times[2 * index],
+                end_ns=times[2 * index + 1],
+            )
+            for worker, labels, times in zip(workers, self.labels, self.times_ns, strict=True)
+            for index, label in enumerate(labels)
+        ]

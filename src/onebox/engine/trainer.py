@@ -20,7 +20,7 @@ from onebox.engine.compiler import Captures, Compiler, Recipe, put_leaves
 from onebox.engine.evaluate import evaluate
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import group_entries, restore
-from onebox.engine.results import Evaluation, Event, StepLoss, StepValues
+from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -118,7 +118,7 @@ class Trainer:
         self._compiler: Compiler | None = None
         self._group = 0
         self._running: deque[StepLoss] = deque()
-        self._traces: deque[tuple[int, list[tuple[str, ...]], list[tuple[int, ...]]]] = deque(maxlen=_TRACED_STEPS)
+        self._traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
         self._error: Exception | None = None
         self._closed = False
         self._remote = RemoteState(model, loss, optimizer, pool)
@@ -200,7 +200,8 @@ class Trainer:
                 f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
                 "look for faulty memory or an operator that is not deterministic"
             )
-        self._traces.append((step, labels, [answer.times_ns for answer in answers]))
+        if self._trace:
+            self._traces.append(StepTrace(step=step, labels=labels, times_ns=[answer.times_ns for answer in answers]))
         return StepValues(loss=total, gradient_norm=norm)
 
     def _fail(self, error: Exception) -> None:
@@ -355,19 +356,7 @@ class Trainer:
 
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
-        return [
-            Event(
-                worker=worker,
-                track=_track(label),
-                name=label,
-                step=step,
-                start_ns=times[2 * index],
-                end_ns=times[2 * index + 1],
-            )
-            for step, labels, all_times in self._traces
-            for worker, own, times in zip(self._devices, labels, all_times, strict=True)
-            for index, label in enumerate(own if times else ())
-        ]
+        return [event for trace in self._traces for event in trace.events(self._devices)]
 
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
@@ -405,11 +394,6 @@ class Trainer:
             compiler.begin(batch, self._remote.wanted, self._remote.define_optimizer, self._group)
             self._compiler = compiler
         return self._compiler
-
-
-def _track(label: str) -> str:
-    kind = label.split(maxsplit=1)[0]
-    return {"forward": "compute", "backward": "compute", "reduce": "transfer"}.get(kind, "other")
 
 
 def _check_arguments(precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:

@@ -13,6 +13,7 @@ from onebox.wire import (
     Slot,
     TensorSpec,
     reads,
+    specs_by_slot,
     with_deaths,
 )
 
@@ -31,6 +32,20 @@ def extract(program: Program, outputs: Sequence[int]) -> Program:
             needed |= set(reads(operator))
             body.append(operator)
     return with_deaths(Program(program.inputs, tuple(reversed(body)), tuple(outputs), program.slots))
+
+
+def own_outputs(program: Program) -> Program:
+    """Return the program with copies of outputs that are inputs or come twice: each is a buffer of its own then."""
+    specs = specs_by_slot(program)
+    operators, outputs, slots = list(program.operators), list[int](), program.slots
+    for slot in program.outputs:
+        if slot >= len(program.inputs) and slot not in outputs:
+            outputs.append(slot)
+            continue
+        operators.append(Operator("aten.clone.default", (Slot(slot),), {}, (slots,), (specs[slot],)))
+        outputs.append(slots)
+        slots += 1
+    return with_deaths(Program(program.inputs, tuple(operators), tuple(outputs), slots))
 
 
 def add_all(specs: Sequence[TensorSpec]) -> Program:

@@ -138,17 +138,7 @@ class _Builder:
         self.operators.append(Operator(str(target), args, kwargs, tuple(outs), tuple(specs), (), position))
 
     def program(self, outputs: Sequence[fx.Node]) -> Program:
-        """Return the program; each output has a slot of its own, which an operator fills."""
-        found: list[int] = []
-        for node in outputs:
-            slot = self.slots[node]
-            if slot in found or slot < len(self.inputs):
-                self.operators.append(
-                    Operator("aten.clone.default", (Slot(slot),), {}, (self.count,), (_spec(node.meta["val"], node),))
-                )
-                slot, self.count = self.count, self.count + 1
-            found.append(slot)
-        return Program(self.inputs, tuple(self.operators), tuple(found), self.count)
+        return Program(self.inputs, tuple(self.operators), tuple(self.slots[node] for node in outputs), self.count)
 
     def _slot(self, node: fx.Node) -> int:
         self.slots[node] = self.count

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from onebox.graph.capture import Captured
+from onebox.graph.extract import own_outputs
 from onebox.graph.joint import Joint, Port, joint_graph
 from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
 from onebox.graph.updates import Update, buffer_updates
@@ -147,7 +148,7 @@ def _named(
     inputs = [(node, port) for node, port in {**ports, **given}.items() if node in needed]
     program = lower(body, [node for node, _ in inputs], [node for node, _ in outputs], positions)
     return NamedProgram(
-        program=program,
+        program=own_outputs(program),
         inputs=tuple(port for _, port in inputs),
         outputs=tuple(port for _, port in outputs),
     )

@@ -191,7 +191,7 @@ class SharedReducer:
         offset = self._offset
         self._offset += -(-size // _ALIGN) * _ALIGN
         capacity = len(self._arena[0].map) if self._arena else 0
-        if self._offset > capacity:
+        if self._offset > capacity or not self._arena:
             self._retired += self._arena  # a slower rank may still be about to map them
             wanted = max(_FIRST_BYTES, 2 * self._offset)
             self._arena = self._exchange(f"arena{self._generation}", wanted)

@@ -21,9 +21,16 @@ WITHIN_S = 60.0
 def command(
     arguments: Sequence[str], folder: Path, *, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``onebox`` to its end; nothing on standard error is a warning of Python's."""
-    line = [sys.executable, "-W", "error::ResourceWarning", "-m", "onebox", *arguments]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=WITHIN_S)
+    """Run ``onebox`` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "onebox", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
 
 
 @contextlib.contextmanager

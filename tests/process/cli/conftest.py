@@ -10,7 +10,7 @@ import pytest
 
 from tests.process.cli.commands import POOL, command
 
-SETTINGS = ("--data", "digits", "--model", "cnn", "--epochs", "4", "--seed", "3", *POOL)
+SETTINGS = ("--data", "digits", "--model", "cnn", "--epochs", "3", "--seed", "3", *POOL)
 """Of the undisturbed run, and of those that are compared with it."""
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from onebox.cli import main
 from onebox.engine.checkpoint import read, saves
 from tests.process.cli.commands import POOL, assert_gone, command, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
@@ -22,33 +24,34 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("step", [12, 50])
-def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path, step: int) -> None:
+def test_a_killed_run_goes_on_and_ends_with_the_same_bits(undisturbed: Run, tmp_path: Path) -> None:
     line = ["train", *SETTINGS, "--run", "run", "--save-every", "7", "--every", "1"]
     with running(line, tmp_path) as process:
-        read_until(process, rf"step {step}/92")
+        read_until(process, r"step 40/69")
         workers = workers_of(process)
         process.kill()
     assert len(workers) == 2
     assert_gone(workers)
     killed_at = read(tmp_path / "run" / "checkpoint").manifest.step
-    assert 7 <= killed_at < 92
+    assert 28 <= killed_at < 69
 
     done = command(["train", "--resume", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"going on from run/checkpoint/step-{killed_at:08d}" in done.stdout
-    ours, theirs = (folder / "checkpoint" / "step-00000092" for folder in (tmp_path / "run", undisturbed.folder))
+    ours, theirs = (folder / "checkpoint" / "step-00000069" for folder in (tmp_path / "run", undisturbed.folder))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
     assert metrics(tmp_path / "run") == metrics(undisturbed.folder)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(undisturbed: Run, tmp_path: Path) -> None:
-    shutil.copytree(undisturbed.folder, tmp_path / "run", ignore=shutil.ignore_patterns("step-*", "summary.json"))
-    done = command(["train", "--resume", "run", "--epochs", "1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "has no checkpoint yet" in done.stdout
-    assert metrics(tmp_path / "run") == metrics(undisturbed.folder)[:24]
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
+    undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.folder, run, ignore=shutil.ignore_patterns("step-*", "summary.json"))
+    assert main(["train", "--resume", str(run), "--epochs", "1"]) == 0
+    assert "has no checkpoint yet" in capsys.readouterr().out
+    assert metrics(run) == metrics(undisturbed.folder)[:24]
 
 
 def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> None:
@@ -69,6 +72,7 @@ def test_an_interrupt_while_the_workers_start(tmp_path: Path) -> None:
         workers = []
         while process.poll() is None and len(workers) < 2:
             workers = workers_of(process)
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         said = end(process)
     assert (process.returncode, said) == (130, "onebox: interrupted\n")
@@ -85,7 +89,7 @@ def test_a_worker_that_dies_is_one_message_and_the_checkpoint_is_whole(tmp_path:
     assert process.returncode == 1
     assert_gone(workers)
     newest = saves(tmp_path / "run" / "checkpoint")[0].relative_to(tmp_path)
-    assert "ended with signal 9" in said and "Traceback" not in said
+    assert "signal 9" in said and "Traceback" not in said
     assert f"the last checkpoint is {newest}; go on with: onebox train --resume run" in said
     read(tmp_path / newest)
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import onebox
 from onebox.pool import open_pool
-from tests.process.faults.training import train
+from tests.process.faults.training import batch, parts
 
 SETTLE_S = 2.0
 """How long what is being closed may take to be gone."""
@@ -58,9 +59,12 @@ def _descriptors() -> Iterator[tuple[str, str]]:
 
 @pytest.fixture(scope="session")
 def warm() -> None:
-    """Open and close a pool once, so that what libraries open once and for all is open."""
-    with open_pool("cpu*2", threads=1) as pool:
-        train(pool, "workers", 1)
+    """Open and close a pool once, so that what libraries open once and for all is open.
+
+    That is PyZMQ's thread for frames that are sent without a copy, with its own sockets: hence the wide model.
+    """
+    with open_pool("cpu*1", threads=1) as pool, onebox.Trainer(*parts(width=8192), pool=pool) as trainer:
+        trainer.step(*batch(0)).item()
 
 
 @pytest.fixture(autouse=True)

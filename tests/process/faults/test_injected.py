@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,10 +58,16 @@ FAILURES = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Tensors]:
-    """Weights after an undisturbed run, for each sync."""
+def whole() -> Iterator[onebox.Pool]:
+    """A pool without faults."""
     with open_pool("cpu*2", threads=1) as pool:
-        return {sync: train(pool, sync) for sync in ("workers", "client")}
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole: onebox.Pool) -> dict[str, Tensors]:
+    """Weights after an undisturbed run, for each sync."""
+    return {sync: train(whole, sync) for sync in ("workers", "client")}
 
 
 def assert_same_bits(found: Tensors, expected: Tensors) -> None:
@@ -131,15 +138,13 @@ def assert_injected(error: OneboxError, kind: str, instruction: str, worker: int
 
 @pytest.mark.parametrize(("kind", "sync"), [("kill", "workers"), ("error", "client")])
 def test_a_checkpoint_from_before_the_fault_resumes_to_the_same_bits(
-    kind: str, sync: str, tmp_path: Path, undisturbed: dict[str, Tensors]
+    kind: str, sync: str, tmp_path: Path, whole: onebox.Pool, undisturbed: dict[str, Tensors]
 ) -> None:
     with faulty_pool(kind, "optimizerstep", 6) as pool, trainer_on(pool, sync) as trainer:
         steps(trainer, 3)
         trainer.save(tmp_path)
         error = fails(lambda: steps(trainer, STEPS)).error
         assert fails(lambda: trainer.save(tmp_path)).error is error
-    with open_pool("cpu*2", threads=1) as pool:
-        model, loss, optimizer = parts(seed=1)
-        with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pool) as trainer:
-            assert trainer.steps_done == 3
-            assert_same_bits(steps(trainer, STEPS), undisturbed[sync])
+    with onebox.Trainer.resume(tmp_path, *parts(seed=1), pool=whole) as trainer:
+        assert trainer.steps_done == 3
+        assert_same_bits(steps(trainer, STEPS), undisturbed[sync])

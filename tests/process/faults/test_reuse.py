@@ -17,8 +17,8 @@ from tests.process.faults.training import batch, fails, parts, steps, train, tra
 
 QUOTA_BYTES = 4 << 20
 MANY_STEPS = 200
-GROWTH_BYTES = 8 << 20
-"""How much a process may grow over :data:`MANY_STEPS`, allocators' habits included: a leak of a few KB a step fails."""
+GROWTH_BYTES = 2 << 20
+"""How much a process may grow over :data:`MANY_STEPS`, allocators' habits included: a leak of 10 KB a step fails."""
 
 
 @pytest.fixture(scope="module")

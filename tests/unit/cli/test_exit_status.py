@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,3 +136,10 @@ def test_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("versions", "torch", "devices", "cpu:", "missing"))
+
+
+def test_the_environment_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"versions", "devices", "missing"}
+    assert {"onebox", "python", "torch", "pyzmq"} <= set(found["versions"])

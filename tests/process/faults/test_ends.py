@@ -1,0 +1,129 @@
+"""However a process that has a pool ends, its workers end too, and soon."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.process.faults.scripts import START_S, Script, gone
+
+INTERRUPTED_S = 5.0
+"""An interrupted script has ended within this time."""
+
+ORPHANED_S = 2.0
+"""Workers whose owner was killed have ended within this time."""
+
+TRAIN = """
+with open_pool("cpu*2", threads=1) as pool:
+    trainer = trainer_on(pool, "workers")
+    steps(trainer, 3)
+    ready(pool)
+    steps(trainer, 1_000_000)
+"""
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
+def test_ctrl_c_while_training(tmp_path: Path, group: bool) -> None:
+    with Script(tmp_path, TRAIN) as script:
+        script.wait_until_ready()
+        script.signal(signal.SIGINT, group=group)
+        status, _, errors = script.end(INTERRUPTED_S)
+        assert status == -signal.SIGINT
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert gone(script.workers, 0)
+
+
+def test_ctrl_c_while_opening(tmp_path: Path) -> None:
+    body = """
+import psutil, threading
+def interrupt():
+    while len(psutil.Process().children()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    open_pool("cpu*2", threads=1)
+except KeyboardInterrupt:
+    print("interrupted", len(psutil.Process().children()))
+"""
+    with Script(tmp_path, body) as script:
+        assert script.end(START_S) == (0, "interrupted 0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "words"),
+    [
+        ("", 0, ""),
+        ("raise ValueError('mine')", 1, "ValueError: mine"),
+        ("sys.exit(3)", 3, ""),
+        ("os._exit(4)", 4, ""),
+    ],
+    ids=["end", "exception", "exit", "hard exit"],
+)
+def test_a_script_that_never_closes_its_pool(tmp_path: Path, last: str, status: int, words: str) -> None:
+    body = f"""
+pool = open_pool("cpu*1", threads=1)
+trainer = trainer_on(pool, "client")
+ready(pool)
+{last}
+"""
+    with Script(tmp_path, body) as script:
+        script.wait_until_ready()
+        found, _, errors = script.end(INTERRUPTED_S)
+        assert found == status
+        assert words in errors
+        assert not errors or words
+        assert gone(script.workers, ORPHANED_S)
+
+
+def test_workers_of_a_killed_process_end_by_themselves(tmp_path: Path) -> None:
+    body = """
+with open_pool("cpu*2", threads=1) as pool:
+    trainer = trainer_on(pool, "workers")
+    steps(trainer, 2)
+    if os.fork() == 0:
+        time.sleep(60)  # and holds all of its parent's pipes open
+        os._exit(0)
+    ready(pool)
+    steps(trainer, 1_000_000)
+"""
+    with Script(tmp_path, body) as script:
+        script.wait_until_ready()
+        script.signal(signal.SIGKILL)
+        assert gone(script.workers, ORPHANED_S)
+        script.signal(signal.SIGKILL, group=True)
+
+
+def test_forked_children_leave_the_pool_to_their_parent(tmp_path: Path) -> None:
+    body = """
+import multiprocessing
+from torch.utils.data import DataLoader, TensorDataset
+
+def child():
+    for use in (lambda: trainer.step(*batch(0)), trainer.memory, lambda: train(pool, "workers", 1)):
+        try:
+            use()
+        except onebox.errors.PoolError as error:
+            print("refused" if "forked" in str(error) else error, flush=True)
+    trainer.close()
+    pool.close()
+
+with open_pool("cpu*2", threads=1) as pool:
+    trainer = trainer_on(pool, "workers")
+    steps(trainer, 2)
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    print(process.exitcode, flush=True)
+    if os.fork() == 0:
+        sys.exit(0)  # runs what is registered with atexit
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+    for inputs, targets in DataLoader(TensorDataset(*batch(0, 64)), batch_size=16, num_workers=2):
+        trainer.step(inputs, targets).item()
+    print(trainer.steps_done)
+"""
+    with Script(tmp_path, body) as script:
+        assert script.end(START_S) == (0, "refused\nrefused\nrefused\n0\n0\n6\n", "")

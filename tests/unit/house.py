@@ -1,0 +1,84 @@
+"""The whole house in one process: pools whose workers are threads here, over the same sockets and with the same keys."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from onebox.errors import WorkerDied
+from onebox.pool import Pool, open_pool
+from onebox.pool import pool as pool_module
+from onebox.pool.failures import Place
+from onebox.worker import Ports, WorkerConfig
+from onebox.worker.serve import Server
+
+OpenPool = Callable[..., Pool]
+
+
+class ThreadWorker:
+    """Stands in for a worker's process.
+
+    Args:
+        place: Where the worker is.
+        config: What it is to be.
+    """
+
+    def __init__(self, place: Place, config: WorkerConfig) -> None:
+        self.place = place
+        self.pid = os.getpid()
+        self.error: BaseException | None = None
+        self._lifeline, self._owner = os.pipe()
+        self.descriptor, self._alive = os.pipe()
+        self.server = Server(config, (self._lifeline,))
+        self.thread = threading.Thread(target=self._run, name=f"worker {place.worker}", daemon=True)
+
+    def ports(self) -> Ports:
+        self.thread.start()
+        return self.server.ports
+
+    def death(self) -> WorkerDied:
+        return WorkerDied(f"{self.place} ended: {self.error!r}", exit_status=1, worker=self.place.worker)
+
+    def close(self, *, grace_s: float) -> None:
+        self.thread.join(10)
+        assert not self.thread.is_alive(), "a worker does not end"
+        for descriptor in (self._lifeline, self._owner, self.descriptor):
+            os.close(descriptor)
+
+    def _run(self) -> None:
+        try:
+            self.server.serve()
+        except BaseException as error:
+            self.error = error
+            self.server._watcher.stop()
+            self.server._context.destroy(linger=0)
+        finally:
+            os.close(self._alive)
+
+
+@contextlib.contextmanager
+def threads_for_processes() -> Iterator[OpenPool]:
+    """Give a function that opens pools of so many workers; all are closed afterwards."""
+
+    def exit_instead(status: int) -> None:
+        raise AssertionError("a worker's thread would have ended this process")
+
+    opened: list[Pool] = []
+
+    def opening(workers: int, **options: Any) -> Pool:
+        opened.append(open_pool(f"cpu*{workers}", threads=1, **options))
+        return opened[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "WorkerProcess", ThreadWorker)
+        patch.setattr(os, "_exit", exit_instead)
+        try:
+            yield opening
+        finally:
+            for each in opened:
+                each.close()

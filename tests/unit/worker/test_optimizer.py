@@ -1,0 +1,181 @@
+"""The worker's optimizers: those of torch.optim, to the last bit but for the kernel that is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebox.engine.state import options_of
+from onebox.errors import WireError
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Optimizer, StateEntry
+from onebox.worker.optimizer import ALLOWED, NativeOptimizer
+
+AGREE = 1e-13
+
+
+def parameters(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def pair(kind: str, **options: Any) -> tuple[torch.optim.Optimizer, list[Tensor], NativeOptimizer, list[Tensor]]:
+    """Return an optimizer of torch with two groups, and ours made from what can be read of it."""
+    ours = parameters()
+    theirs = [torch.nn.Parameter(tensor.clone()) for tensor in ours]
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.03}]
+    reference = getattr(torch.optim, kind)(groups, **options)
+    members = ((0, 1), (2,))
+    spec = Optimizer(kind, tuple(zip(members, options_of(reference), strict=True)), (1, 2, 3))
+    return reference, theirs, NativeOptimizer(spec, ours, []), ours
+
+
+def step_both(reference: torch.optim.Optimizer, theirs: Any, native: NativeOptimizer, seed: int) -> None:
+    gradients = parameters(seed)
+    for parameter, gradient in zip(theirs, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    reference.step()
+    native.step([gradient.clone() for gradient in gradients], 0.0)
+
+
+def assert_alike(theirs: Any, ours: list[Tensor]) -> None:
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a.detach(), rtol=0, atol=AGREE)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALLOWED if hasattr(torch.optim, kind)])
+def test_every_allowed_optimizer_with_its_defaults(kind: str) -> None:
+    reference, theirs, native, ours = pair(kind)
+    for seed in range(1, 4):
+        step_both(reference, theirs, native, seed)
+    assert_alike(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+        ("Adam", {"lr": 0.01, "betas": (0.8, 0.99), "amsgrad": True}),
+        ("Adam", {"lr": torch.tensor(0.01, dtype=torch.float64)}),
+        ("Adam", {"foreach": False}),
+        ("AdamW", {"weight_decay": 0.1, "maximize": True}),
+        ("RMSprop", {"momentum": 0.5, "centered": True}),
+        ("Adafactor", {"lr": 0.02}),
+    ],
+)
+def test_options_of_all_kinds(kind: str, options: dict[str, Any]) -> None:
+    reference, theirs, native, ours = pair(kind, **options)
+    for seed in range(1, 4):
+        step_both(reference, theirs, native, seed)
+    assert_alike(theirs, ours)
+
+
+def test_new_options_take_effect_group_by_group() -> None:
+    reference, theirs, native, ours = pair("AdamW", lr=0.1)
+    for seed, factor in enumerate((1.0, 0.5, 0.1), start=1):
+        for group in reference.param_groups:
+            group["lr"] *= factor
+        native.set_options(options_of(reference))
+        step_both(reference, theirs, native, seed)
+    assert_alike(theirs, ours)
+
+
+def test_new_options_never_change_the_kernel() -> None:
+    reference, _, native, _ = pair("AdamW")
+    chosen = [group["fused"] for group in native.optimizer.param_groups]
+    native.set_options(options_of(reference))
+    assert [group["fused"] for group in native.optimizer.param_groups] == chosen
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "Adagrad", "NAdam", "ASGD", "Rprop"])
+def test_state_moves_to_another_worker_bit_for_bit(kind: str) -> None:
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    reference, theirs, native, ours = pair(kind, **options)
+    for seed in (1, 2):
+        step_both(reference, theirs, native, seed)
+    entries, tensors = native.state()
+    assert all(isinstance(entry.value, TensorSpec) for entry in entries)
+    copies = [tensor.clone() for tensor in ours]
+    spec = Optimizer(
+        kind, tuple(zip(((0, 1), (2,)), options_of(reference), strict=True)), (1, 2, 3), tuple(entries)
+    )
+    other = NativeOptimizer(spec, copies, [tensor.clone() for tensor in tensors])
+    for each in (native, other):
+        each.step(parameters(9), 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, copies, strict=True))
+    assert other.charged_bytes == native.charged_bytes
+
+
+def test_numbers_in_the_state_are_kept() -> None:
+    ours = parameters()[:1]
+    entries = (StateEntry(0, "step", 5.0), StateEntry(0, "done", True), StateEntry(0, "nothing", None))
+    native = NativeOptimizer(Optimizer("SGD", (((0,), {"lr": 0.1}),), (1,), entries), ours, [])
+    found, tensors = native.state()
+    assert {(entry.key, entry.value) for entry in found} == {("step", 5.0), ("done", True), ("nothing", None)}
+    assert tensors == []
+
+
+def test_gradients_are_not_written_to_and_not_kept() -> None:
+    _, _, native, ours = pair("SGD", lr=0.1)
+    gradients = parameters(3)
+    copies = [gradient.clone() for gradient in gradients]
+    norm = native.step(gradients, 0.5)
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(copies)))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, copies, strict=True))
+    assert all(parameter.grad is None for parameter in ours)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced"])
+def test_gradients_in_any_layout(layout: str) -> None:
+    """Fused kernels read memory as it lies: what a program gives out may lie otherwise than the parameter."""
+    dense = torch.randn(4, 3, dtype=torch.float64)
+    gradient = {
+        "transposed": dense.t().contiguous().t(),
+        "expanded": dense[:1].expand(4, 3),
+        "sliced": torch.stack([dense, dense], 1)[:, 0],
+    }[layout]
+    for kind in ("Adam", "SGD", "Adagrad"):
+        one, other = torch.zeros(4, 3, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+        for parameter, each in ((one, gradient), (other, gradient.contiguous())):
+            NativeOptimizer(Optimizer(kind, (((0,), {"lr": 0.1}),), (1,)), [parameter], []).step([each], 0.0)
+        assert torch.equal(one, other)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    reference, theirs, native, ours = pair("SGD", lr=0.1)
+    gradients = parameters(5)
+    for parameter, gradient in zip(theirs, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.7)
+    reference.step()
+    assert native.step(gradients, 0.7) == pytest.approx(float(expected), rel=1e-14)
+    assert_alike(theirs, ours)
+
+
+def test_bytes_of_the_state_are_known_after_the_first_step() -> None:
+    _, _, native, _ = pair("Adam")
+    assert native.charged_bytes == 0
+    native.step(parameters(1), 0.0)
+    assert native.charged_bytes == 3 * (2 * 4 * 3 * 8 + 4)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Optimizer("LBFGS", (((0,), {"lr": 0.1}),), (1,)),
+        Optimizer("SparseAdam", (((0,), {"lr": 0.1}),), (1,)),
+        Optimizer("Optimizer", (((0,), {"lr": 0.1}),), (1,)),
+        Optimizer("lr_scheduler", (((0,), {"lr": 0.1}),), (1,)),
+        Optimizer("__class__", (((0,), {}),), (1,)),
+        Optimizer("SGD", (((0,), {"speed": 1.0}),), (1,)),
+        Optimizer("SGD", (((0,), {"lr": 0.1}), ((0,), {"lr": 0.1})), (1,)),
+        Optimizer("SGD", (), (1,)),
+    ],
+    ids=lambda spec: f"{spec.name} {spec.groups}",
+)
+def test_optimizers_that_are_refused(spec: Optimizer) -> None:
+    with pytest.raises(WireError):
+        NativeOptimizer(spec, parameters()[:1], [])
