@@ -19,7 +19,7 @@ from onebox.errors import UsageError
 ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
-_LEARNING_RATES: dict[str, float] = {"adamw": 2e-3, "adam": 2e-3, "sgd": 5e-2}
+_LEARNING_RATES: dict[str, float] = {"adamw": 1e-3, "adam": 1e-3, "sgd": 5e-2}
 _WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0}  # torch.optim's own defaults
 _SGD_MOMENTUM = 0.9
 
@@ -46,7 +46,7 @@ class TrainConfig:
         epochs: Times through the training set.
         batch: Samples of a step, over all devices together.
         optimizer: Class of torch.optim: adamw, adam or sgd.
-        lr: Learning rate; without it 2e-3 for adamw and adam, 5e-2 for sgd.
+        lr: Learning rate; without it 1e-3 for adamw and adam, 5e-2 for sgd.
         weight_decay: Weight decay; without it 1e-2 for adamw, none for adam and sgd.
         momentum: Momentum, for sgd; without it 0.9.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.

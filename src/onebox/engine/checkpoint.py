@@ -7,6 +7,7 @@ a process that is killed at any moment leaves whole ones only. Nothing is ever u
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -113,7 +114,7 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
     Args:
         folder: Made if it is not there.
         checkpoint: What to write.
-        keep: How many saves to keep, the newest; all when ``None``.
+        keep: How many saves to keep: this one and the newest others; all when ``None``.
 
     Returns:
         The folder of this save.
@@ -124,6 +125,10 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep={keep}: at least the newest checkpoint must be kept")
+    try:
+        json.dumps(checkpoint.manifest.extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"extra={checkpoint.manifest.extra!r} cannot be written as JSON: {error}") from None
     temporary = folder / f".writing-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,12 +138,13 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
             final = _write_files(temporary, folder, checkpoint)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole",
             path=folder,
         ) from error
-    for old in saves(folder)[keep:] if keep is not None else ():
+    others = [save for save in saves(folder) if save != final]
+    for old in others[keep - 1 :] if keep is not None else ():
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -156,11 +162,7 @@ def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
         entries.append(_entry(temporary / name))
         _sync(temporary / name)
     manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries))
-    try:
-        text = msgspec.json.format(msgspec.json.encode(manifest))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"extra={manifest.extra!r} cannot be written as JSON: {error}") from None
-    (temporary / _MANIFEST).write_bytes(text)
+    (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(temporary / _MANIFEST)
     _sync(temporary)
     final = _free_name(folder, manifest.step)
@@ -218,7 +220,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged, or no manifest of onebox: {error}", path=file) from None
     if manifest.version != VERSION:
         raise CheckpointError(

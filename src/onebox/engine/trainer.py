@@ -91,7 +91,7 @@ class Trainer:
         in_flight: int = 2,
         trace: bool = True,
     ) -> None:
-        _check_arguments(precision, clip_grad_norm, check_every, in_flight)
+        _check_arguments(seed, precision, clip_grad_norm, check_every, in_flight)
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
@@ -396,7 +396,11 @@ class Trainer:
         return self._compiler
 
 
-def _check_arguments(precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
+def _check_arguments(
+    seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int
+) -> None:
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
     if precision not in ("fp32", "bf16"):
         raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
     if clip_grad_norm is not None and not clip_grad_norm > 0:

@@ -69,7 +69,9 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
     ports = _input_ports(joint)
     positions = random_positions(joint.graph)
     ahead = _with_picks(_ancestors([node for node, _ in kept], stop=set()))
-    saved, behind = _split(joint, ahead, [node for node, _ in gradients], ports)
+    changed = {port.name for _, port in kept if port.kind == "update"}
+    lasting = {node for node, port in ports.items() if port.kind != "buffer" or port.name not in changed}
+    saved, behind = _split(joint, ahead, [node for node, _ in gradients], lasting)
     results = [(canonical(node), port) for node, port in kept]
     results += [(node, Port("saved", number)) for number, node in enumerate(saved)]
     forward = _named(joint, ahead, {}, ports, results, positions)
@@ -109,11 +111,11 @@ def _with_picks(nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _split(
-    joint: Joint, ahead: set[fx.Node], gradients: list[fx.Node], ports: dict[fx.Node, Port]
+    joint: Joint, ahead: set[fx.Node], gradients: list[fx.Node], lasting: set[fx.Node]
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return the values that backward takes from forward, and the nodes that backward computes.
 
-    A view of a value is made again in backward rather than saved: it costs a microsecond and holds the same memory.
+    Inputs that are still there are read again, but for buffers that forward has changed meanwhile. A view of a value is made again in backward rather than saved: it costs a microsecond and holds the same memory.
     """
     behind = _ancestors(gradients, stop=ahead) - ahead
     saved: set[fx.Node] = set()
@@ -122,7 +124,7 @@ def _split(
     stack += [canonical(node) for node in gradients]
     while stack:
         node = stack.pop()
-        if node in behind or node in ports or node in saved or node in views:
+        if node in behind or node in lasting or node in saved or node in views:
             continue
         if is_view(node):
             views.add(node)

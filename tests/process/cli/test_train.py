@@ -47,7 +47,7 @@ def test_the_run_folder(undisturbed: Run) -> None:
 def test_the_configuration_is_resolved(undisturbed: Run) -> None:
     config = json.loads((undisturbed.folder / "config.json").read_text())
     assert config["pool"] == "cpu,cpu"
-    assert (config["lr"], config["weight_decay"], config["momentum"]) == (2e-3, 1e-2, None)
+    assert (config["lr"], config["weight_decay"], config["momentum"]) == (1e-3, 1e-2, None)
     assert (config["epochs"], config["seed"], config["threads"]) == (3, 3, 1)
 
 

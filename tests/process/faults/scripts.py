@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,9 +40,16 @@ class Script:
         folder: Where to put it.
         body: Its main part. It calls ``ready(pool)`` when the test may go on.
         environment: Variables that it has beside ours.
+        paths: Folders that Python is to look into first.
     """
 
-    def __init__(self, folder: Path, body: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        body: str,
+        environment: Mapping[str, str] | None = None,
+        paths: Sequence[Path] = (),
+    ) -> None:
         path = folder / "script.py"
         path.write_text(_HEADER + "".join(f"    {line}\n" for line in body.strip().splitlines()))
         self.workers: list[int] = []
@@ -51,7 +58,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, REPOSITORY])), **(environment or {})},
             start_new_session=True,
         )
 

@@ -120,7 +120,7 @@ def test_a_flag_that_would_change_the_computation_is_refused(tmp_path: Path, fla
     assert "--epochs" in text
 
 
-@pytest.mark.parametrize("flag", ["--batch 64", "--lr 0.002"])
+@pytest.mark.parametrize("flag", ["--batch 64", "--lr 0.001"])
 def test_a_flag_that_says_what_the_file_says_is_fine(tmp_path: Path, flag: str) -> None:
     store(tmp_path, TrainConfig())
     assert isinstance(parse([*f"train --resume {tmp_path}".split(), *flag.split()]), TrainConfig)

@@ -1,0 +1,57 @@
+"""Nothing is unpickled at run time, neither by the client nor by a worker, whatever their libraries might do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.process.faults.scripts import START_S, Script
+
+GUARD = """
+import os, pathlib, sys
+
+def imported():
+    module = sys.modules.get("onebox.worker.serve")
+    return hasattr(module, "main")  # its last name: all imports are done
+
+def refuse(event, arguments):
+    if event == "pickle.find_class" and imported():
+        raise RuntimeError(f"unpickles {arguments}")
+
+sys.addaudithook(refuse)
+pathlib.Path(os.environ["GUARDED"], str(os.getpid())).touch()
+"""
+"""Python imports ``sitecustomize`` when it starts, in the script and in the workers that it starts."""
+
+RUN = """
+import pickle, tempfile
+path = tempfile.mkdtemp(dir=os.environ["GUARDED"])
+with open_pool("cpu*2", threads=1) as pool:
+    for sync in ("workers", "client"):
+        with trainer_on(pool, sync, metrics={"loss": parts()[1]}, check_every=1) as trainer:
+            steps(trainer, 3)
+            trainer.evaluate([batch(0)])
+            trainer.save(path)
+        model, loss, optimizer = parts(seed=1)
+        with onebox.Trainer.resume(path, model, loss, optimizer, pool=pool) as trainer:
+            steps(trainer, 5)
+            trainer.pull()
+    print(*pool.process_ids)
+try:
+    pickle.loads(pickle.dumps(torch.Size([1])))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_nothing_is_unpickled_at_run_time(tmp_path: Path) -> None:
+    hooks, guarded = tmp_path / "hooks", tmp_path / "guarded"
+    hooks.mkdir()
+    guarded.mkdir()
+    (hooks / "sitecustomize.py").write_text(GUARD)
+    with Script(tmp_path, RUN, environment={"GUARDED": str(guarded)}, paths=[hooks]) as script:
+        status, output, errors = script.end(START_S)
+        assert (status, errors) == (0, "")
+        workers, refused = output.splitlines()
+        assert refused.startswith("unpickles")
+        processes = {script.pid, *map(int, workers.split())}
+        assert processes <= {int(path.name) for path in guarded.iterdir() if path.name.isdigit()}
