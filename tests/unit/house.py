@@ -1,4 +1,4 @@
-"""The whole house in one process: pools whose workers are threads here, over the same sockets and with the same keys."""
+"""The whole house in one process: the workers of a pool are threads here, with the same sockets and keys."""
 
 from __future__ import annotations
 

@@ -64,14 +64,13 @@ class RemoteState:
             OneboxError: A worker refuses it.
         """
         entries, tensors = state_entries(self.remembered, trained)
-        self.remembered = []
-        self._trained = trained
         self._optimizer_number = self.new_number()
         definition = optimizer_definition(self.optimizer, self.named, trained, entries)
         self._sent_options = options_of(self.optimizer)
         define = Define(self._optimizer_number, definition)
         frames = [to_frame(tensor) for tensor in tensors]
         raise_first([self._pool.post(worker, [define], frames, answer=True) for worker in self._workers])
+        self._trained, self.remembered = trained, []
         return self._optimizer_number
 
     def changed_options(self) -> tuple[Options, ...]:

@@ -22,7 +22,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.restore import group_entries, restore
 from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues
 from onebox.engine.state import OptimizerEntries
-from onebox.errors import ReplicasParted, UsageError
+from onebox.errors import OneboxError, ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
 from onebox.pool import Answer, Pool
@@ -153,14 +153,13 @@ class Trainer:
         batch = as_batch(inputs, targets)
         compiler = self._ready(batch)
         routines, shares = compiler.step(batch)
-        while len(self._running) >= self._in_flight:
-            self._running.popleft().values()
+        self._wait(self._in_flight - 1)
         changed = self._remote.changed_options()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         number = self.steps_done
         check = self._check_every and len(self._devices) > 1 and (number + 1) % self._check_every == 0
-        futures: list[Future[Answer]] = []
-        for worker, routine, parts in zip(self._devices, routines, shares, strict=True):
+        messages: list[tuple[list[Instruction], list[Any]]] = []
+        for routine, parts in zip(routines, shares, strict=True):
             puts: list[Instruction] = []
             bindings: list[int] = []
             frames: list[Any] = []
@@ -171,13 +170,33 @@ class Trainer:
                 frames += elements
             run = Run(routine.number, tuple(bindings), number, self.seed, changed, self._trace)
             after = [Ask("digest", tuple(self._remote.named.numbers.values()))] if check else []
-            futures.append(self.pool.post(worker, [*puts, run, *after], frames, answer=True))
+            messages.append(([*puts, run, *after], frames))
         weights = [routine.losses for routine in routines]
         labels = [routine.labels for routine in routines]
+        futures = self._post(number, messages)
         result = StepLoss(number, futures, lambda answers: self._finish(number, weights, labels, answers), self._fail)
         self._running.append(result)
         self.steps_done += 1
         return result
+
+    def _post(self, step: int, messages: Sequence[tuple[Sequence[Instruction], Sequence[Any]]]) -> list[Future[Answer]]:
+        """Send each device its part of a step; when only some have got theirs, the step is void."""
+        try:
+            return [
+                self.pool.post(worker, instructions, frames, answer=True)
+                for worker, (instructions, frames) in zip(self._devices, messages, strict=True)
+            ]
+        except OneboxError as error:
+            self._fail(error)
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self._fail(
+                ReplicasParted(
+                    f"step {step} was interrupted when some devices had it and others not; make another trainer, or "
+                    "resume from the last checkpoint"
+                )
+            )
+            raise
 
     def _finish(
         self,
@@ -214,8 +233,13 @@ class Trainer:
         Raises:
             OneboxError: One of them failed.
         """
-        while self._running:
-            self._running.popleft().values()
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        """Wait until so many steps at most are under way."""
+        while len(self._running) > most:
+            self._running[0].values()
+            self._running.popleft()
 
     # ---- evaluation
 
@@ -396,9 +420,7 @@ class Trainer:
         return self._compiler
 
 
-def _check_arguments(
-    seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int
-) -> None:
+def _check_arguments(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
     if precision not in ("fp32", "bf16"):

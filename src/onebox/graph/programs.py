@@ -115,7 +115,8 @@ def _split(
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return the values that backward takes from forward, and the nodes that backward computes.
 
-    Inputs that are still there are read again, but for buffers that forward has changed meanwhile. A view of a value is made again in backward rather than saved: it costs a microsecond and holds the same memory.
+    Inputs that are still there are read again, but for buffers that forward has changed meanwhile. A view of a value is
+    made again in backward rather than saved: it costs a microsecond and holds the same memory.
     """
     behind = _ancestors(gradients, stop=ahead) - ahead
     saved: set[fx.Node] = set()

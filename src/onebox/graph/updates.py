@@ -8,6 +8,8 @@ decay: K updates give ``decay**K * old`` plus the data of each, decayed by how m
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,16 +42,16 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
     """Classify the update of every buffer that a graph changes."""
     sources = {str(port.name): node for node, port in joint.inputs if port.kind == "buffer"}
     changed = {str(port.name): node for node, port in joint.outputs if port.kind == "update"}
-    outputs = [node for node, port in joint.outputs]
+    reads = _buffers_read(joint.graph, frozenset(sources.values()))
+    readers = Counter(source for node, _ in joint.outputs for source in reads[resolve(node)])
     found: dict[str, Update] = {}
     for name, result in changed.items():
-        others = [node for node in outputs if node is not result]
         old = sources.get(name)
         if old is None:
             found[name] = Update(name=name, kind="affine", decay=0.0)
             continue
-        private = not any(_reads(node, old) for node in others)
-        decay = _decay(resolve(result), old)
+        private = readers[old] == (old in reads[resolve(result)])
+        decay = _decay(resolve(result), old, reads)
         if private and _depends_only_on(result, old):
             found[name] = Update(name=name, kind="constant")
         elif private and decay is not None and (decay == 1.0 or result.meta["val"].dtype.is_floating_point):
@@ -57,6 +59,27 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
         else:
             found[name] = Update(name=name, kind="general")
     return found
+
+
+Reads = Mapping[fx.Node, frozenset[fx.Node]]
+"""For each node of a graph, the buffers that its value depends on."""
+
+
+def _buffers_read(graph: fx.Graph, buffers: frozenset[fx.Node]) -> Reads:
+    """Return which buffers each value depends on, knowing what training-mode batch norm reads."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        own = frozenset({node}) & buffers
+        if node.op != "output":
+            found[node] = own.union(*(found[argument] for argument in _arguments_read(node)))
+    return found
+
+
+def _arguments_read(node: fx.Node) -> list[fx.Node]:
+    """Return the resolved nodes that a value depends on."""
+    if node.target is operator.getitem and _is_batch_norm(resolve(node.args[0])):  # type: ignore[arg-type]
+        return _batch_norm_reads(resolve(node.args[0]), node.args[1])  # type: ignore[arg-type]
+    return arguments_of(node)
 
 
 def _depends_only_on(node: fx.Node, source: fx.Node) -> bool:
@@ -74,24 +97,6 @@ def _depends_only_on(node: fx.Node, source: fx.Node) -> bool:
     return True
 
 
-def _reads(node: fx.Node, source: fx.Node) -> bool:
-    """Tell whether a value depends on a buffer, knowing what training-mode batch norm reads."""
-    seen: set[fx.Node] = set()
-    stack = [resolve(node)]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node is source:
-            return True
-        if node.target is operator.getitem and _is_batch_norm(resolve(node.args[0])):  # type: ignore[arg-type]
-            stack.extend(_batch_norm_reads(resolve(node.args[0]), node.args[1]))  # type: ignore[arg-type]
-        else:
-            stack.extend(arguments_of(node))
-    return False
-
-
 def _is_batch_norm(node: fx.Node) -> bool:
     """Tell whether a node is batch norm with batch statistics: (x, weight, bias, mean, var, True, momentum, eps)."""
     return node.target is _aten._native_batch_norm_legit_functional.default and node.args[5] is True
@@ -104,23 +109,23 @@ def _batch_norm_reads(node: fx.Node, output: int) -> list[fx.Node]:
     return [resolve(argument) for argument in wanted if isinstance(argument, fx.Node)]
 
 
-def _decay(node: fx.Node, source: fx.Node) -> float | None:
+def _decay(node: fx.Node, source: fx.Node, reads: Reads) -> float | None:
     """Return the constant factor of a buffer in a value that is affine in it, or ``None``."""
     if node is source:
         return 1.0
-    if not _reads(node, source):
+    if source not in reads[node]:
         return 0.0
     if node.target is operator.getitem:
         norm = resolve(node.args[0])  # type: ignore[arg-type]
         if _is_batch_norm(norm) and node.args[1] in (3, 4):
             momentum = norm.args[6]
-            old = _decay(resolve(norm.args[node.args[1]]), source)  # type: ignore[arg-type, index]
+            old = _decay(resolve(norm.args[node.args[1]]), source, reads)  # type: ignore[arg-type, index]
             return None if old is None or not isinstance(momentum, float | int) else (1.0 - momentum) * old
         return None
     found = _linear(node)
     if found is None:
         return None
-    parts = [(_decay(resolve(value), source), factor) for value, factor in found]
+    parts = [(_decay(resolve(value), source, reads), factor) for value, factor in found]
     return None if any(decay is None for decay, _ in parts) else sum(decay * f for decay, f in parts if decay)
 
 

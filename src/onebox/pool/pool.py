@@ -126,17 +126,17 @@ class Pool:
         elif kinds == {"cuda"} and torch.distributed.is_nccl_available():
             backend = "nccl"
         self._switchboard.form(group, workers)
-        joined = [
-            self.post(
-                worker,
-                [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host)],
-                answer=True,
-            )
-            for rank, worker in enumerate(workers)
-        ]
         try:
+            joined = [
+                self.post(
+                    worker,
+                    [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host)],
+                    answer=True,
+                )
+                for rank, worker in enumerate(workers)
+            ]
             raise_first(joined)
-        except OneboxError:
+        except BaseException:
             with contextlib.suppress(OneboxError):
                 self.leave_group(group, workers)
             raise
@@ -154,11 +154,7 @@ class Pool:
         self._closed = True
         atexit.unregister(self.close)
         broken = self._switchboard.broken is not None
-        if not broken:
-            for worker in range(len(self.devices)):
-                with contextlib.suppress(OneboxError):  # one that said goodbye may be gone before the next is told
-                    self.post(worker, [Bye()])
-        self._switchboard.stop()
+        self._switchboard.stop(Bye())
         _close(self._processes, grace_s=0.0 if broken else 2.0)
 
 

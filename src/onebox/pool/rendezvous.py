@@ -118,7 +118,7 @@ class ClientSums:
         parts = self._parts[contribution.group, contribution.order]
         alike = all((part.dtype, part.shape) == (bucket.dtype, bucket.shape) for _, part in parts.values())
         if worker in parts or not alike:
-            raise WireError(f"worker {worker} contributed {contribution.spec} to a sum that has it or is of another kind")
+            raise WireError(f"worker {worker} contributed {contribution.spec} twice, or to a sum of something else")
         parts[worker] = (contribution.ticket, bucket)
         if len(parts) < len(members):
             return None

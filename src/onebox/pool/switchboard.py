@@ -156,14 +156,21 @@ class Switchboard:
         self._sums.form(group, members)
         self._groups.add(group)
 
-    def stop(self) -> None:
-        """End the thread, close the sockets, fail what is still waited for. Idempotent."""
+    def stop(self, *last: Instruction) -> None:
+        """End the thread, close the sockets, fail what is still waited for. Idempotent.
+
+        Args:
+            last: Instructions for every worker that go out before, unless the pool is broken.
+        """
         with self._lock:
             if self._stopping:
                 return
-            self._stopping = True
+            self._stopping = True  # from here on a worker that ends is no news
+            if last and self.broken is None:
+                header = encode(Envelope(0, False, last))
+                self._outbox.extend((worker, [header]) for worker in self._lines)
             self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
-        os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
         for line in self._lines.values():
@@ -241,17 +248,22 @@ class Switchboard:
                 for answer in self._key_values.lookup(worker, saying):
                     self._tell(answer.worker, Rendezvous(answer.ticket, answer.value))
             case Contribution():
-                if len(frames) != 1:
-                    raise WireError(f"{line.place} contributed {len(frames)} frames to a sum; one is needed")
-                total = self._sums.contribute(worker, saying, from_frame(saying.spec, frames[0]))
-                if total is not None:
-                    frame = to_frame(total.total)
-                    for member, ticket in total.tickets:
-                        self._tell(member, Reduced(ticket), frame)
+                self._add_up(line, saying, frames)
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
                 if not line.hello.done():
                     line.hello.set_result(saying)
+
+    def _add_up(self, line: _Line, contribution: Contribution, frames: Sequence[Any]) -> None:
+        """Take a contribution to a sum; with the last, send the sum to all who contributed."""
+        if len(frames) != 1:
+            raise WireError(f"{line.place} contributed {len(frames)} frames to a sum; one is needed")
+        bucket = from_frame(contribution.spec, frames[0])
+        total = self._sums.contribute(line.place.worker, contribution, bucket)
+        if total is not None:
+            frame = to_frame(total.total)
+            for member, ticket in total.tickets:
+                self._tell(member, Reduced(ticket), frame)
 
     def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
         parts = [encode(Envelope(0, False, (instruction,))), *frames]

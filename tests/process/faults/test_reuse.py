@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,18 @@ import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.pool import open_pool, raise_first
 from onebox.wire.messages import Ask, Memory
-from tests.process.faults.training import batch, fails, parts, steps, train, trainer_on
+from tests.process.faults.training import (
+    AT_ONCE_S,
+    WITHIN_S,
+    Stopwatch,
+    batch,
+    fails,
+    parts,
+    questions,
+    steps,
+    train,
+    trainer_on,
+)
 
 QUOTA_BYTES = 4 << 20
 MANY_STEPS = 200
@@ -91,3 +103,28 @@ def test_many_steps_leak_nothing(pool: onebox.Pool, sync: str) -> None:
         assert [process.num_fds() for process in processes] == descriptors
         grown = [process.memory_info().rss - size for process, size in zip(processes, sizes, strict=True)]
         assert max(grown) < GROWTH_BYTES, grown
+
+
+@pytest.mark.parametrize("sync", ["workers", "client"])
+def test_a_step_that_is_interrupted_half_way_is_void_and_holds_up_nobody(
+    pool: onebox.Pool, sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(worker: int, *message: Any, **options: Any) -> Any:
+        if worker == 1:
+            raise KeyboardInterrupt
+        return post(worker, *message, **options)
+
+    post = pool.post
+    with trainer_on(pool, sync) as trainer:
+        steps(trainer, 2)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pool, "post", interrupted)
+            trainer.step(*batch(2))
+        for question in questions(trainer):
+            raised = fails(question)
+            assert "interrupted" in str(raised.error)
+            assert raised.after_s < AT_ONCE_S
+    watch = Stopwatch()
+    train(pool, sync)
+    assert watch.elapsed_s < WITHIN_S
+    assert used_bytes(pool) == [0, 0]

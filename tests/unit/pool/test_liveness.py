@@ -1,0 +1,104 @@
+"""Who is alive: signs of life and times in, verdicts out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from onebox.pool.liveness import SILENCE_S, STALL_S, Liveness
+from onebox.worker.watch import BEAT_S
+
+
+def test_a_worker_that_is_silent_for_too_long_is_hung() -> None:
+    liveness = Liveness()
+    liveness.beat(0, 10.0)
+    liveness.beat(1, 10.0)
+    now_s = 10.0
+    while now_s < 10.0 + SILENCE_S:
+        assert liveness.hung(now_s) == {}
+        now_s += 0.25
+        liveness.beat(1, now_s)
+    verdicts = liveness.hung(now_s + 0.25)
+    assert verdicts.keys() == {0}
+    assert "no sign of life" in verdicts[0]
+
+
+def test_a_worker_that_stands_still_is_hung_though_it_beats() -> None:
+    liveness = Liveness()
+    liveness.beat(0, 1.0, stalled_s=STALL_S, doing="call")
+    assert liveness.hung(1.0) == {}
+    liveness.beat(0, 1.5, stalled_s=STALL_S + 0.5, doing="call")
+    assert liveness.hung(1.5)[0] == "has made no progress with its call instruction for 3.5 s"
+    liveness.beat(0, 2.0, stalled_s=0.0)
+    assert liveness.hung(2.0) == {}
+
+
+def test_a_worker_that_is_forgotten_is_not_watched() -> None:
+    liveness = Liveness()
+    liveness.beat(0, 0.0)
+    liveness.forget(0)
+    liveness.forget(0)
+    assert liveness.hung(100.0) == {}
+
+
+def test_a_client_that_slept_does_not_blame_its_workers() -> None:
+    """Ctrl-Z, a laptop's lid, or a long capture: nobody could be heard meanwhile."""
+    liveness = Liveness()
+    for worker in range(3):
+        liveness.beat(worker, 0.0)
+    assert liveness.hung(0.25) == {}
+    assert liveness.hung(100.0) == {}
+    for tick in range(1, 100):
+        now_s = 100.0 + 0.25 * tick
+        liveness.beat(0, now_s)
+        if liveness.hung(now_s):
+            break
+    assert now_s - 100.0 > SILENCE_S
+    assert liveness.hung(now_s).keys() == {1, 2}, "who is silent afterwards is hung all the same"
+
+
+def test_several_beats_may_be_lost() -> None:
+    assert SILENCE_S / BEAT_S > 5
+
+
+class Ticking(RuleBasedStateMachine):
+    """The client looks every quarter of a second; a verdict is right, and comes in time."""
+
+    @initialize()
+    def open(self) -> None:
+        self.liveness = Liveness()
+        self.now_s = 0.0
+        self.last_s: dict[int, float] = {}
+        self.hung: dict[int, str] = {}
+
+    @rule(worker=st.integers(0, 2))
+    def beat(self, worker: int) -> None:
+        self.liveness.beat(worker, self.now_s)
+        self.last_s[worker] = self.now_s
+
+    @rule(worker=st.integers(0, 2))
+    def forget(self, worker: int) -> None:
+        self.liveness.forget(worker)
+        self.last_s.pop(worker, None)
+
+    @rule(ticks=st.integers(1, 20))
+    def pass_time(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.now_s += 0.25
+            expected = {worker for worker, last_s in self.last_s.items() if self.now_s - last_s > SILENCE_S}
+            assert self.liveness.hung(self.now_s).keys() == expected
+
+
+TestTicking = Ticking.TestCase
+
+
+@given(st.lists(st.floats(0.01, 100), max_size=20))
+def test_a_worker_that_always_beats_is_never_hung(pauses: list[float]) -> None:
+    liveness = Liveness()
+    now_s = 0.0
+    liveness.beat(0, now_s)
+    for pause in pauses:
+        now_s += pause
+        liveness.beat(0, now_s)
+        assert liveness.hung(now_s) == {}
