@@ -17,7 +17,7 @@ from torch.nn import functional
 from onebox.cli.models import ImageShape, ResNet
 
 CLASSES = 5
-TOKENS = 6
+TOKENS = 4
 WORDS = 19
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,23 @@ from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool import pool as pool_module
 from onebox.pool.failures import Place
+from onebox.wire.messages import Bye, Envelope
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
 
 OpenPool = Callable[..., Pool]
+
+
+class EndableServer(Server):
+    """A server that ends when it is told to from outside, as a process would that is killed."""
+
+    ended = False
+
+    def _receive(self) -> tuple[Envelope, Sequence[Any]]:
+        while not self._socket.poll(50):
+            if self.ended:
+                return Envelope(0, False, (Bye(),)), ()
+        return super()._receive()
 
 
 class ThreadWorker:
@@ -34,7 +47,7 @@ class ThreadWorker:
         self.error: BaseException | None = None
         self._lifeline, self._owner = os.pipe()
         self.descriptor, self._alive = os.pipe()
-        self.server = Server(config, (self._lifeline,))
+        self.server = EndableServer(config, (self._lifeline,))
         self.thread = threading.Thread(target=self._run, name=f"worker {place.worker}", daemon=True)
 
     def ports(self) -> Ports:
@@ -45,6 +58,8 @@ class ThreadWorker:
         return WorkerDied(f"{self.place} ended: {self.error!r}", exit_status=1, worker=self.place.worker)
 
     def close(self, *, grace_s: float) -> None:
+        self.thread.join(grace_s)
+        self.server.ended = True
         self.thread.join(10)
         assert not self.thread.is_alive(), "a worker does not end"
         for descriptor in (self._lifeline, self._owner, self.descriptor):

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from onebox.errors import OneboxError, PeerLost, PoolError, WireError, WorkerHung
+from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerHung
 from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
@@ -133,10 +133,13 @@ class Switchboard:
             answer: Whether the worker is to answer; otherwise the future is done at once.
 
         Raises:
-            OneboxError: The pool is broken or closed, or the message is over the limits of the channel.
+            OneboxError: The pool is broken or closed, there is no such worker, or the message is over the limits of
+                the channel.
         """
         future: Future[Answer] = Future()
         check_frames(frames)
+        if worker not in self._lines:
+            raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
         with self._lock:
             if self.broken is not None:
                 raise self.broken

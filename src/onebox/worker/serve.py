@@ -61,6 +61,9 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: int = 0
     faults: tuple[Fault, ...] = ()
 
+    def __repr__(self) -> str:  # never with the secret
+        return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
+
 
 class Ports(Struct, frozen=True, forbid_unknown_fields=True):
     """What a worker answers on its standard output, as one line of JSON: the ports that it bound."""

@@ -99,9 +99,7 @@ def test_state_moves_to_another_worker_bit_for_bit(kind: str) -> None:
     entries, tensors = native.state()
     assert all(isinstance(entry.value, TensorSpec) for entry in entries)
     copies = [tensor.clone() for tensor in ours]
-    spec = Optimizer(
-        kind, tuple(zip(((0, 1), (2,)), options_of(reference), strict=True)), (1, 2, 3), tuple(entries)
-    )
+    spec = Optimizer(kind, tuple(zip(((0, 1), (2,)), options_of(reference), strict=True)), (1, 2, 3), tuple(entries))
     other = NativeOptimizer(spec, copies, [tensor.clone() for tensor in tensors])
     for each in (native, other):
         each.step(parameters(9), 0.0)

@@ -125,8 +125,8 @@ def test_strangers_hear_nothing(watched: Watched) -> None:
     stranger = new_keys()
     assert watched.hear(stranger, wait_s=0.4) is None, "a key of its own"
     assert watched.hear(None, wait_s=0.4) is None, "no key at all"
-    assert watched.hear(watched.client, server_key=stranger.public, wait_s=0.4) is None, "it takes another for the server"
-    assert watched.hear(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key that it cannot prove"
+    assert watched.hear(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
+    assert watched.hear(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
     assert watched.hear(watched.client) is not None, "and the client is still let in"
 
 

@@ -1,0 +1,296 @@
+"""A pool whose workers are threads: messages and answers, and what everybody hears when one of them goes wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import onebox
+from onebox.errors import (
+    OperatorError,
+    PeerLost,
+    PoolError,
+    UsageError,
+    WireError,
+    WorkerDied,
+    WorkerError,
+)
+from onebox.pool import Fault, Pool, raise_first
+from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
+from onebox.wire.messages import Ask, Call, Contribution, Get, Lookup, Put, Receive, Reduce, Scalars, Send, Snapshot
+from tests.unit.house import OpenPool, threads_for_processes
+
+SPEC = TensorSpec("float32", (2,))
+FRAME = bytes(to_frame(torch.tensor([1.0, 2.0])))
+SOON_S = 5.0
+
+
+@pytest.fixture
+def open_pool() -> Iterator[OpenPool]:
+    with threads_for_processes() as opening:
+        yield opening
+
+
+@pytest.fixture
+def pool(open_pool: OpenPool) -> Pool:
+    return open_pool(2)
+
+
+def result(future: Future[Any]) -> Any:
+    """Return the result of a future, within the time in which every error is to be known."""
+    return future.result(SOON_S)
+
+
+def put_and_get(pool: Pool, worker: int) -> list[float]:
+    number = pool.new_number()
+    pool.post(worker, [Put((number,), (SPEC,))], [FRAME])
+    answer = result(pool.post(worker, [Get((number,))], answer=True))
+    return from_frame(SPEC, answer.frames[0]).tolist()
+
+
+def test_what_is_posted_is_answered(pool: Pool) -> None:
+    assert [put_and_get(pool, worker) for worker in (0, 1, 0)] == [[1.0, 2.0]] * 3
+    assert result(pool.post(1, [Ask("scalars", ())], answer=True)).results == (Scalars(()),)
+
+
+def test_a_pool_describes_itself(pool: Pool) -> None:
+    assert len(pool) == 2
+    assert repr(pool) == "<onebox.Pool of cpu, cpu>"
+    assert [(device.number, device.kind, device.threads) for device in pool.devices] == [(0, "cpu", 1), (1, "cpu", 1)]
+    assert len(pool.process_ids) == 2
+
+
+def test_numbers_are_never_the_same(pool: Pool) -> None:
+    assert len({pool.new_number() for _ in range(1000)}) == 1000
+
+
+def test_without_an_answer_the_future_is_done_at_once(pool: Pool) -> None:
+    assert pool.post(0, [Put((1,), (SPEC,))], [FRAME]).done()
+
+
+def test_failures_of_two_workers_are_told_apart(pool: Pool) -> None:
+    futures = [pool.post(worker, [Call(77 + worker, (), ())], answer=True) for worker in range(2)]
+    for worker, future in enumerate(futures):
+        with pytest.raises(WireError, match=rf"worker {worker} .*definition {77 + worker}"):
+            result(future)
+    assert put_and_get(pool, 0) == [1.0, 2.0], "the pool is whole"
+
+
+def test_a_failure_of_a_message_without_an_answer_poisons(pool: Pool) -> None:
+    pool.post(0, [Call(77, (), (5,)), Snapshot((5,), (6,))])
+    with pytest.raises(WireError, match="definition 77"):
+        result(pool.post(0, [Get((6,))], answer=True))
+
+
+@pytest.mark.parametrize("frames", [[], [FRAME] * 2], ids=["too few", "too many"])
+def test_a_wrong_number_of_frames_is_an_error(pool: Pool, frames: list[bytes]) -> None:
+    with pytest.raises(WireError, match="frames"):
+        result(pool.post(0, [Put((1,), (SPEC,))], frames, answer=True))
+    assert put_and_get(pool, 0) == [1.0, 2.0]
+
+
+def test_what_is_over_the_limits_is_refused_before_it_is_sent(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker drops such a message, and nobody would ever be answered."""
+    with pytest.raises(WireError, match="65536 tensors"):
+        pool.post(0, [], [b""] * channel.FRAMES, answer=True)
+    monkeypatch.setattr(channel, "FRAME_BYTES", 7)
+    with pytest.raises(WireError, match="a tensor of 8 bytes"):
+        pool.post(0, [Put((1,), (SPEC,))], [FRAME], answer=True)
+    monkeypatch.undo()
+    with pytest.raises(WireError):
+        pool.post(0, [Ask("scalars", (2**70,))], answer=True)
+    assert put_and_get(pool, 0) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("worker", [2, -1, 99])
+def test_a_worker_that_is_not_there(pool: Pool, worker: int) -> None:
+    with pytest.raises(UsageError, match=f"worker {worker}"):
+        pool.post(worker, [Ask("memory")], answer=True)
+    assert put_and_get(pool, 0) == [1.0, 2.0]
+
+
+def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> None:
+    """Whose answer is missing nobody knows: all are told, rather than one left waiting for ever."""
+    waiting = pool.post(0, [Ask("scalars", ())], answer=True)
+    result(waiting)
+    pool._switchboard._futures[0, 1000] = later = Future()
+    pool._switchboard._outbox.append((0, [b"junk"]))
+    pool.post(1, [])
+    with pytest.raises(WireError, match="not of this protocol"):
+        result(later)
+    with pytest.raises(WireError, match="not of this protocol"):
+        pool.post(1, [Ask("memory")], answer=True)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"junk"],
+        [encode(Lookup(1, 1, "add", ("n",), b"x"))],
+        [encode(Contribution(1, 1, 0, SPEC))],
+        [encode(Contribution(1, 1, 0, SPEC)), b"short"],
+        [encode(Contribution(1, 1, 0, TensorSpec("object", (2,)))), FRAME],
+        [msgspec.msgpack.encode(["hello", 1])],
+    ],
+    ids=["junk", "no number", "no frame", "short frame", "no type", "no hello"],
+)
+def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: list[bytes]) -> None:
+    pool._switchboard.form(1, (0, 1))
+    futures = [pool.post(0, [Ask("scalars", ())], answer=True)]
+    result(futures[0])
+    pending: Future[Any] = Future()
+    pool._switchboard._futures[1, 1000] = pending
+    server = pool._processes[0].server  # type: ignore[attr-defined]
+    server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
+    pool.post(0, [Ask("scalars", ())])
+    with pytest.raises(WireError):
+        result(pending)
+    assert pool._switchboard._thread.is_alive()
+
+
+def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
+    server = pool._processes[1].server  # type: ignore[attr-defined]
+
+    def die(instruction: Any, frames: Any) -> None:
+        raise SystemError("its last words")
+
+    server.machine.execute = die
+    futures = [pool.post(worker, [Ask("memory")], answer=True) for worker in (1, 1)]
+    for future in futures:
+        with pytest.raises(WorkerDied, match=r"worker 1 .*its last words"):
+            result(future)
+    with pytest.raises(WorkerDied, match="its last words"):
+        pool.post(0, [])
+    before_s = time.monotonic()
+    pool.close()
+    assert time.monotonic() - before_s < SOON_S
+
+
+def test_a_closed_pool_says_so(pool: Pool) -> None:
+    pool.close()
+    pool.close()
+    with pytest.raises(PoolError, match="closed"):
+        pool.post(0, [])
+
+
+def test_what_is_waited_for_when_a_pool_is_closed_fails(open_pool: OpenPool) -> None:
+    pool = open_pool(1)
+    pending: Future[Any] = Future()
+    pool._switchboard._futures[0, 1000] = pending
+    pool.close()
+    with pytest.raises(PoolError, match="closed"):
+        result(pending)
+
+
+def test_closing_is_idle_in_a_fork(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    pool.close()
+    with pytest.raises(PoolError, match="forked"):
+        pool.post(0, [])
+    monkeypatch.undo()
+    assert put_and_get(pool, 0) == [1.0, 2.0]
+
+
+def test_opening_and_closing_leaves_nothing(open_pool: OpenPool) -> None:
+    open_pool(2).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for workers in (1, 2, 3, 2):
+        open_pool(workers).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("arguments", [{"memory_bytes": 0}, {"memory_bytes": -5}])
+def test_a_quota_of_nothing_is_refused(open_pool: OpenPool, arguments: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="memory_bytes"):
+        open_pool(1, **arguments)
+
+
+def test_a_quota_is_the_memory_that_a_device_has(open_pool: OpenPool) -> None:
+    pool = open_pool(1, memory_bytes=1000)
+    assert pool.devices[0].memory_bytes == 1000
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("via", ["workers", "client"])
+def test_a_group_adds_up(pool: Pool, via: Any) -> None:
+    group = pool.form_group((0, 1), via)
+    for worker in range(2):
+        pool.post(worker, [Put((1,), (SPEC,))], [bytes(to_frame(torch.tensor([1.0, worker])))])
+    answers = raise_first([pool.post(worker, [Reduce((1,), group), Get((1,))], answer=True) for worker in range(2)])
+    assert [from_frame(SPEC, answer.frames[0]).tolist() for answer in answers] == [[2.0, 1.0]] * 2
+    pool.leave_group(group, (0, 1))
+    with pytest.raises(PeerLost):
+        result(pool.post(0, [Reduce((1,), group)], answer=True))
+
+
+@pytest.mark.parametrize("via", ["workers", "client"])
+def test_who_waits_for_a_worker_that_failed_hears_of_it_at_once(pool: Pool, via: Any) -> None:
+    group = pool.form_group((0, 1), via)
+    pool.post(0, [Put((1,), (SPEC,))], [FRAME])
+    waiting = pool.post(0, [Reduce((1,), group), Get((1,))], answer=True)
+    failing = pool.post(1, [Call(77, (), (1,)), Reduce((1,), group)], answer=True)
+    before_s = time.monotonic()
+    with pytest.raises(WireError, match="definition 77"):
+        raise_first([waiting, failing])
+    with pytest.raises(PeerLost):
+        result(waiting)
+    assert time.monotonic() - before_s < SOON_S
+    assert put_and_get(pool, 0) == [1.0, 2.0]
+
+
+def test_a_group_that_cannot_be_formed_is_an_error_at_once(pool: Pool, open_pool: OpenPool) -> None:
+    broken = open_pool(2, faults={1: [Fault("error", "formgroup", 1)]})
+    before_s = time.monotonic()
+    with pytest.raises(OperatorError, match="injected fault"):
+        broken.form_group((0, 1), "workers")
+    assert time.monotonic() - before_s < SOON_S
+    assert put_and_get(broken, 0) == [1.0, 2.0]
+
+
+def test_transfers_from_worker_to_worker(pool: Pool) -> None:
+    group = pool.form_group((1, 0), "workers")  # worker 1 is rank 0
+    pool.post(1, [Put((1,), (SPEC,)), Send(1, group, 1, 3)], [FRAME])
+    answer = result(pool.post(0, [Receive(9, SPEC, group, 0, 3), Get((9,))], answer=True))
+    assert from_frame(SPEC, answer.frames[0]).tolist() == [1.0, 2.0]
+
+
+# ---- a training run that goes wrong
+
+
+def trainer(pool: Pool, sync: Any) -> onebox.Trainer:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return onebox.Trainer(model, functional.mse_loss, optimizer, pool=pool, sync=sync, micro_batch=2)
+
+
+@pytest.mark.parametrize("sync", ["workers", "client"])
+@pytest.mark.parametrize("instruction", ["put", "call", "reduce", "optimizerstep"])
+def test_one_clear_error_and_the_pool_is_whole(open_pool: OpenPool, sync: Any, instruction: str) -> None:
+    """The first failure is what every later call tells of; another trainer on the same pool works."""
+    pool = open_pool(2, faults={1: [Fault("error", instruction, {"put": 14}.get(instruction, 2))]})
+    batch = torch.ones(8, 4), torch.ones(8, 3)
+    with trainer(pool, sync) as broken:
+        before_s = time.monotonic()
+        with pytest.raises(WorkerError, match="injected fault") as first:
+            for _ in range(6):
+                broken.step(*batch)
+            broken.wait()
+        for call in (broken.pull, lambda: broken.step(*batch), lambda: broken.evaluate([batch])):
+            with pytest.raises(WorkerError, match="injected fault") as again:
+                call()
+            assert again.value is first.value
+        assert time.monotonic() - before_s < 2 * SOON_S
+        assert first.value.worker == 1
+    with trainer(pool, sync) as whole:
+        assert float(whole.step(*batch)) > 0

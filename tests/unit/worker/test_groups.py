@@ -1,0 +1,278 @@
+"""Groups of workers, the ranks being threads: sums, transfers, and what a rank hears when another goes away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebox.pool.rendezvous import KeyValues
+from onebox.wire import TensorSpec, to_frame
+from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
+from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, form_group
+from onebox.worker.tape import Progress
+from tests.unit.programs import CPU
+
+
+class Hub:
+    """A client that serves the rendezvous of threads."""
+
+    def __init__(self) -> None:
+        self.keys = KeyValues()
+        self.changed = threading.Condition()
+        self.answers: dict[tuple[int, int], bytes] = {}
+
+    def channel(self, worker: int) -> Any:
+        return HubChannel(self, worker)
+
+
+class HubChannel:
+    """The channel of one worker to a hub."""
+
+    def __init__(self, hub: Hub, worker: int) -> None:
+        self.hub = hub
+        self.worker = worker
+        self.tickets = 0
+
+    def new_ticket(self) -> int:
+        self.tickets += 1
+        return self.tickets
+
+    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+        assert isinstance(saying, Lookup)
+        with self.hub.changed:
+            for answer in self.hub.keys.lookup(self.worker, saying):
+                self.hub.answers[answer.worker, answer.ticket] = answer.value
+            self.hub.changed.notify_all()
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        with self.hub.changed:
+            if not self.hub.changed.wait_for(lambda: (self.worker, ticket) in self.hub.answers, timeout_s):
+                raise PeerLost("nobody came")
+            return Rendezvous(ticket, self.hub.answers.pop((self.worker, ticket))), ()
+
+
+def run(size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bool) -> list[Any]:
+    """Form a group of threads and run a function in each."""
+    hub = Hub()
+
+    def one(number: int) -> Any:
+        form = FormGroup(3, number, size, "gloo", "127.0.0.1", 20.0, same_host)
+        progress = Progress()
+        progress.waiting = False
+        group = form_group(form, hub.channel(number), CPU, progress)
+        assert not progress.waiting
+        try:
+            return rank(number, group, progress)
+        finally:
+            if getattr(group, "_group", None) is not None:
+                group.close()
+
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(one, number) for number in range(size)]
+        return [future.result(60) for future in futures]
+
+
+both = pytest.mark.parametrize("same_host", [False, True], ids=["sockets", "shared memory"])
+
+
+@both
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_several_buckets(size: int, same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> list[Tensor]:
+        one = group.reduce([torch.full((2, 2), float(number)), torch.tensor(10.0)])
+        other = group.reduce([torch.arange(3, dtype=torch.float64) * number])
+        return [one(), other()]
+
+    total = sum(range(size))
+    for one, other in run(size, rank, same_host=same_host):
+        assert one.tolist() == [total] * 4 + [10.0 * size]
+        assert other.tolist() == [0.0, total, 2.0 * total]
+
+
+@both
+def test_what_is_reduced_stays_as_it_is(same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> Tensor:
+        tensor = torch.ones(4)
+        group.reduce([tensor])()
+        return tensor
+
+    assert all(tensor.tolist() == [1.0] * 4 for tensor in run(2, rank, same_host=same_host))
+
+
+@both
+def test_tensors_go_from_rank_to_rank_by_channels(same_host: bool) -> None:
+    spec = TensorSpec("int64", (2, 2))
+
+    def rank(number: int, group: Group, progress: Progress) -> list[list[list[int]]]:
+        if number == 0:
+            group.send(torch.tensor([[1, 2], [3, 4]]).t(), 1, 5)  # not dense
+            group.send(torch.tensor([[5, 6], [7, 8]]), 1, 4)
+            group.receive(TensorSpec("bool", (1,)), 1, 0)()
+            return []
+        second, first = group.receive(spec, 0, 4), group.receive(spec, 0, 5)
+        found = [first().tolist(), second().tolist()]
+        group.send(torch.tensor([True]), 0, 0)
+        return found
+
+    assert run(2, rank, same_host=same_host)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
+
+
+@both
+def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(same_host: bool) -> None:
+    ready = threading.Event()
+
+    def rank(number: int, group: Group, progress: Progress) -> str:
+        group.reduce([torch.ones(1)])()
+        if number == 1:
+            ready.wait(10)
+            return ""
+        wait = group.reduce([torch.ones(1)])
+        ready.set()
+        with pytest.raises(PeerLost) as caught:
+            wait()
+        assert not progress.waiting
+        return str(caught.value)
+
+    message = run(2, rank, same_host=same_host)[0]
+    assert message
+    assert "\n" not in message
+
+
+@both
+def test_a_group_that_was_left_takes_nothing(same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> None:
+        group.reduce([torch.ones(1)])()
+        group.close()
+        with pytest.raises(PeerLost, match="has been left"):
+            group.reduce([torch.ones(1)])
+        with pytest.raises(PeerLost, match="has been left"):
+            group.send(torch.ones(1), 1 - number, 0)
+
+    run(2, rank, same_host=same_host)
+
+
+def test_waiting_for_others_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def rank(number: int, group: Group, progress: Progress) -> None:
+        wait = group.reduce([torch.ones(1)])
+        if number == 0:
+            original = group._guard  # type: ignore[attr-defined]
+            group._guard = lambda call: (seen.append(progress.waiting), original(call))[1]  # type: ignore[attr-defined]
+        wait()
+        assert not progress.waiting
+
+    run(2, rank, same_host=False)
+    assert seen == [True]
+
+
+def test_a_group_that_nobody_joins_is_given_up() -> None:
+    form = FormGroup(3, 0, 2, "gloo", "127.0.0.1", 0.3)
+    with pytest.raises(PeerLost):
+        form_group(form, Hub().channel(0), CPU, Progress())
+
+
+# ---- the store of a rendezvous
+
+
+def test_the_store_does_what_torch_asks_of_it() -> None:
+    hub = Hub()
+    store, other = ChannelStore(hub.channel(0), 1, 5.0), ChannelStore(hub.channel(1), 1, 5.0)
+    store.set("text", "ä")
+    store.set("bytes", b"\x00\xff")
+    assert other.get("text") == "ä".encode()
+    assert other.get("bytes") == b"\x00\xff"
+    assert [store.add("n", 2), other.add("n", 3), store.add("n", -1)] == [2, 5, 4]
+    assert store.check(["text", "bytes"])
+    assert not store.check(["text", "nothing"])
+    assert store.delete_key("text")
+    assert not store.delete_key("text")
+    other.wait(["bytes"], timedelta(seconds=1))
+
+
+def test_the_store_waits_for_a_key_as_long_as_it_may() -> None:
+    hub = Hub()
+    store = ChannelStore(hub.channel(0), 1, 30.0)
+    timer = threading.Timer(0.05, ChannelStore(hub.channel(1), 1, 1.0).set, ("late", b"1"))
+    timer.start()
+    assert store.get("late") == b"1"
+    timer.join()
+    store.set_timeout(timedelta(seconds=0.05))
+    with pytest.raises(PeerLost):
+        store.get("never")
+
+
+def test_stores_of_two_groups_are_apart() -> None:
+    hub = Hub()
+    ChannelStore(hub.channel(0), 1, 5.0).set("key", b"1")
+    assert not ChannelStore(hub.channel(0), 2, 5.0).check(["key"])
+
+
+# ---- sums at the client
+
+
+class Answering:
+    """A client that answers each contribution with something."""
+
+    def __init__(self, answer: Callable[[Contribution, bytes], Sequence[Any]]) -> None:
+        self.answer = answer
+        self.came: list[tuple[Contribution, bytes]] = []
+
+    def new_ticket(self) -> int:
+        return len(self.came)
+
+    def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
+        self.came.append((saying, bytes(frames[0])))
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        return Reduced(ticket), self.answer(*self.came[ticket])
+
+
+def client_group(answer: Callable[[Contribution, bytes], Sequence[Any]]) -> tuple[ClientGroup, Answering]:
+    client = Answering(answer)
+    form = FormGroup(3, 0, 2, "client", "127.0.0.1", 5.0)
+    return ClientGroup(form, client, CPU, Progress()), client
+
+
+def test_contributions_are_flat_and_numbered() -> None:
+    group, client = client_group(lambda contribution, frame: [frame])
+    waits = [group.reduce([torch.ones(2, 2), torch.zeros(3)]), group.reduce([torch.tensor(5.0)])]
+    assert [wait().tolist() for wait in reversed(waits)] == [[5.0], [1.0] * 4 + [0.0] * 3]
+    assert [(came.group, came.order, came.spec) for came, _ in client.came] == [
+        (3, 0, TensorSpec("float32", (7,))),
+        (3, 1, TensorSpec("float32", (1,))),
+    ]
+
+
+def test_the_client_hands_nothing_on() -> None:
+    group, _ = client_group(lambda contribution, frame: [frame])
+    for call in (lambda: group.send(torch.ones(1), 1, 0), lambda: group.receive(TensorSpec("bool", ()), 1, 0)):
+        with pytest.raises(PeerLost, match="no way from worker to worker"):
+            call()
+
+
+# ---- buckets
+
+
+def test_a_bucket_gives_each_buffer_its_part_in_its_shape() -> None:
+    flat = torch.arange(7.0)
+    ended: list[bool] = []
+    shapes = [torch.Size(shape) for shape in ((2, 2), (), (0, 3), (2,))]
+    bucket = Bucket([5, 3, 8, 1], shapes, 28, lambda: flat, lambda: ended.append(True))
+    made = bucket.wait()
+    assert {number: tensor.tolist() for number, tensor in made.items()} == {
+        5: [[0.0, 1.0], [2.0, 3.0]],
+        3: 4.0,
+        8: [],
+        1: [5.0, 6.0],
+    }
+    assert ended == [True]
+    assert bucket.size_bytes == 28
+    assert bytes(to_frame(made[1])) == bytes(to_frame(flat[5:]))
