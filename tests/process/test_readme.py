@@ -25,7 +25,12 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet(snippet: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", "-c", snippet],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert re.match(r"loss \d+\.\d{4} Evaluation\(", done.stdout)
@@ -37,10 +42,8 @@ def test_snippet(snippet: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str) -> None:
     program, *arguments = command.split()
-    if program == "make":  # what make would run; running the tests inside the tests would not end
-        line = ["make", "--dry-run", *arguments]
-    else:
-        line = [sys.executable, "-m", "onebox", *arguments]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    # of make what it would run: running the tests inside the tests would not end
+    start = ["make", "--dry-run"] if program == "make" else [sys.executable, "-m", "onebox"]
+    done = subprocess.run([*start, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

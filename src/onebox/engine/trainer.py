@@ -411,7 +411,7 @@ class Trainer:
             captures = Captures(self._recipe, self.pool, self._devices, self._remote.new_number)
             resolved = resolve_shares(shares, self.pool, captures, batch, self._remote.named.numbers)
             self.plan = Plan(devices=self._devices, shares=resolved, micro_batch=micro_batch, sync=sync)
-            if len(self._devices) > 1:
+            if len(self._devices) > 1 and not self._group:  # there is one, if the first capture failed
                 self._group = self.pool.form_group(self._devices, sync)
             numbers = self._remote.named.numbers
             compiler = Compiler(self.pool, self.plan, captures, numbers, self.clip_grad_norm or 0.0)
