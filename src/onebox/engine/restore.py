@@ -1,14 +1,15 @@
-"""Bringing a checkpoint back into a user's model and optimizer, after checking that it is theirs."""
+"""From the workers to a checkpoint, and back into a user's model and optimizer after checking that it is theirs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from onebox.engine.checkpoint import Checkpoint, GroupEntry
-from onebox.engine.state import NamedState, named_state, options_of
+from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, NumberEntry
+from onebox.engine.remote import RemoteState
+from onebox.engine.state import NamedState, OptimizerEntries, named_state, options_of
 from onebox.errors import CheckpointError
 from onebox.wire import spec_of
 
@@ -20,6 +21,36 @@ def group_entries(optimizer: torch.optim.Optimizer, state: NamedState) -> tuple[
         GroupEntry(tuple(names[id(parameter)] for parameter in group["params"]), options)
         for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True)
     )
+
+
+def take(remote: RemoteState, **settings: Any) -> Checkpoint:
+    """Return a checkpoint of what is on the workers.
+
+    Args:
+        remote: The state on the workers.
+        **settings: The fields of :class:`Manifest` that the trainer knows.
+    """
+    state = remote.tensors()
+    entries = remote.optimizer_state()
+    manifest = Manifest(
+        format="onebox-checkpoint",
+        version=VERSION,
+        torch=str(torch.__version__),
+        optimizer=type(remote.optimizer).__name__,
+        groups=group_entries(remote.optimizer, remote.named),
+        numbers=tuple(NumberEntry(n, k, value) for n, k, value in entries if not isinstance(value, Tensor)),
+        **settings,
+    )
+    tensors = {(name, key): value for name, key, value in entries if isinstance(value, Tensor)}
+    return Checkpoint(manifest=manifest, state=state, optimizer=tensors)
+
+
+def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
+    """Return what the optimizer of a checkpoint remembers."""
+    return [
+        *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items()),
+        *((entry.parameter, entry.key, entry.value) for entry in checkpoint.manifest.numbers),
+    ]
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer) -> None:

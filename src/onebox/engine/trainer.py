@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.calibrate import resolve_shares
-from onebox.engine.checkpoint import VERSION, Checkpoint, Manifest, NumberEntry, read, write
+from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Compiler, Recipe, put_leaves
 from onebox.engine.evaluate import evaluate
 from onebox.engine.remote import RemoteState
-from onebox.engine.restore import group_entries, restore
+from onebox.engine.restore import remembered, restore, take
 from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import OneboxError, ReplicasParted, UsageError
@@ -303,13 +303,11 @@ class Trainer:
             CheckpointError: It could not be written.
             OneboxError: A step failed.
         """
-        state = self.tensors()
-        remembered = self.optimizer_state()
-        _shares, micro_batch, sync = self._request
-        manifest = Manifest(
-            format="onebox-checkpoint",
-            version=VERSION,
-            torch=str(torch.__version__),
+        self._require_open()
+        self.wait()
+        _, micro_batch, sync = self._request
+        checkpoint = take(
+            self._remote,
             step=self.steps_done,
             seed=self.seed,
             precision=self.precision,
@@ -317,13 +315,9 @@ class Trainer:
             micro_batch=micro_batch,
             sync=sync,
             shares=self.plan.shares if self.plan else (),
-            optimizer=type(self.optimizer).__name__,
-            groups=group_entries(self.optimizer, self._remote.named),
-            numbers=tuple(NumberEntry(n, k, v) for n, k, v in remembered if not isinstance(v, Tensor)),
             extra=dict(extra or {}),
         )
-        tensors = {(name, key): value for name, key, value in remembered if isinstance(value, Tensor)}
-        return write(Path(path), Checkpoint(manifest=manifest, state=state, optimizer=tensors), keep=keep)
+        return write(Path(path), checkpoint, keep=keep)
 
     @classmethod
     def resume(
@@ -367,10 +361,7 @@ class Trainer:
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
         trainer.steps_done = manifest.step
         trainer.extra = manifest.extra
-        trainer._remote.remembered = [
-            *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items()),
-            *((entry.parameter, entry.key, entry.value) for entry in manifest.numbers),
-        ]
+        trainer._remote.remembered = remembered(checkpoint)
         return trainer
 
     def memory(self) -> list[Memory]:
