@@ -37,7 +37,7 @@ class WorkerProcess:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "onebox.worker"],
+            [sys.executable, "-P", "-m", "onebox.worker"],  # -P: nothing is imported from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -60,20 +60,24 @@ class WorkerProcess:
 
         Raises:
             WorkerDied: It ended instead.
-            PoolError: It took too long.
+            PoolError: It took too long, or said something else.
         """
         assert self._process.stdout is not None
         line = b""
         end_s = time.monotonic() + START_S
+        poll = select.poll()  # which, unlike select, has no limit to the number of a descriptor
+        poll.register(self._process.stdout, select.POLLIN)
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end_s - time.monotonic()))
-            if not ready:
+            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
                 raise PoolError(f"{self.place} did not start within {START_S:.0f} s: {self.last_words()}")
             part = os.read(self._process.stdout.fileno(), 256)
             if not part:
                 raise self.death()
             line += part
-        return msgspec.json.decode(line, type=Ports)
+        try:
+            return msgspec.json.decode(line, type=Ports)
+        except msgspec.DecodeError:
+            raise PoolError(f"{self.place} said {line[:200]!r} where its ports were expected") from None
 
     def death(self) -> WorkerDied:
         """Return the error that tells of the end of the process."""

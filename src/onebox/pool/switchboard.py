@@ -179,7 +179,7 @@ class Switchboard:
         for line in self._lines.values():
             line.commands.close(200)  # milliseconds for the last words to go
             line.beats.close(0)
-        self._context.term()
+        self._context.destroy(linger=0)  # with sockets of a worker that could not be connected to
         os.close(self._bell)
         self._fail_all(self.broken)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire import DTYPES, TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
 from onebox.worker.shared import SharedReducer, supported
 from onebox.worker.tape import Progress
@@ -186,7 +186,7 @@ class TorchGroup:
 
     def receive(self, spec: TensorSpec, peer: int, channel: int) -> Callable[[], Tensor]:
         """Start to receive a tensor from a rank."""
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
         work = self._guard(lambda: self._group.recv([tensor], peer, channel))
 
         def finish() -> Tensor:

@@ -8,6 +8,7 @@ import hmac
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -100,6 +101,13 @@ class Watcher:
             self._thread.join(timeout=5)
 
     def _watch(self) -> None:
+        try:
+            self._serve()
+        except BaseException:  # nobody would see that the owner has gone, nor let the client in
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         zap = self._authenticator.zap_socket
         assert zap is not None

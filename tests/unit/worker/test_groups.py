@@ -109,16 +109,19 @@ def test_what_is_reduced_stays_as_it_is(same_host: bool) -> None:
 @both
 def test_tensors_go_from_rank_to_rank_by_channels(same_host: bool) -> None:
     spec = TensorSpec("int64", (2, 2))
+    arrived = threading.Event()
 
     def rank(number: int, group: Group, progress: Progress) -> list[list[list[int]]]:
         if number == 0:
             group.send(torch.tensor([[1, 2], [3, 4]]).t(), 1, 5)  # not dense
             group.send(torch.tensor([[5, 6], [7, 8]]), 1, 4)
             group.receive(TensorSpec("bool", (1,)), 1, 0)()
+            arrived.set()
             return []
         second, first = group.receive(spec, 0, 4), group.receive(spec, 0, 5)
         found = [first().tolist(), second().tolist()]
         group.send(torch.tensor([True]), 0, 0)
+        arrived.wait(10)
         return found
 
     assert run(2, rank, same_host=same_host)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
