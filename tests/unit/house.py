@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import zmq
 
 from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool import pool as pool_module
 from onebox.pool.failures import Place
-from onebox.wire.messages import Bye, Envelope
+from onebox.wire.messages import Bye, Envelope, Saying
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
 
@@ -31,6 +34,12 @@ class EndableServer(Server):
             if self.ended:
                 return Envelope(0, False, (Bye(),)), ()
         return super()._receive()
+
+    def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
+        while not self._socket.poll(50, zmq.POLLOUT):  # the client has gone: sending would wait for ever
+            if self.ended:
+                raise SystemExit
+        super().say(saying, frames)
 
 
 class ThreadWorker:
@@ -61,7 +70,9 @@ class ThreadWorker:
         self.thread.join(grace_s)
         self.server.ended = True
         self.thread.join(10)
-        assert not self.thread.is_alive(), "a worker does not end"
+        if self.thread.is_alive():
+            where = sys._current_frames()[self.thread.ident or 0]
+            raise AssertionError("a worker does not end:\n" + "".join(traceback.format_stack(where)))
         for descriptor in (self._lifeline, self._owner, self.descriptor):
             os.close(descriptor)
 
