@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool import pool as pool_module
 from onebox.pool.failures import Place
+from onebox.wire import encode
 from onebox.wire.messages import Bye, Envelope, Saying
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
@@ -36,10 +38,14 @@ class EndableServer(Server):
         return super()._receive()
 
     def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
-        while not self._socket.poll(50, zmq.POLLOUT):  # the client has gone: sending would wait for ever
-            if self.ended:
-                raise SystemExit
-        super().say(saying, frames)
+        while True:
+            try:
+                self._socket.send_multipart([encode(saying), *frames], zmq.NOBLOCK)
+                return
+            except zmq.Again:  # the client has gone: sending would wait for ever
+                if self.ended:
+                    raise SystemExit from None
+                time.sleep(0.01)
 
 
 class ThreadWorker:
