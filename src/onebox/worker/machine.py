@@ -214,7 +214,8 @@ class Machine:
                 raise WireError(f"a routine refers to more than its {what.bindings} bindings")
             self._definitions[define.number] = what
         else:
-            self._definitions[define.number] = self._optimizer(what, frames)
+            self._definitions[define.number] = optimizer = self._optimizer(what, frames)
+            self.store.charge(optimizer.charged_bytes)
         return []
 
     def _undefine(self, number: int) -> None:
@@ -228,9 +229,7 @@ class Machine:
         for entry in spec.state:
             if not isinstance(entry.value, bool | int | float | None):
                 state.append(from_frame(entry.value, next(frames)))
-        optimizer = NativeOptimizer(spec, parameters, state)
-        self.store.charge(optimizer.charged_bytes)
-        return optimizer
+        return NativeOptimizer(spec, parameters, state)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         for number, spec in zip(put.buffers, put.specs, strict=True):

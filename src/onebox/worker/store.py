@@ -98,7 +98,8 @@ class BufferStore:
         Raises:
             QuotaExceeded: The quota has no room for them beside what they held before.
         """
-        self.charge(pending.size_bytes)
+        self.reserve(pending.size_bytes)
+        self.used_bytes += pending.size_bytes
         self._promised[id(pending)] = 1  # held here while the numbers are filled in
         for number in numbers:
             self.forget(number)
@@ -155,10 +156,14 @@ class BufferStore:
         self.peak_bytes = max(self.peak_bytes, total)
 
     def charge(self, more_bytes: int) -> None:
-        """Count bytes that are held outside of the buffers, such as an optimizer's state; negative to return them."""
-        if more_bytes > 0:
-            self.reserve(more_bytes)
+        """Count bytes that are held outside of the buffers, such as an optimizer's state; negative to return them.
+
+        Raises:
+            QuotaExceeded: The quota has no room for them; they are counted all the same, because they are there.
+        """
         self.used_bytes += more_bytes
+        if more_bytes > 0:
+            self.reserve(0)
 
     def __len__(self) -> int:
         return len(self._tensors) + len(self._pending) + len(self._void)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -160,11 +161,15 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
 def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
     server = pool._processes[1].server  # type: ignore[attr-defined]
 
+    posted = threading.Event()
+
     def die(instruction: Any, frames: Any) -> None:
+        posted.wait(SOON_S)  # afterwards nothing can be posted any more
         raise SystemError("its last words")
 
     server.machine.execute = die
     futures = [pool.post(worker, [Ask("memory")], answer=True) for worker in (1, 1)]
+    posted.set()
     for future in futures:
         with pytest.raises(WorkerDied, match=r"worker 1 .*its last words"):
             result(future)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.errors import WireError
@@ -17,6 +17,7 @@ from tests.unit.wire.samples import INSTRUCTIONS, SAYINGS, STRUCTS, values_of
 
 @pytest.mark.parametrize("kind", INSTRUCTIONS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
+@settings(max_examples=40)
 def test_an_instruction_arrives_as_it_was_sent(kind: Any, data: st.DataObject) -> None:
     sent = Envelope(7, True, (data.draw(values_of(kind)),))
     came, rest = decode_envelope([encode(sent), b"a", b"b"])
@@ -27,6 +28,7 @@ def test_an_instruction_arrives_as_it_was_sent(kind: Any, data: st.DataObject) -
 
 @pytest.mark.parametrize("kind", SAYINGS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
+@settings(max_examples=40)
 def test_what_a_worker_says_arrives_as_it_was_said(kind: Any, data: st.DataObject) -> None:
     sent = data.draw(values_of(kind))
     came, _ = decode_saying([encode(sent)])

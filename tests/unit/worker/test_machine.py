@@ -315,6 +315,20 @@ def test_the_quota_counts_buffers_and_optimizer_state() -> None:
     assert torch.equal(rig.get(4), X)
 
 
+@pytest.mark.parametrize("when", ["defined", "stepped"])
+def test_optimizer_state_over_the_quota_is_a_failure_and_returns_its_bytes(when: str) -> None:
+    rig = Rig(quota_bytes=100)
+    rig.put(b1=X, b2=X)
+    state = (StateEntry(0, "exp_avg", SPEC), StateEntry(0, "exp_avg_sq", SPEC)) if when == "defined" else ()
+    adam = Optimizer("Adam", (((0,), {"lr": 0.1}),), (1,), state)
+    rig.do(Define(7, adam), OptimizerStep(7, (2,)), frames=[bytes(32)] * len(state))
+    assert {failure.kind for failure in rig.failures} == {"memory"}
+    if when == "stepped":
+        assert failure_of(rig, 1) == rig.failures[0]
+    rig.do(Free((1, 2), (7,)))
+    assert rig.used == 0
+
+
 def test_memory_is_accounted_for_to_the_last_byte(rig: Rig) -> None:
     adam = Optimizer("Adam", (((0,), {"lr": 0.1}),), (1,))
     rig.put(b2=X)
