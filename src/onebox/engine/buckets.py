@@ -8,7 +8,7 @@ from onebox.graph import ModelPrograms, NamedProgram, Port
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
 BUCKET_BYTES = 1 << 20
-"""Gradients travel in buckets of about this size (chosen by ``benchmarks/scaling.py``)."""
+"""Gradients travel in buckets of about this size."""
 
 
 def gradient_buckets(backward: NamedProgram, size_bytes: int = BUCKET_BYTES) -> list[list[str]]:
