@@ -131,7 +131,7 @@ def _environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker: its share of threads, and an allocator that keeps what it has.
 
     Without the last three, glibc returns every large buffer to the kernel and pays for its pages again in the next
-    operator; ``benchmarks/remote.py`` shows the difference.
+    operator.
     """
     source = Path(__file__).resolve().parent.parent.parent
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
