@@ -94,8 +94,16 @@ class Script:
 
 
 def gone(processes: list[int], within_s: float) -> bool:
-    """Tell whether processes are gone within a time."""
-    return happens(lambda: not any(psutil.pid_exists(process) for process in processes), within_s)
+    """Tell whether processes have ended within a time; who is to reap orphans may take longer."""
+    return happens(lambda: not any(runs(process) for process in processes), within_s)
+
+
+def runs(process: int) -> bool:
+    """Tell whether a process has not ended."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def happens(condition: Callable[[], bool], within_s: float) -> bool:
