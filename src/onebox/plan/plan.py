@@ -1,15 +1,24 @@
-"""The plan: which device computes what. So far one stage, with any number of replicas."""
+"""The plan: which devices compute which part of the model, for which micro-batches, in which order."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 from onebox.errors import UsageError
-from onebox.plan.shares import apportion
+from onebox.plan.schedule import Routes
+from onebox.plan.shares import apportion, deal
 
 Sync = Literal["workers", "client"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
+"""Names of schedules; ``table`` stands for one that the plan spells out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,70 +36,213 @@ class MicroBatch:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Data parallel over replicas of the whole model.
+class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what stands in a plan file."""
+
+
+class Stage(_Part, frozen=True):
+    """A part of the model, and who computes it.
 
     Args:
-        devices: The pool's number of each replica's device.
-        shares: Each replica's share of the batch; they add up to 1.
-        micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch.
-        sync: Where gradients are averaged: worker to ``workers``, or at the ``client``.
+        segments: Names of its segments; empty in a plan of one stage, which is the whole model.
+        replicas: For each replica its devices, by their numbers in the pool; several split its layers.
+        shares: Each replica's share of the batch; they add up to something positive.
     """
 
-    devices: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
     shares: tuple[float, ...]
-    micro_batch: int | None
-    sync: Sync
+    segments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.devices or len(self.devices) != len(self.shares):
-            raise UsageError(f"{len(self.shares)} shares for {len(self.devices)} devices: one for each is needed")
+        if not self.replicas or len(self.replicas) != len(self.shares) or not all(self.replicas):
+            raise UsageError(f"{len(self.shares)} shares for {len(self.replicas)} devices: one for each is needed")
+        devices = [device for replica in self.replicas for device in replica]
+        if len(set(devices)) != len(devices) or min(devices) < 0:
+            raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
+        apportion(1, self.shares)
+
+
+class Prediction(_Part, frozen=True):
+    """What a planner expected of a plan.
+
+    Args:
+        batch: Samples of the batch that it is for.
+        step_s: Seconds of a step.
+        bubble: Part of the devices' time in which they have nothing to do, from 0 to 1.
+        peak_bytes: Memory of each device of the plan, in the order of its devices.
+        stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch.
+    """
+
+    batch: int
+    step_s: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    stages_s: tuple[tuple[float, float, float], ...]
+
+
+class Plan(_Part, frozen=True):
+    """Stages, replicas, micro-batches and schedule.
+
+    Args:
+        stages: In an order in which values of forward go from earlier to later stages.
+        micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch, which
+            only a plan of one stage may do.
+        schedule: One of :data:`SCHEDULES`, or ``table``.
+        table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
+        sync: Where gradients are averaged: worker to ``workers``, or at the ``client``, which only a plan of one stage
+            may do.
+        predicted: What the planner expected.
+        format: Version of the file.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batch: int | None = None
+    schedule: str = "1f1b"
+    table: tuple[str, ...] = ()
+    sync: Sync = "workers"
+    predicted: Prediction | None = None
+    format: int = 1
+
+    def __post_init__(self) -> None:
+        if self.format != 1:
+            raise UsageError(f"a plan of format {self.format}; this version of onebox knows format 1")
+        if not self.stages:
+            raise UsageError("a plan has at least one stage")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UsageError(f"micro_batch={self.micro_batch}: a micro-batch has at least one sample")
         if self.sync not in ("workers", "client"):
             raise UsageError(f"sync={self.sync!r}: allowed are 'workers' and 'client'")
-        apportion(1, self.shares)
+        if self.schedule not in (*SCHEDULES, "table") or (self.schedule == "table") != bool(self.table):
+            raise UsageError(
+                f"schedule={self.schedule!r}: allowed are {', '.join(SCHEDULES)}, or 'table' with the rows in 'table'"
+            )
+        if not self.whole:
+            self._check_stages()
 
-    def micro_batches(self, batch: int) -> list[list[MicroBatch]]:
-        """Cut a batch into micro-batches and share them out.
+    def _check_stages(self) -> None:
+        if self.micro_batch is None:
+            raise UsageError("a plan of several stages needs micro_batch, the samples of a micro-batch")
+        if self.sync == "client":
+            raise UsageError("sync='client' is for plans of one stage; leave it out")
+        names = [name for stage in self.stages for name in stage.segments]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not all(stage.segments for stage in self.stages):
+            raise UsageError(
+                f"segment {twice[0]!r} is in two stages" if twice else "a stage has no segment; name at least one"
+            )
+
+    @classmethod
+    def data_parallel(
+        cls, devices: Sequence[int], shares: Sequence[float], *, micro_batch: int | None = None, sync: Sync = "workers"
+    ) -> Plan:
+        """Return the plan of one stage, the whole model, replicated on devices."""
+        replicas = tuple((device,) for device in devices)
+        return cls(stages=(Stage(replicas=replicas, shares=tuple(shares)),), micro_batch=micro_batch, sync=sync)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the plan is one stage, the whole model, each replica on one device."""
+        return len(self.stages) == 1 and not self.stages[0].segments and not self.split
+
+    @property
+    def split(self) -> bool:
+        """Whether some stage's layers are split over several devices."""
+        return any(len(replica) > 1 for stage in self.stages for replica in stage.replicas)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that have a part in it, each once, in the order of the stages."""
+        every = (device for stage in self.stages for replica in stage.replicas for device in replica)
+        return tuple(dict.fromkeys(every))
+
+    def micro_batches(self, batch: int) -> tuple[MicroBatch, ...]:
+        """Cut a batch into micro-batches.
 
         Args:
             batch: Samples.
 
         Returns:
-            The micro-batches of each replica; indices count over the whole batch, in the order of its samples. A
-            replica may have none.
+            The micro-batches, in the order of their samples.
         """
         if self.micro_batch is None:
-            sizes = apportion(batch, self.shares)
-            counts = [int(size > 0) for size in sizes]
-            sizes = [size for size in sizes if size]
+            sizes = [size for size in apportion(batch, self.stages[0].shares) if size]
         else:
             whole, rest = divmod(batch, self.micro_batch)
             sizes = [self.micro_batch] * whole + [rest] * (rest > 0)
-            counts = apportion(len(sizes), self.shares)
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        made = [
+        return tuple(
             MicroBatch(index=index, start=start, size=size)
             for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
-        ]
-        return _deal(made, counts)
+        )
+
+    def routes(self, batch: int) -> Routes:
+        """Return which devices compute which micro-batch of a batch, for each stage."""
+        count = len(self.micro_batches(batch))
+        found = []
+        for stage in self.stages:
+            if self.micro_batch is None:
+                turns = [index for index, size in enumerate(apportion(batch, stage.shares)) if size]
+            else:
+                turns = deal(count, stage.shares)
+            found.append(tuple(stage.replicas[turn] for turn in turns))
+        return tuple(found)
 
     def describe(self) -> str:
         """Return one line for a person."""
-        parts = ", ".join(f"{device}: {share:.0%}" for device, share in zip(self.devices, self.shares, strict=True))
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
         if len(self.devices) == 1:
-            return f"1 stage on device {self.devices[0]}, {cut}"
+            return f"{_count(len(self.stages), 'stage')} on device {self.devices[0]}, {cut}"
+        if len(self.stages) > 1 or self.split:
+            where = "; ".join(_replicas(stage) for stage in self.stages)
+            return f"{_count(len(self.stages), 'stage')} on devices {where}, {cut}, schedule {self.schedule}"
+        (stage,) = self.stages
+        total = math.fsum(stage.shares)
+        parts = ", ".join(
+            f"{replica[0]}: {share / total:.0%}" for replica, share in zip(stage.replicas, stage.shares, strict=True)
+        )
         where = "worker to worker" if self.sync == "workers" else "at the client"
-        return f"1 stage, {len(self.devices)} replicas ({parts}), {cut}, gradients averaged {where}"
+        return f"1 stage, {len(stage.replicas)} replicas ({parts}), {cut}, gradients averaged {where}"
+
+    def to_json(self) -> str:
+        """Return the plan as the text of a plan file."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "the plan") -> Plan:
+        """Read the text of a plan file.
+
+        Raises:
+            UsageError: It is none; the message says where.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except UsageError:
+            raise
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(f"{source} is no plan file: {error}") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read a plan file.
+
+        Raises:
+            UsageError: It cannot be read, or is none.
+        """
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"cannot read plan {path}: {error.strerror}") from None
+        return cls.from_json(text, str(path))
 
 
-def _deal(items: Sequence[MicroBatch], counts: Sequence[int]) -> list[list[MicroBatch]]:
-    dealt: list[list[MicroBatch]] = []
-    start = 0
-    for count in counts:
-        dealt.append(list(items[start : start + count]))
-        start += count
-    return dealt
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
+
+
+def _replicas(stage: Stage) -> str:
+    return " | ".join("+".join(map(str, replica)) for replica in stage.replicas)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain data, for reports."""
+    return msgspec.to_builtins(plan)

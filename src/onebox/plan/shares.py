@@ -48,3 +48,23 @@ def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
     if max(speeds) < ALIKE * min(speeds):
         return [1 / len(speeds)] * len(speeds)
     return [speed / sum(speeds) for speed in speeds]
+
+
+def deal(count: int, weights: Sequence[float]) -> list[int]:
+    """Deal units one by one to receivers, so that at any time each has about its part.
+
+    Args:
+        count: Units.
+        weights: One for each receiver, as for :func:`apportion`.
+
+    Returns:
+        The receiver of each unit; in all, each receives what :func:`apportion` says.
+
+    Example:
+        >>> deal(6, [2.0, 1.0])
+        [0, 1, 0, 0, 1, 0]
+    """
+    units = apportion(count, weights)
+    due = [(position + 0.5) / unit for unit in units for position in range(unit)]
+    owner = [receiver for receiver, unit in enumerate(units) for _ in range(unit)]
+    return [owner[index] for index in sorted(range(count), key=lambda index: (due[index], owner[index]))]

@@ -1,0 +1,90 @@
+"""What a plan's stages cost: the numbers that schedules are made and timed with. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """What a stage costs, for one micro-batch of the plan's size.
+
+    Args:
+        forward_s: Seconds of forward on each device that may hold the stage.
+        input_s: Seconds of the gradient of its inputs.
+        weight_s: Seconds of the gradients of its parameters; a whole backward takes both.
+        update_s: Seconds of its optimizer step, once a step.
+        state_bytes: Parameters, buffers, optimizer state and gradients, held always.
+        gradient_bytes: Gradients that its replicas sum, once a step.
+        saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
+        late_bytes: Held from the start of the input gradient to the end of the weight gradient.
+        forward_work_bytes: Needed beyond those while forward runs.
+        backward_work_bytes: Needed beyond those while a gradient runs.
+    """
+
+    forward_s: Mapping[int, float]
+    input_s: Mapping[int, float]
+    weight_s: Mapping[int, float]
+    update_s: Mapping[int, float]
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    saved_bytes: int = 0
+    late_bytes: int = 0
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Values that go from one stage to another, for one micro-batch.
+
+    Args:
+        source: The stage whose forward makes them.
+        target: The stage whose forward (or only backward) uses them; later than ``source``.
+        forward_bytes: Bytes from source to target.
+        backward_bytes: Bytes of gradients from target to source.
+    """
+
+    source: int
+    target: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Links between devices.
+
+    Args:
+        latency_s: ``latency_s[source][target]``, seconds of an empty message.
+        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second.
+    """
+
+    latency_s: Mapping[int, Mapping[int, float]]
+    bandwidth_bps: Mapping[int, Mapping[int, float]]
+
+    def seconds(self, source: int, target: int, size_bytes: int) -> float:
+        """Return how long a message takes; nothing within a device."""
+        if source == target:
+            return 0.0
+        return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the stages of a plan cost.
+
+    Args:
+        stages: Each stage, in an order in which forward edges ascend.
+        edges: Values between them.
+        links: Links between the devices.
+        capacity_bytes: Memory of each device that has a limit.
+        call_s: Seconds that each action costs a device beside its work.
+    """
+
+    stages: tuple[StageWork, ...]
+    edges: tuple[Edge, ...]
+    links: Links
+    capacity_bytes: Mapping[int, int]
+    call_s: float = 0.0
