@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 from onebox.wire import (
     DType,
@@ -16,6 +17,8 @@ from onebox.wire import (
     specs_by_slot,
     with_deaths,
 )
+
+PortT = TypeVar("PortT", bound=Hashable)
 
 
 def extract(program: Program, outputs: Sequence[int]) -> Program:
@@ -46,6 +49,27 @@ def own_outputs(program: Program) -> Program:
         outputs.append(slots)
         slots += 1
     return with_deaths(Program(program.inputs, tuple(operators), tuple(outputs), slots))
+
+
+def sum_alike(program: Program, ports: Sequence[PortT]) -> tuple[Program, tuple[PortT, ...]]:
+    """Return the program with outputs of equal ports added up, each output a buffer of its own, and the ports left.
+
+    Args:
+        program: The whole.
+        ports: One for each output.
+    """
+    specs = specs_by_slot(program)
+    slots: dict[PortT, int] = {}
+    operators, count = list(program.operators), program.slots
+    for port, slot in zip(ports, program.outputs, strict=True):
+        if port not in slots:
+            slots[port] = slot
+            continue
+        add = Operator("aten.add.Tensor", (Slot(slots[port]), Slot(slot)), {}, (count,), (specs[slot],))
+        operators.append(add)
+        slots[port], count = count, count + 1
+    summed = Program(program.inputs, tuple(operators), tuple(slots.values()), count)
+    return own_outputs(summed), tuple(slots)
 
 
 def add_all(specs: Sequence[TensorSpec]) -> Program:

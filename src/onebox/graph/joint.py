@@ -35,11 +35,11 @@ class Port(NamedTuple):
     Args:
         kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
             gradient of the loss: the micro-batch's share of the batch), ``result`` (0 is the loss), ``update`` (new
-            value of a buffer), ``gradient`` (of a parameter) or ``saved`` (from forward to backward).
+            value of a buffer), ``gradient`` (of a parameter) or ``value`` (from one phase to another).
         name: Qualified name, or index.
     """
 
-    kind: Literal["parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "saved"]
+    kind: Literal["parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "value"]
     name: str | int
 
 

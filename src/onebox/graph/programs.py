@@ -1,18 +1,22 @@
-"""The programs of a captured model: forward and backward for training, forward alone for evaluation."""
+"""The programs of a captured model: for each stage forward and backward, whole or in halves; for evaluation forward."""
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from onebox.errors import UsageError
 from onebox.graph.capture import Captured
-from onebox.graph.extract import own_outputs
+from onebox.graph.extract import sum_alike
+from onebox.graph.halves import part_gradients
 from onebox.graph.joint import Joint, Port, joint_graph
-from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
+from onebox.graph.lower import arguments_of, canonical, lower, random_positions
+from onebox.graph.phases import Body, Division, Phase, PhaseKind, divide
+from onebox.graph.segments import Segments, accumulates, find_segments, picks
 from onebox.graph.updates import Update, buffer_updates
-from onebox.wire import Program
+from onebox.wire import Program, TensorSpec, specs_by_slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,26 +33,178 @@ class NamedProgram:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
+    def specs(self) -> dict[Port, TensorSpec]:
+        """Return what each output is."""
+        by_slot = specs_by_slot(self.program)
+        return {port: by_slot[slot] for port, slot in zip(self.outputs, self.program.outputs, strict=True)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPrograms:
-    """What a captured model computes.
+    """What a captured model computes, divided over stages.
 
     Args:
-        forward: From parameters, buffers and leaves to results, buffer updates and saved values.
-        backward: From saved values and the loss's weight to gradients; ``None`` for evaluation.
+        phases: The programs: of each stage F and, for training, B and, where asked for, I and W. Together with F they
+            take the same values, so that each micro-batch may do either.
+        stages: How many stages there are.
         updates: How each buffer changes with a micro-batch.
         constants: Tensors that the graph holds itself, by name.
     """
 
-    forward: NamedProgram
-    backward: NamedProgram | None
-    updates: dict[str, Update]
-    constants: dict[str, Tensor]
+    phases: Mapping[Phase, NamedProgram]
+    stages: int
+    updates: Mapping[str, Update]
+    constants: Mapping[str, Tensor]
+
+    def of(self, stage: int, kind: PhaseKind) -> NamedProgram:
+        """Return the program of a phase."""
+        return self.phases[Phase(stage, kind)]
+
+    @property
+    def forward(self) -> NamedProgram:
+        """Forward of the first stage: of the whole model, where there is one stage."""
+        return self.of(0, "F")
+
+    @property
+    def backward(self) -> NamedProgram | None:
+        """Backward of the first stage."""
+        return self.phases.get(Phase(0, "B"))
+
+
+class TracedModel:
+    """A captured model, traced with its gradients, that can be divided over stages in any way.
+
+    Args:
+        captured: The model.
+        backward: Whether gradients are wanted; without them nothing is updated either.
+        trained: Parameters whose gradients are wanted; all that have one when ``None``.
+        halves: Whether backward is to be divided into I and W too.
+
+    Raises:
+        CaptureError: The graph holds something that no worker can run.
+    """
+
+    def __init__(
+        self, captured: Captured, *, backward: bool, trained: frozenset[str] | None = None, halves: bool = False
+    ) -> None:
+        self._joint = joint_graph(captured, backward=backward)
+        self._backward = backward
+        self._halves = halves and backward
+        if self._halves:
+            part_gradients(self._joint.graph)
+        kinds = ("result", "update") if backward else ("result",)
+        self._kept = [(node, port) for node, port in self._joint.outputs if port.kind in kinds]
+        self._gradients = [
+            (node, port)
+            for node, port in self._joint.outputs
+            if port.kind == "gradient" and (trained is None or port.name in trained)
+        ]
+        self._ahead = _ancestors([node for node, _ in self._kept])
+        self._segments = find_segments(self._joint, self._ahead)
+        self._updates = buffer_updates(self._joint) if backward else {}
+        self._positions = random_positions(self._joint.graph)
+        self._order = {node: number for number, node in enumerate(self._joint.graph.nodes)}
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The names of the model's segments, in the order of forward."""
+        return self._segments.names
+
+    def divide(self, stages: Sequence[Sequence[str]] | None = None) -> ModelPrograms:
+        """Return the programs of stages.
+
+        Args:
+            stages: The names of the segments of each stage; ``None`` for one stage. A segment that is not named goes
+                with the one before it, and names that the model does not have are passed over: captures of a model
+                for evaluation may have fewer.
+
+        Raises:
+            UsageError: A stage needs a value of a later one.
+            CaptureError: An operator that cannot travel.
+        """
+        division = self._division(stages or [self.segments])
+        outputs = [*self._kept, *self._terms(division)]
+        bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
+        made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
+        used = {port for part in made.values() for port in part.inputs}
+        constants = {name: t for name, t in self._joint.constants.items() if Port("constant", name) in used}
+        return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
+
+    # ---- dividing
+
+    def _division(self, stages: Sequence[Sequence[str]]) -> Division:
+        place = _stage_of_segments(self._segments, stages)
+        inputs = dict(self._joint.inputs)
+        stage_of: dict[fx.Node, int] = {}
+        for node in self._joint.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if picks(node):
+                stage_of[node] = stage_of[canonical(node.args[0])]
+                continue
+            stage = place[self._segments.of[node]]
+            if node not in self._ahead:  # a gradient goes from later stages to earlier ones
+                stage = min([stage, *(stage_of[source] for source in _behind(node, self._ahead, stage_of))])
+            stage_of[node] = stage
+        changed = {str(port.name): canonical(node) for node, port in self._kept if port.kind == "update"}
+        owner = {
+            node: stage_of.get(changed[str(port.name)], 0)
+            for node, port in inputs.items()
+            if port.kind == "buffer" and port.name in changed
+        }
+        division = Division(
+            joint=self._joint,
+            stage_of=stage_of,
+            ahead=self._ahead,
+            lasting=set(inputs) - set(owner),
+            owner=owner,
+            stages=len(stages),
+            order=self._order,
+        )
+        self._require_order(division)
+        return division
+
+    def _require_order(self, division: Division) -> None:
+        """Refuse stages that need values of later ones."""
+        names = self._segments.names
+        made = {**division.owner, **{node: stage for node, stage in division.stage_of.items() if node in self._ahead}}
+        for node, stage in made.items():
+            if node not in division.stage_of or picks(node):
+                continue
+            for source in map(canonical, arguments_of(node)):
+                if made.get(source, 0) > stage:
+                    raise UsageError(
+                        f"stage {stage} (segment {names[self._segments.of[node]]!r}) needs a value of stage "
+                        f"{made[source]}: order the stages so that values go from earlier to later ones, and let no two "
+                        "stages need each other"
+                    )
+
+    def _terms(self, division: Division) -> list[tuple[fx.Node, Port]]:
+        """Return the gradients of the parameters; one that several stages contribute to comes as a term of each."""
+        found: list[tuple[fx.Node, Port]] = []
+        for node, port in self._gradients:
+            stack = [canonical(node)]
+            while stack:
+                term = stack.pop()
+                if len({division.stage_of.get(leaf, 0) for leaf in _addends(term)}) > 1:
+                    stack += [canonical(source) for source in term.all_input_nodes]
+                else:
+                    found.append((term, port))
+        return found
+
+    def _program(self, body: Body) -> NamedProgram:
+        """Lower a phase."""
+        inputs = [(node, port) for node, port in self._joint.inputs if node in body.inputs]
+        inputs += [(node, Port("value", self._order[node])) for node in sorted(body.given, key=self._order.__getitem__)]
+        nodes = sorted(body.nodes, key=self._order.__getitem__)
+        outputs = [canonical(node) for node, _ in body.outputs]
+        program = lower(nodes, [node for node, _ in inputs], outputs, self._positions)
+        program, ports_out = sum_alike(program, [port for _, port in body.outputs])
+        return NamedProgram(program=program, inputs=tuple(port for _, port in inputs), outputs=ports_out)
 
 
 def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str] | None = None) -> ModelPrograms:
-    """Derive the programs of a captured model.
+    """Derive the programs of a captured model that is one stage.
 
     Args:
         captured: The model.
@@ -58,100 +214,40 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
     Raises:
         CaptureError: The graph holds something that no worker can run.
     """
-    joint = joint_graph(captured, backward=backward)
-    gradients = [
-        (node, port)
-        for node, port in joint.outputs
-        if port.kind == "gradient" and (trained is None or port.name in trained)
-    ]
-    kinds = ("result", "update") if backward else ("result",)
-    kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
-    ports = _input_ports(joint)
-    positions = random_positions(joint.graph)
-    ahead = _with_picks(_ancestors([node for node, _ in kept], stop=set()))
-    changed = {port.name for _, port in kept if port.kind == "update"}
-    lasting = {node for node, port in ports.items() if port.kind != "buffer" or port.name not in changed}
-    saved, behind = _split(joint, ahead, [node for node, _ in gradients], lasting)
-    results = [(canonical(node), port) for node, port in kept]
-    results += [(node, Port("saved", number)) for number, node in enumerate(saved)]
-    forward = _named(joint, ahead, {}, ports, results, positions)
-    ports_behind = {node: Port("saved", number) for number, node in enumerate(saved)}
-    made = [(canonical(node), port) for node, port in gradients]
-    backward_program = _named(joint, behind, ports_behind, ports, made, positions) if backward else None
-    used = {port for part in (forward, backward_program) if part for port in part.inputs}
-    return ModelPrograms(
-        forward=forward,
-        backward=backward_program,
-        updates=buffer_updates(joint) if backward else {},
-        constants={n: t for n, t in joint.constants.items() if Port("constant", n) in used},
-    )
+    return TracedModel(captured, backward=backward, trained=trained).divide()
 
 
-def _input_ports(joint: Joint) -> dict[fx.Node, Port]:
-    """Return the port of each input node; two nodes of one tied parameter have equal ports."""
-    return dict(joint.inputs)
+def _addends(node: fx.Node) -> list[fx.Node]:
+    """Return the gradients that a gradient of something read in several places is the sum of."""
+    operands = [canonical(source) for source in node.all_input_nodes]
+    if not accumulates(node) or len(operands) != 2:
+        return [node]
+    return [leaf for operand in operands for leaf in _addends(operand)]
 
 
-def _ancestors(nodes: list[fx.Node], *, stop: set[fx.Node]) -> set[fx.Node]:
-    """Return resolved nodes and all that they depend on, not looking behind ``stop``."""
+def _behind(node: fx.Node, ahead: set[fx.Node], stage_of: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Return what of backward a node of backward reads."""
+    sources = [canonical(source) for source in arguments_of(node)]
+    return [source for source in sources if source in stage_of and source not in ahead]
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all that they depend on, and the nodes that name outputs of those with several."""
     seen: set[fx.Node] = set()
     stack = [canonical(node) for node in nodes]
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            if node not in stop:
-                stack.extend(canonical(argument) for argument in arguments_of(node))
-    return seen
-
-
-def _with_picks(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Add to operators with several outputs the ``getitem`` nodes that name those outputs."""
-    return nodes | {canonical(user) for node in nodes for user in node.users if user.target is operator.getitem}
-
-
-def _split(
-    joint: Joint, ahead: set[fx.Node], gradients: list[fx.Node], lasting: set[fx.Node]
-) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Return the values that backward takes from forward, and the nodes that backward computes.
-
-    Inputs that are still there are read again, but for buffers that forward has changed meanwhile. A view of a value is
-    made again in backward rather than saved: it costs a microsecond and holds the same memory.
-    """
-    behind = _ancestors(gradients, stop=ahead) - ahead
-    saved: set[fx.Node] = set()
-    views: set[fx.Node] = set()
-    stack = [canonical(a) for node in behind for a in arguments_of(node)]
-    stack += [canonical(node) for node in gradients]
-    while stack:
-        node = stack.pop()
-        if node in behind or node in lasting or node in saved or node in views:
-            continue
-        if is_view(node):
-            views.add(node)
             stack.extend(canonical(argument) for argument in arguments_of(node))
-        else:
-            saved.add(node)
-    order = {node: number for number, node in enumerate(joint.graph.nodes)}
-    return sorted(saved, key=order.__getitem__), behind | views
+    return seen | {canonical(user) for node in seen for user in node.users if picks(user)}
 
 
-def _named(
-    joint: Joint,
-    nodes: set[fx.Node],
-    given: dict[fx.Node, Port],
-    ports: dict[fx.Node, Port],
-    outputs: list[tuple[fx.Node, Port]],
-    positions: dict[fx.Node, int],
-) -> NamedProgram:
-    """Lower a set of nodes, with the inputs that they and the outputs need."""
-    body = [node for node in joint.graph.nodes if node in nodes and node not in ports and node not in given]
-    needed = {canonical(argument) for node in body for argument in arguments_of(node)}
-    needed |= {node for node, _ in outputs}
-    inputs = [(node, port) for node, port in {**ports, **given}.items() if node in needed]
-    program = lower(body, [node for node, _ in inputs], [node for node, _ in outputs], positions)
-    return NamedProgram(
-        program=own_outputs(program),
-        inputs=tuple(port for _, port in inputs),
-        outputs=tuple(port for _, port in outputs),
-    )
+def _stage_of_segments(segments: Segments, stages: Sequence[Sequence[str]]) -> list[int]:
+    """Return the stage of each segment; one that no stage names goes with the one before it."""
+    named = {name: stage for stage, names in enumerate(stages) for name in names}
+    found: list[int] = []
+    for name in segments.names:
+        found.append(named.get(name, found[-1] if found else 0))
+    return found
+

@@ -1,0 +1,202 @@
+"""Phases: what each stage computes, forward and backward, as programs that hand values on to each other.
+
+A stage has up to three phases: F (forward), and backward whole (B) or as two halves, I (what other stages wait for: the
+gradients of its inputs) and W (the rest: the gradients of its parameters). The nodes of the model's graph are divided
+over the phases; a value that another phase needs goes out of the phase that makes it under a port of kind ``value``,
+numbered by its place in the whole graph, so that a skip connection is a value like any other.
+
+What is cheaper to make again than to hand on is made again: views of a value, and constants made from nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from torch import fx
+
+from onebox.graph.joint import Joint, Port
+from onebox.graph.lower import arguments_of, canonical, draws, is_view
+from onebox.graph.segments import picks
+
+PhaseKind = Literal["F", "I", "W", "B"]
+
+
+class Phase(NamedTuple):
+    """A phase of a stage."""
+
+    stage: int
+    kind: PhaseKind
+
+
+@dataclass(kw_only=True)
+class Body:
+    """What a phase computes.
+
+    Args:
+        nodes: What it computes, values made again among them.
+        given: Values that it takes from other phases.
+        inputs: Inputs of the graph that it reads.
+        outputs: Nodes whose values it gives out, with their ports.
+    """
+
+    nodes: set[fx.Node] = field(default_factory=set)
+    given: set[fx.Node] = field(default_factory=set)
+    inputs: set[fx.Node] = field(default_factory=set)
+    outputs: list[tuple[fx.Node, Port]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """Which phase computes which node.
+
+    Args:
+        joint: The graph.
+        stage_of: The stage of each node that is computed.
+        ahead: Nodes of forward.
+        lasting: Inputs of the graph that are the same at any time of a step.
+        owner: For inputs that forward changes, the stage that does.
+        stages: How many.
+        order: The place of each node in the graph.
+    """
+
+    joint: Joint
+    stage_of: Mapping[fx.Node, int]
+    ahead: set[fx.Node]
+    lasting: set[fx.Node]
+    owner: Mapping[fx.Node, int]
+    stages: int
+    order: Mapping[fx.Node, int]
+
+    def value(self, node: fx.Node) -> Port:
+        """Return the port of a value."""
+        return Port("value", self.order[node])
+
+    def phase(self, node: fx.Node, early: set[fx.Node] | None) -> Phase:
+        """Return the phase that a node belongs to.
+
+        Args:
+            node: A node that is computed, or an input that forward changes.
+            early: From :func:`early_half`; ``None`` where backward comes whole.
+        """
+        if picks(node):
+            node = canonical(node.args[0])  # type: ignore[arg-type]
+        if node not in self.stage_of:
+            return Phase(self.owner[node], "F")
+        stage = self.stage_of[node]
+        if node in self.ahead:
+            return Phase(stage, "F")
+        if early is None:
+            return Phase(stage, "B")
+        return Phase(stage, "I" if node in early else "W")
+
+    def phase_of_output(self, node: fx.Node, port: Port, early: set[fx.Node] | None) -> Phase:
+        """Return the phase that gives something out for good; what is an input itself comes from the last stage."""
+        if node in self.stage_of or node in self.owner:
+            return self.phase(node, early)
+        behind: PhaseKind = "B" if early is None else "W"
+        return Phase(self.stages - 1, behind if port.kind == "gradient" else "F")
+
+
+def early_half(division: Division) -> set[fx.Node]:
+    """Return the nodes of backward that other stages wait for."""
+    early: set[fx.Node] = set()
+    for node in reversed(list(division.stage_of)):
+        if node in division.ahead:
+            continue
+        stage = division.stage_of[node]
+        for source in _sources(node):
+            if source in division.ahead or source not in division.stage_of:
+                continue
+            if division.stage_of[source] != stage or node in early:
+                early.add(source)
+    return early
+
+
+def divide(
+    division: Division, outputs: Sequence[tuple[fx.Node, Port]], *, backward: bool, halves: bool
+) -> dict[Phase, Body]:
+    """Find what each phase computes, takes and gives, from the last phase to the first.
+
+    Args:
+        division: Which phase computes which node; nodes in the order of the graph.
+        outputs: What is wanted of the whole graph: results, updates, gradients.
+        backward: Whether there is backward.
+        halves: Whether backward is wanted as I and W too. F then gives out what either takes.
+    """
+    early = early_half(division) if halves else None
+    demanded: dict[Phase, dict[fx.Node, None]] = {}
+    bodies: dict[Phase, Body] = {}
+    for phase in _backwards(division.stages, backward=backward, halves=halves):
+        variant = early if phase.kind in ("I", "W") else None
+        own = [(canonical(node), port) for node, port in outputs]
+        body = Body(
+            outputs=[(node, port) for node, port in own if division.phase_of_output(node, port, variant) == phase]
+        )
+        wanted = sorted(demanded.pop(phase, ()), key=division.order.__getitem__)
+        body.outputs += [(node, division.value(node)) for node in wanted]
+        _fill(body, phase, division, variant)
+        for node in body.given:
+            demanded.setdefault(division.phase(node, variant), {})[node] = None
+        bodies[phase] = body
+    assert not demanded, f"values of phases that have gone by: {demanded}"
+    return bodies
+
+
+def _backwards(stages: int, *, backward: bool, halves: bool) -> list[Phase]:
+    """Return all phases, each before those that it takes values from."""
+    found: list[Phase] = []
+    for kinds in (("W", "I") if halves else (), ("B",) if backward else ()):
+        found += [Phase(stage, kind) for stage in range(stages) for kind in kinds]  # type: ignore[arg-type]
+    return [*found, *(Phase(stage, "F") for stage in reversed(range(stages)))]
+
+
+def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | None) -> None:
+    """Find the nodes that a phase computes for its outputs, and the values that it takes from others."""
+    stack = [canonical(node) for node, _ in body.outputs]
+    while stack:
+        node = stack.pop()
+        if node in body.nodes or node in body.inputs:
+            continue
+        if node in division.lasting:
+            body.inputs.add(node)
+        elif division.phase(node, early) != phase:
+            chain, source = _again(node, division)
+            body.nodes.update(chain)
+            if source is None:
+                continue
+            if source in division.lasting:
+                body.inputs.add(source)
+            elif division.phase(source, early) == phase:
+                stack.append(source)
+            else:
+                body.given.add(source)
+        elif node in division.stage_of:
+            body.nodes.add(node)
+            stack.extend(_sources(node))
+        else:
+            body.inputs.add(node)  # a buffer that this stage changes, as it was before
+
+
+def _again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | None]:
+    """Return the nodes to make again for a value, and the value that they begin with.
+
+    A view is made again from the smallest value that it can be made from; so that a value travels once, however many
+    views of it are read, and no bytes travel that nobody reads.
+    """
+    if node.op == "call_function" and not node.all_input_nodes and not draws(node):
+        return [node], None
+    path = [node]
+    while is_view(path[-1]):
+        path.append(canonical(arguments_of(path[-1])[0]))
+    if path[-1] in division.lasting:
+        return path[:-1], path[-1]
+    smallest = min(range(len(path)), key=lambda index: (path[index].meta["val"].nbytes, -index))
+    return path[:smallest], path[smallest]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Return what a node reads; what only names an output of another is seen as that output."""
+    found = [canonical(argument) for argument in node.all_input_nodes]
+    return found if not picks(node) else [canonical(argument) for argument in arguments_of(node)]
