@@ -3,6 +3,7 @@
 from onebox.plan.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, Sync
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.shares import apportion, deal, shares_from_speeds
+from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
@@ -16,11 +17,16 @@ __all__ = [
     "Prediction",
     "Routes",
     "Schedule",
+    "Simulation",
+    "Span",
     "Stage",
     "StageWork",
     "Sync",
+    "Transfer",
+    "Update",
     "Work",
     "apportion",
     "deal",
     "shares_from_speeds",
+    "simulate",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -69,6 +69,24 @@ class Links:
         if source == target:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
+
+    def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
+        """Return how long replicas take to sum their gradients in a ring.
+
+        Each of `n` replicas sends `2 (n - 1)` parts of `1 / n` of the bytes, one after the other; the slowest link
+        between two replicas sets the pace (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+
+        Args:
+            replicas: The devices of each replica.
+            size_bytes: Bytes that each holds.
+        """
+        count = len(replicas)
+        pairs = [(a, b) for one in replicas for other in replicas if one is not other for a in one for b in other]
+        if not pairs:
+            return 0.0
+        latency_s = max(self.latency_s[a][b] for a, b in pairs)
+        slowest_bps = min(self.bandwidth_bps[a][b] for a, b in pairs)
+        return 2 * (count - 1) * (size_bytes / count / slowest_bps + latency_s)
 
 
 @dataclass(frozen=True, kw_only=True)

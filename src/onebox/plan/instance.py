@@ -1,0 +1,216 @@
+"""A scheduling problem in numbers: what simulator, list scheduler and validation compute with. Private to the folder.
+
+Devices are renumbered from 0, and a stage's micro-batch has one number, its key: ``stage * count + micro_batch``. The
+replica that computes it is a slot: a stage and its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from onebox.errors import UsageError
+from onebox.plan.schedule import Action, Routes
+from onebox.plan.work import Edge, Links, StageWork, Work
+
+
+class Slot(NamedTuple):
+    """A replica of a stage.
+
+    Args:
+        stage: The stage.
+        members: Its devices, renumbered; the first one sends and receives.
+    """
+
+    stage: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """Routes and work, as flat lists.
+
+    Args:
+        routes: Who computes what.
+        work: What it costs.
+        devices: The number of each device, ascending.
+        count: Micro-batches.
+        scale: Size of each micro-batch, as a fraction of the plan's.
+        slots: Every replica of every stage.
+        slot_of: The slot of each key.
+        first: The device that sends and receives for each key.
+        grouped: Whether some replica has several devices.
+        seconds: For each kind of action and each slot, its seconds at full size.
+        out: For each stage, the edges that leave it: the first key of the target, bytes of a value.
+        into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
+        latency_s: Of each link that is used, by ``source * len(devices) + target``.
+        per_byte_s: Seconds of a byte on each of those.
+    """
+
+    routes: Routes
+    work: Work
+    devices: tuple[int, ...]
+    count: int
+    scale: list[float]
+    slots: tuple[Slot, ...]
+    slot_of: list[int]
+    first: list[int]
+    grouped: bool
+    seconds: dict[str, list[float]]
+    out: list[tuple[tuple[int, int], ...]]
+    into: list[tuple[tuple[int, int], ...]]
+    latency_s: list[float]
+    per_byte_s: list[float]
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.routes)
+
+    @property
+    def keys(self) -> int:
+        """How many pairs of stage and micro-batch there are."""
+        return len(self.slot_of)
+
+    def node(self, action: Action) -> int:
+        """Return an action's number: those of forward first, then input gradient (also of a whole one), then weight."""
+        side = {"F": 0, "I": 1, "B": 1, "W": 2}[action.kind]
+        return side * len(self.slot_of) + action.stage * self.count + action.micro_batch
+
+
+def instance_of(routes: Routes, work: Work, sizes: Sequence[float] | None = None) -> Instance:
+    """Put routes and work into lists.
+
+    Args:
+        routes: Who computes what.
+        work: What it costs.
+        sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
+
+    Raises:
+        UsageError: Their numbers of stages or micro-batches differ, or a device that holds a stage has no time for it.
+    """
+    count = _check_routes(routes, len(work.stages))
+    scale = [1.0] * count if sizes is None else [float(size) for size in sizes]
+    if len(scale) != count:
+        raise UsageError(f"{len(scale)} sizes for {count} micro-batches: one for each is needed")
+    devices = tuple(sorted({device for row in routes for replica in set(row) for device in replica}))
+    index = {device: number for number, device in enumerate(devices)}
+    slots: list[Slot] = []
+    slot_of: list[int] = []
+    for stage, row in enumerate(routes):
+        numbers = {replica: len(slots) + turn for turn, replica in enumerate(dict.fromkeys(row))}
+        slots += [Slot(stage, tuple(index[device] for device in replica)) for replica in numbers]
+        slot_of += [numbers[replica] for replica in row]
+    heads = [slot.members[0] for slot in slots]
+    first = [heads[slot] for slot in slot_of]
+    latency_s, per_byte_s = _links(work, devices, first, count)
+    return Instance(
+        routes=routes,
+        work=work,
+        devices=devices,
+        count=count,
+        scale=scale,
+        slots=tuple(slots),
+        slot_of=slot_of,
+        first=first,
+        grouped=any(len(slot.members) > 1 for slot in slots),
+        seconds=_seconds(work, devices, slots),
+        out=_ends(work.edges, len(routes), count, outward=True),
+        into=_ends(work.edges, len(routes), count, outward=False),
+        latency_s=latency_s,
+        per_byte_s=per_byte_s,
+    )
+
+
+_UNIT = 55440
+"""Whole and divisible by 1 to 12, so that sums of times are exact and actions that should end together do."""
+
+
+def unit_work(routes: Routes, edges: Sequence[tuple[int, int]] | None = None) -> Work:
+    """Return work of equal devices on which values travel in no time, for schedules that are made of routes alone.
+
+    A plan gives a device few micro-batches of a stage where they take it long, so that all are about equally busy: a
+    device with `k` of a stage's `n` micro-batches and `v` stages takes `n / (k v)` units for a forward, and as long for
+    each half of the backward.
+
+    Args:
+        routes: Who computes what.
+        edges: Which stage gives values to which; ``None`` is a chain.
+
+    Raises:
+        UsageError: The stages have no micro-batches, or not the same ones, or an edge does not go to a later stage.
+    """
+    count = _check_routes(routes, len(routes))
+    if edges is None:
+        edges = [(stage, stage + 1) for stage in range(len(routes) - 1)]
+    turns: list[dict[int, int]] = []
+    held: dict[int, int] = {}
+    for row in routes:
+        turns.append({})
+        for replica in row:
+            for device in replica:
+                turns[-1][device] = turns[-1].get(device, 0) + 1
+        for device in turns[-1]:
+            held[device] = held.get(device, 0) + 1
+    stages = []
+    for turn in turns:
+        times = {device: float(round(_UNIT * count / (often * held[device]))) for device, often in turn.items()}
+        stages.append(StageWork(forward_s=times, input_s=times, weight_s=times, update_s=dict.fromkeys(times, 0.0)))
+    nothing, infinite = dict.fromkeys(held, 0.0), dict.fromkeys(held, float("inf"))
+    return Work(
+        stages=tuple(stages),
+        edges=tuple(Edge(source=a, target=b, forward_bytes=0, backward_bytes=0) for a, b in edges),
+        links=Links(latency_s=dict.fromkeys(held, nothing), bandwidth_bps=dict.fromkeys(held, infinite)),
+        capacity_bytes={},
+    )
+
+
+def _check_routes(routes: Routes, stages: int) -> int:
+    if len(routes) != stages or not routes:
+        raise UsageError(f"routes for {len(routes)} stages, work for {stages}: both are needed for each stage")
+    count = len(routes[0])
+    if any(len(row) != count for row in routes) or not count:
+        counts = ", ".join(str(len(row)) for row in routes)
+        raise UsageError(f"routes for {counts} micro-batches: every stage has the same ones, at least one")
+    return count
+
+
+def _seconds(work: Work, devices: tuple[int, ...], slots: list[Slot]) -> dict[str, list[float]]:
+    def slowest(slot: Slot, kind: str) -> float:
+        times = getattr(work.stages[slot.stage], kind)
+        try:
+            return max(times[devices[member]] for member in slot.members)
+        except KeyError as error:
+            raise UsageError(f"work of stage {slot.stage} has no {kind} for device {error}, which holds it") from None
+
+    forward, inputs, weight = ([slowest(slot, kind) for slot in slots] for kind in ("forward_s", "input_s", "weight_s"))
+    both = [one + other for one, other in zip(inputs, weight, strict=True)]
+    return {"F": forward, "I": inputs, "W": weight, "B": both}
+
+
+def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) -> list[tuple[tuple[int, int], ...]]:
+    found: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for edge in edges:
+        if not 0 <= edge.source < edge.target < stages:
+            raise UsageError(f"an edge from stage {edge.source} to {edge.target}: it leads to a later one of {stages}")
+        if outward:
+            found[edge.source].append((edge.target * count, edge.forward_bytes))
+        else:
+            found[edge.target].append((edge.source * count, edge.backward_bytes))
+    return [tuple(ends) for ends in found]
+
+
+def _links(work: Work, devices: tuple[int, ...], first: list[int], count: int) -> tuple[list[float], list[float]]:
+    size = len(devices)
+    latency, per_byte = [0.0] * (size * size), [0.0] * (size * size)
+    used: set[tuple[int, int]] = set()
+    for edge in work.edges:
+        source, target = edge.source * count, edge.target * count
+        used.update(zip(first[source : source + count], first[target : target + count], strict=True))
+    for pair in used:
+        for a, b in (pair, pair[::-1]):
+            if a != b:
+                latency[a * size + b] = work.links.latency_s[devices[a]][devices[b]]
+                per_byte[a * size + b] = 1.0 / work.links.bandwidth_bps[devices[a]][devices[b]]
+    return latency, per_byte
