@@ -2,6 +2,7 @@
 
 from onebox.plan.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, Sync
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
+from onebox.plan.schedules import named_schedule
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
 from onebox.plan.work import Edge, Links, StageWork, Work
@@ -27,6 +28,7 @@ __all__ = [
     "Work",
     "apportion",
     "deal",
+    "named_schedule",
     "shares_from_speeds",
     "simulate",
 ]
