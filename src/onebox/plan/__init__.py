@@ -5,6 +5,7 @@ from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import named_schedule
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
+from onebox.plan.validate import validate
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "named_schedule",
     "shares_from_speeds",
     "simulate",
+    "validate",
 ]

@@ -161,8 +161,9 @@ class _Run:
                     best, choice, chosen = priority[node], node, slot
             if self.weight[slot] < inputs:
                 node = 2 * keys + first + mine[self.weight[slot]]
-                if priority[node] < best:
-                    best, choice, chosen = priority[node], node, slot
+                urgent = priority[node] if self.unfinished[device] < policy.device_unfinished[device] else -1.0
+                if urgent < best:
+                    best, choice, chosen = urgent, node, slot
             if forward < len(mine):
                 node = first + mine[forward]
                 if (
@@ -249,7 +250,7 @@ class _Memory:
 
     def may_start(self, slot: int, micro_batch: int) -> bool:
         """Whether the memory allows a forward."""
-        work, run = self.work[slot], self.run
+        work = self.work[slot]
         saved = work.saved_bytes * self.scale[micro_batch]
         for member in self.slots[slot].members:
             after = self.level[member] + saved

@@ -1,4 +1,4 @@
-"""Named schedules, each a policy of the list scheduler on devices that are equally busy, and what theory says of them."""
+"""Named schedules: each is a policy of the list scheduler, on devices that are equally busy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 from onebox.errors import UsageError
 from onebox.plan.instance import Instance, instance_of, unit_work
 from onebox.plan.listing import UNLIMITED, Policy, list_schedule
-from onebox.plan.schedule import Routes, Schedule
+from onebox.plan.schedule import Action, Routes, Schedule
 
 NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 """Names of schedules that are made of routes alone."""
@@ -50,9 +50,9 @@ def named_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
     return as_schedule(instance, rows)
 
 
-def as_schedule(instance: Instance, rows: Sequence[Sequence[object]]) -> Schedule:
+def as_schedule(instance: Instance, rows: Sequence[Sequence[Action]]) -> Schedule:
     """Return rows as a schedule, with the devices' own numbers."""
-    return Schedule(rows={device: tuple(row) for device, row in zip(instance.devices, rows, strict=True)})  # type: ignore[arg-type]
+    return Schedule(rows={device: tuple(row) for device, row in zip(instance.devices, rows, strict=True)})
 
 
 def policy_of(name: str, instance: Instance, *, more: float = 1.0, capacity: Sequence[int] | None = None) -> Policy:
@@ -75,8 +75,9 @@ def policy_of(name: str, instance: Instance, *, more: float = 1.0, capacity: Seq
         unfinished = [max(in_flight)] * slots
     if name in ("interleaved", "zbv"):
         limits = [ceil(limit * more) for limit in _device_warm_up(instance, name)]
-        device_in_flight = limits
-        if name == "zbv":
+        if name == "interleaved":
+            device_in_flight = limits
+        else:
             device_unfinished = limits
     return Policy(
         priority=_priority(name, instance),
@@ -121,11 +122,12 @@ def _heaviest_path(instance: Instance, weight: Sequence[int]) -> list[int]:
 def _device_warm_up(instance: Instance, name: str) -> list[int]:
     """Return how many micro-batches each device has in flight, over all its stages.
 
-    For ``interleaved`` these are, of a device with `v` stages, the first at position `d` of `D`, `2 (D - d - 1) + (v -
-    1) D + 1`; for ``zbv`` as many as there are stages.
+    For ``interleaved`` these are, of a device with `v` stages, the first at position `d` of `D`, with rounds of `r`
+    micro-batches, `2 (D - d - 1) + (v - 1) r + 1`; for ``zbv`` as many as there are stages.
     """
     path = _heaviest_path(instance, [1] * instance.stages)
     longest = max(path)
+    in_round = ceil(instance.count / _rounds(instance))
     found = []
     for device in range(len(instance.devices)):
         mine = [slot for slot in instance.slots if device in slot.members]
@@ -134,31 +136,40 @@ def _device_warm_up(instance: Instance, name: str) -> list[int]:
             continue
         across = ceil(longest / len(mine))
         position = longest - max(path[slot.stage] for slot in mine)
-        found.append(max(2 * (across - position - 1), 0) + (len(mine) - 1) * across + 1)
+        found.append(max(2 * (across - position - 1), 0) + (len(mine) - 1) * in_round + 1)
     return found
 
 
+def _rounds(instance: Instance) -> int:
+    """Return in how many rounds micro-batches go through the stages of a device.
+
+    A round has at least as many micro-batches as there are devices in a row, so that the first one is back when the
+    last has been sent; rounds are as even as can be.
+    """
+    held: dict[int, int] = {}
+    for slot in instance.slots:
+        for member in slot.members:
+            held[member] = held.get(member, 0) + 1
+    in_row = ceil(max(_heaviest_path(instance, [1] * instance.stages)) / max(held.values()))
+    return max(1, instance.count // in_row)
+
+
 def _priority(name: str, instance: Instance) -> list[float]:
-    """Return each node's place in a device's order of preference: gradients of inputs, forwards, those of weights."""
-    count, stages, keys = instance.count, instance.stages, instance.keys
-    rounds = 1
-    if name == "interleaved":
-        held: dict[int, int] = {}
-        for slot in instance.slots:
-            for member in slot.members:
-                held[member] = held.get(member, 0) + 1
-        rounds = max(1, ceil(stages / max(held.values())))
-    forward, inputs, weight = [], [], []
+    """Return each node's place in a device's order of preference: forwards, gradients of inputs, those of weights.
+
+    Forwards come first because the numbers in flight hold them back; so those are always used up. Of each kind the
+    oldest micro-batch, or round, goes first.
+    """
+    count, stages = instance.count, instance.stages
+    rounds = _rounds(instance) if name == "interleaved" else count
+    forward: list[float] = []
+    inputs: list[float] = []
+    weight: list[float] = []
     for stage in range(stages):
         for micro_batch in range(count):
-            turn = micro_batch // rounds
-            if name == "gpipe":
-                forward.append(stage * count + micro_batch)
-            elif name == "interleaved":
-                forward.append((turn * stages + stage) * count + micro_batch)
-            else:
-                forward.append((stages - stage) * count + micro_batch)
+            turn = micro_batch * rounds // count
+            forward.append((turn * stages + stage) * count + micro_batch)
             inputs.append((turn * stages + stages - stage) * count + micro_batch)
             weight.append(micro_batch * stages + stages - stage)
-    most = 2 * keys * (count + 2)
-    return [*(place + most for place in forward), *inputs, *(place + 2 * most for place in weight)]
+    most = 2 * (rounds + 1) * (stages + 1) * count
+    return [*forward, *(place + most for place in inputs), *(place + 2 * most for place in weight)]
