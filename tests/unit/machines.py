@@ -22,14 +22,16 @@ class Rig:
     Args:
         quota_bytes: The most bytes that its buffers may take.
         faults: To inject.
+        device: Its device; a CPU where ``None``.
     """
 
-    def __init__(self, quota_bytes: int = 0, faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(self, quota_bytes: int = 0, faults: tuple[Fault, ...] = (), device: Device | None = None) -> None:
         self.failures: list[Failure] = []
         self.said: list[Any] = []
         self.tickets = 0
         injector = FaultInjector(faults)
-        self.machine = Machine(Device("cpu", 1), self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
+        device = device or Device("cpu", 1)
+        self.machine = Machine(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
     def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
         self.said.append(saying)

@@ -45,7 +45,7 @@ class Maker:
         slots = [len(self.values) + index for index in range(sum(keep))]
         numbers = iter(slots)
         outs = tuple(next(numbers) if kept else None for kept in keep)
-        specs = tuple(spec_of(tensor) if kept else None for tensor, kept in zip(made, keep, strict=True))
+        specs = tuple(spec_of(tensor) for tensor in made)
         self.operators.append(Operator(name, args, kwargs, outs, specs))
         self.values += [tensor for tensor, kept in zip(made, keep, strict=True) if kept]
         return slots
@@ -110,9 +110,11 @@ def _grow(draw: st.DrawFn, maker: Maker) -> None:
         case "select":
             maker.add("aten.select.int", Slot(a), 0, 0)
         case "split":
-            maker.add("aten.split.Tensor", Slot(a), 1, 0)
+            keep = [True] * value.shape[0]
+            keep[-1] = draw(st.booleans()) or len(keep) == 1
+            maker.add("aten.split.Tensor", Slot(a), 1, 0, keep=keep)
         case "max":
-            maker.add("aten.max.dim", Slot(a), 0)
+            maker.add("aten.max.dim", Slot(a), 0, keep=draw(st.sampled_from([(True, True), (True, False)])))
         case "mm":
             maker.add("aten.mm.default", Slot(a), Slot(draw(st.sampled_from(after))))
 

@@ -36,4 +36,6 @@ def _row(device: DeviceInfo) -> DeviceRow:
         name=device.name + host,
         threads=device.threads,
         memory_bytes=device.memory_bytes,
+        emulated=device.emulated,
+        speed=device.speed,
     )

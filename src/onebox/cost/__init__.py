@@ -1,5 +1,5 @@
 """What things cost: memory from buffer lifetimes."""
 
-from onebox.cost.lifetimes import Footprint, footprint
+from onebox.cost.lifetimes import Footprint, footprint, owners
 
-__all__ = ["Footprint", "footprint"]
+__all__ = ["Footprint", "footprint", "owners"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from onebox.wire import Program, overload, reads, shares_memory, specs_by_slot
+from onebox.wire import Operator, Program, overload, reads, shares_memory, specs_by_slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,30 +23,48 @@ class Footprint:
     net_bytes: int
 
 
+def owners(program: Program) -> dict[int, int]:
+    """Return for each filled slot the slot whose memory it lies in: its own, or what it is a view of."""
+    found = {slot: slot for slot in range(len(program.inputs))}
+    for operator in program.operators:
+        view = shares_memory(overload(operator.name))
+        for slot in (slot for slot in operator.outs if slot is not None):
+            found[slot] = found[reads(operator)[0]] if view else slot
+    return found
+
+
 def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
     """Follow the buffers of a program through its tape.
+
+    An output that nobody reads takes memory while its operator runs, where the program specifies it.
 
     Args:
         program: The tape, with deaths set.
         takes: Inputs that end with it: their memory goes after their last use, unless an output is a view of them.
     """
     specs = specs_by_slot(program)
-    root = {slot: slot for slot in range(len(program.inputs))}
-    alive = dict.fromkeys(root, 1)
+    root = owners(program)
+    alive = dict.fromkeys(range(len(program.inputs)), 1)
     unread = set(takes) - {slot for operator in program.operators for slot in reads(operator)}
     now = -sum(specs[slot].size_bytes for slot in unread - set(program.outputs))
     peak, peak_operator = 0, 0
     for number, operator in enumerate(program.operators):
-        view = shares_memory(overload(operator.name))
         for slot in (slot for slot in operator.outs if slot is not None):
-            root[slot] = root[reads(operator)[0]] if view else slot
             alive[root[slot]] = alive.get(root[slot], 0) + 1
-            now += 0 if view else specs[slot].size_bytes
-        if now > peak:
-            peak, peak_operator = now, number
+            now += specs[slot].size_bytes if root[slot] == slot else 0
+        passing = now + _unread_bytes(operator)
+        if passing > peak:
+            peak, peak_operator = passing, number
         for slot in operator.dies:
             source = root[slot]
             alive[source] -= 1
             if alive[source] == 0 and (source >= len(program.inputs) or source in takes):
                 now -= specs[source].size_bytes
     return Footprint(peak_bytes=peak, peak_operator=peak_operator, net_bytes=now)
+
+
+def _unread_bytes(operator: Operator) -> int:
+    """Return the bytes of what an operator makes and nobody reads."""
+    made = zip(operator.outs, operator.specs, strict=True)
+    unread = sum(spec.size_bytes for slot, spec in made if slot is None and spec is not None)
+    return 0 if unread and shares_memory(overload(operator.name)) else unread

@@ -13,7 +13,14 @@ from onebox.errors import UsageError
 MOST_CPU_WORKERS = 4
 """Without accelerators, one CPU worker a core up to this many."""
 
-_GRAMMAR = "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'"
+_GRAMMAR = (
+    "'auto', or a list such as 'cuda', 'cuda:0,cuda:1', 'cpu', 'cpu*3' (three CPU workers), 'cuda,cpu'; and emulated: "
+    "'cpu@0.5' (a CPU worker at half of its speed), 'sim*4@2' (four devices that only sleep, at twice the speed)"
+)
+
+_PART = re.compile(
+    r"(?P<name>cpu|sim|cuda(?::(?P<index>\d{1,3}))?)(?:\*(?P<count>[1-9]\d{0,2}))?(?:@(?P<speed>\d{1,6}(?:\.\d{1,9})?))?"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +28,14 @@ class DeviceRequest:
     """One worker to start.
 
     Args:
-        device: ``cpu`` or ``cuda:k``.
+        device: ``cpu``, ``cuda:k`` or ``sim``.
         threads: Threads that its CPU operators may use.
+        speed: Fraction of its full speed that a CPU is to work at; of ``sim``, what costs are divided by.
     """
 
     device: str
     threads: int
+    speed: float = 1.0
 
 
 def cores() -> int:
@@ -39,8 +48,9 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
 
     Args:
         spec: ``auto`` for all accelerators of this machine or, with none, one CPU worker a core up to four; or a list
-            separated by commas of ``cuda``, ``cuda:K``, ``cpu`` and ``cpu*N``.
-        threads: Threads for each worker; an equal share of the cores when ``None``.
+            separated by commas of ``cuda``, ``cuda:K``, ``cpu``, ``cpu*N``, ``sim`` and ``sim*N``. With ``@SPEED``
+            behind it a CPU worker is slowed down to that fraction of its speed, and a ``sim`` device has that speed.
+        threads: Threads for each worker that computes; an equal share of the cores when ``None``.
 
     Raises:
         UsageError: The specification is wrong, or names a device that is not there.
@@ -48,25 +58,33 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
     if threads is not None and threads < 1:
         raise UsageError(f"threads={threads}: a worker needs at least one thread")
     accelerators = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names: list[str] = []
+    found: list[tuple[str, float]] = []
     for part in _default(accelerators) if spec.strip() == "auto" else spec.split(","):
-        names += _expand(part.strip(), spec, accelerators)
-    share = max(1, cores() // len(names))
-    return [DeviceRequest(device=name, threads=threads or share) for name in names]
+        found += _expand(part.strip(), spec, accelerators)
+    share = max(1, cores() // max(1, sum(name != "sim" for name, _ in found)))
+    return [
+        DeviceRequest(device=name, threads=1 if name == "sim" else threads or share, speed=speed)
+        for name, speed in found
+    ]
 
 
 def _default(accelerators: int) -> list[str]:
     return ["cuda"] if accelerators else [f"cpu*{min(cores(), MOST_CPU_WORKERS)}"]
 
 
-def _expand(part: str, spec: str, accelerators: int) -> list[str]:
-    match = re.fullmatch(r"cpu(?:\*([1-9]\d{0,2}))?", part)
-    if match:
-        return ["cpu"] * int(match[1] or 1)
-    match = re.fullmatch(r"cuda(?::(\d{1,3}))?", part)
-    if not match:
+def _expand(part: str, spec: str, accelerators: int) -> list[tuple[str, float]]:
+    """Return name and speed of each device of one part of a specification."""
+    match = _PART.fullmatch(part)
+    cuda = part.startswith("cuda")
+    if not match or (cuda and match["count"]):
         raise UsageError(f"pool {spec!r} is not understood at {part!r}; allowed: {_GRAMMAR}")
-    wanted = range(accelerators) if match[1] is None else [int(match[1])]
+    speed = float(match["speed"] or 1)
+    if speed <= 0 or (speed > 1 and not part.startswith("sim")) or (cuda and match["speed"]):
+        allowed = "above 0 for sim, above 0 and up to 1 for cpu (what slows it down), none for cuda"
+        raise UsageError(f"pool {spec!r} asks for speed {match['speed']} at {part!r}; allowed: {allowed}")
+    if not cuda:
+        return [(match["name"], speed)] * int(match["count"] or 1)
+    wanted = range(accelerators) if match["index"] is None else [int(match["index"])]
     if not wanted or any(index >= accelerators for index in wanted):
         raise UsageError(f"pool {spec!r} asks for {part}, but this machine has {accelerators} CUDA devices")
-    return [f"cuda:{index}" for index in wanted]
+    return [(f"cuda:{index}", 1.0) for index in wanted]

@@ -36,10 +36,12 @@ class DeviceInfo:
     Args:
         number: Its number in the pool.
         host: The host that it is in.
-        device: Its name there, ``cpu`` or ``cuda:k``.
+        device: Its name there: ``cpu``, ``cuda:k`` or ``sim``.
         name: Product name.
         threads: Threads that its CPU operators may use.
         memory_bytes: Its memory, or the worker's quota where that is less.
+        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
+        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
     """
 
     number: int
@@ -48,10 +50,12 @@ class DeviceInfo:
     name: str
     threads: int
     memory_bytes: int
+    speed: float = 1.0
+    emulated: bool = False
 
     @property
     def kind(self) -> str:
-        """``cpu`` or ``cuda``."""
+        """``cpu``, ``cuda`` or ``sim``."""
         return self.device.split(":")[0]
 
 
@@ -115,11 +119,17 @@ class Pool:
                 sums that are made at the client.
 
         Raises:
+            UsageError: Some of the devices have values and others, ``sim``, have none.
             OneboxError: The group could not be formed.
         """
         group = self.new_number()
         same_host = len({self.devices[worker].host for worker in workers}) == 1
         kinds = {self.devices[worker].kind for worker in workers}
+        if "sim" in kinds and len(kinds) > 1:
+            raise UsageError(
+                f"a group of {', '.join(sorted(kinds))} devices: sim devices have no values to give to others; "
+                "let a group be of sim devices only, or of none"
+            )
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
@@ -176,7 +186,8 @@ def open_pool(
 
     Args:
         spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
-            ``cuda:0,cuda:1`` or ``cpu*2``.
+            ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
+            four devices that compute nothing and sleep as long as what they are sent says that it costs.
         threads: Threads of each worker; an equal share of the cores when ``None``.
         memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
         faults: For tests: what goes wrong on which worker.
@@ -212,6 +223,7 @@ def open_pool(
                 mine.public,
                 quota_bytes=memory_bytes or 0,
                 faults=tuple((faults or {}).get(number, ())),
+                speed=request.speed,
             )
             place = Place(worker=number, host="localhost", device=request.device)
             processes.append(WorkerProcess(place, config))
@@ -245,4 +257,6 @@ def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:
         name=hello.name,
         threads=hello.threads,
         memory_bytes=hello.memory_bytes,
+        speed=hello.speed,
+        emulated=hello.emulated,
     )

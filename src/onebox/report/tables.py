@@ -20,6 +20,8 @@ class DeviceRow:
         name: Model name of the hardware, and its host where it is not this one.
         threads: CPU threads of its worker; None where that says nothing.
         memory_bytes: Memory that the worker may use; None where it is not limited or not known.
+        emulated: Whether times on it are made, by slowing it down or by sleeping instead of computing.
+        speed: At which speed it is emulated; 1 for full speed.
     """
 
     device: str
@@ -27,6 +29,8 @@ class DeviceRow:
     name: str
     threads: int | None = None
     memory_bytes: int | None = None
+    emulated: bool = False
+    speed: float = 1.0
 
 
 def device_table(rows: Iterable[DeviceRow]) -> Table:
@@ -50,7 +54,8 @@ def device_table(rows: Iterable[DeviceRow]) -> Table:
         threads = "-" if row.threads is None else str(row.threads)
         memory = "-" if row.memory_bytes is None else _memory(row.memory_bytes)
         # Text, because a plain string's square brackets would be read as markup.
-        table.add_row(*(Text(cell) for cell in (row.device, row.kind, row.name, threads, memory)))
+        kind = f"{row.kind}, emulated, speed {row.speed:g}" if row.emulated else row.kind
+        table.add_row(*(Text(cell) for cell in (row.device, kind, row.name, threads, memory)))
     return table
 
 

@@ -18,7 +18,7 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
-from onebox.wire.tensors import DTYPES, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, spec_of, to_frame
 
 __all__ = [
     "DTYPES",
@@ -34,6 +34,7 @@ __all__ = [
     "TensorSpec",
     "Value",
     "check",
+    "check_elements",
     "check_frames",
     "configure",
     "decode_envelope",

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from onebox.wire.program import Program, TensorSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything in this file and in ``program.py``; both sides must agree."""
 
 Number = bool | int | float | None
@@ -82,6 +82,24 @@ class Reduce(_Message, frozen=True, tag="reduce"):
     group: int
 
 
+class Gather(_Message, frozen=True, tag="gather"):
+    """Fill a buffer with the concatenation, in the order of the ranks, of each rank's buffer; later readers wait.
+
+    Args:
+        buffer: This rank's part; it stays as it is. Its size along ``dim`` may differ from the other ranks'.
+        into: The buffer that is filled.
+        spec: What ``into`` becomes.
+        group: The group.
+        dim: The dimension along which parts are put together, from 0.
+    """
+
+    buffer: int
+    into: int
+    spec: TensorSpec
+    group: int
+    dim: int = 0
+
+
 class OptimizerStep(_Message, frozen=True, tag="optimize"):
     """Let an optimizer update its parameters.
 
@@ -90,11 +108,13 @@ class OptimizerStep(_Message, frozen=True, tag="optimize"):
         gradients: One reference for each parameter, in its order.
         max_norm: Where positive, scale all gradients so that their joint 2-norm is at most this. The norm before
             scaling is in the answer of the run.
+        square_norm: A buffer that holds the square of that norm, where more gradients count than these; 0 for none.
     """
 
     optimizer: int
     gradients: tuple[int, ...]
     max_norm: float = 0.0
+    square_norm: int = 0
 
 
 class Get(_Message, frozen=True, tag="get"):
@@ -123,7 +143,7 @@ class Ask(_Message, frozen=True, tag="ask"):
     buffers: tuple[int, ...] = ()
 
 
-Step = Call | Free | Send | Receive | Reduce | OptimizerStep | Get | Snapshot | Ask
+Step = Call | Free | Send | Receive | Reduce | Gather | OptimizerStep | Get | Snapshot | Ask
 """What a routine may hold."""
 
 
@@ -134,8 +154,10 @@ def references(step: Step) -> tuple[int, ...]:
             return (*step.inputs, *step.outputs)
         case Send() | Receive():
             return (step.buffer,)
+        case Gather():
+            return (step.buffer, step.into)
         case OptimizerStep():
-            return step.gradients
+            return (*step.gradients, step.square_norm) if step.square_norm else step.gradients
         case Snapshot():
             return (*step.sources, *step.targets)
         case Free() | Reduce() | Get() | Ask():
@@ -168,18 +190,26 @@ class Optimizer(_Message, frozen=True, tag="optimizer"):
         groups: For each parameter group, positions in ``parameters`` and its options.
         parameters: Buffers of the parameters, updated in place.
         state: State to start from; the elements of its tensors are in frames, in order.
+        cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
     """
 
     name: str
     groups: tuple[tuple[tuple[int, ...], Options], ...]
     parameters: tuple[int, ...]
     state: tuple[StateEntry, ...] = ()
+    cost_s: float = 0.0
 
 
 class StoredProgram(_Message, frozen=True, tag="program"):
-    """A program, as a definition."""
+    """A program, as a definition.
+
+    Args:
+        program: The program.
+        cost_s: Seconds that a call takes on a ``sim`` device of speed 1; other devices take what it takes.
+    """
 
     program: Program
+    cost_s: float = 0.0
 
 
 class Define(_Message, frozen=True, tag="define"):
@@ -205,7 +235,14 @@ class Run(_Message, frozen=True, tag="run"):
         step: The training step, part of the seed of random operators.
         seed: The run's seed.
         options: New options for each group of each optimizer that the routine steps, in order; empty for no change.
-        trace: Whether to answer with the time of each instruction.
+        trace: Whether to answer with the time of each instruction: its start and its end on the monotonic clock, which
+            all processes of a host share. A start is taken after the buffers that the instruction reads are there, so
+            that a wait for other workers is a gap before it. ``Receive`` lasts from its posting until its tensor had
+            arrived, however much later that was read; ``Send`` until its tensor can be had by the peer (copied, and
+            across an emulated link); ``Reduce`` and ``Gather`` until somebody who waited for the result had it. A
+            ``Receive``, ``Reduce`` or ``Gather`` whose result nobody has waited for by the end of the run ends where
+            it was posted. By Gloo and NCCL, the end of a ``Receive`` is when it was read, and that of a ``Send`` when
+            it was handed over.
     """
 
     routine: int
@@ -214,6 +251,22 @@ class Run(_Message, frozen=True, tag="run"):
     seed: int = 0
     options: tuple[Options, ...] = ()
     trace: bool = False
+
+
+class EmulatedLink(_Message, frozen=True):
+    """How slow transfers to a rank are made to be, for experiments on one host.
+
+    Args:
+        peer: The rank.
+        link: A number of the way from this worker to that one; transfers of all groups that share it queue up on it.
+        latency_s: Seconds that everything takes in addition.
+        bandwidth_bps: Bytes per second at most; infinite for no cap.
+    """
+
+    peer: int
+    link: int
+    latency_s: float
+    bandwidth_bps: float
 
 
 class FormGroup(_Message, frozen=True, tag="form"):
@@ -226,7 +279,8 @@ class FormGroup(_Message, frozen=True, tag="form"):
         backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
         address: The address of this host that the group's sockets bind.
         timeout_s: Bound of every wait inside the group.
-        same_host: Whether all members are processes of one host, which may share memory.
+        same_host: Whether all members are processes of one host without accelerators, which share memory.
+        links: This worker's emulated links to other ranks; only with ``same_host``.
     """
 
     group: int
@@ -236,6 +290,7 @@ class FormGroup(_Message, frozen=True, tag="form"):
     address: str
     timeout_s: float
     same_host: bool = False
+    links: tuple[EmulatedLink, ...] = ()
 
 
 class LeaveGroup(_Message, frozen=True, tag="leave"):
@@ -293,10 +348,12 @@ class Hello(_Message, frozen=True, tag="hello"):
     Args:
         protocol: Its :data:`PROTOCOL`.
         torch: Its torch version.
-        device: Such as ``cpu`` or ``cuda:0``.
+        device: Such as ``cpu``, ``cuda:0`` or ``sim``.
         name: The device's product name.
         threads: Threads that operators may use.
         memory_bytes: Memory of the device, or the worker's quota where that is less.
+        speed: Fraction of its full speed that a throttled CPU works at; of a ``sim`` device, what costs are divided by.
+        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
     """
 
     protocol: int
@@ -305,6 +362,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     name: str
     threads: int
     memory_bytes: int
+    speed: float = 1.0
+    emulated: bool = False
 
 
 class Failure(_Message, frozen=True, tag="failure"):

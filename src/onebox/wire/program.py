@@ -100,7 +100,7 @@ class Operator(_Part, frozen=True):
         args: Positional arguments.
         kwargs: Keyword arguments.
         outs: Slot of each output; ``None`` for one that nobody reads.
-        specs: What each output is; ``None`` with a ``None`` slot.
+        specs: What each output is; ``None`` only with a ``None`` slot, whose memory is then not accounted for.
         dies: Slots that nobody reads after this operator.
         position: For an operator that draws random numbers, its position among those of the whole model, which with
             run seed, step and micro-batch gives its own seed; otherwise -1.
@@ -173,9 +173,10 @@ def check(program: Program) -> None:
             if slot is not None:
                 if not 0 <= slot < program.slots or slot in filled:
                     raise WireError(f"{operator.name} fills slot {slot}, which is not there or already filled")
-                _check_spec(made, operator.name)
                 filled.add(slot)
                 alive.add(slot)
+            if slot is not None or made is not None:
+                _check_spec(made, operator.name)
         if not alive.issuperset(operator.dies):
             raise WireError(f"{operator.name} ends a slot that nothing has filled, or that has ended")
         alive.difference_update(operator.dies)

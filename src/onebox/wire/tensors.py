@@ -47,14 +47,23 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     Raises:
         WireError: The frame has not the bytes that the specification needs, or its type is not allowed.
     """
-    if spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 or _extent(spec) >= 1 << 63:
-        raise WireError(f"a tensor of {spec} is not allowed; types: {', '.join(DTYPES)}")
-    if len(frame) != spec.size_bytes:
-        raise WireError(f"{spec} needs {spec.size_bytes} bytes, but the frame has {len(frame)}")
+    check_elements(spec, frame)
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
     if spec.size_bytes:
         tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
     return tensor
+
+
+def check_elements(spec: TensorSpec, frame: memoryview | bytes) -> None:
+    """Require that a frame holds the elements of a tensor.
+
+    Raises:
+        WireError: It has not the bytes that the specification needs, or its type is not allowed.
+    """
+    if spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 or _extent(spec) >= 1 << 63:
+        raise WireError(f"a tensor of {spec} is not allowed; types: {', '.join(DTYPES)}")
+    if len(frame) != spec.size_bytes:
+        raise WireError(f"{spec} needs {spec.size_bytes} bytes, but the frame has {len(frame)}")
 
 
 def _extent(spec: TensorSpec) -> int:

@@ -1,16 +1,26 @@
-"""The device of a worker: the few things that differ between a CPU and a GPU."""
+"""The device of a worker: the few things that differ between a CPU, a GPU and an emulated device."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import math
 import platform
+import time
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
-from onebox.wire import to_frame
+from onebox.errors import UsageError, WireError
+from onebox.wire import TensorSpec, from_frame, to_frame
+from onebox.wire.messages import Optimizer, StoredProgram
+from onebox.worker.optimizer import NativeOptimizer
+from onebox.worker.tape import Progress, Tape
+
+_PR_SET_TIMERSLACK = 29
+"""Of ``prctl(2)``: by how many nanoseconds the kernel may let a sleep of this thread end late; 50,000 by default."""
 
 
 class Device:
@@ -19,11 +29,22 @@ class Device:
     Args:
         name: ``cpu``, or ``cuda:k``.
         threads: Threads that CPU operators may use.
+        speed: Fraction of its full speed that a CPU is to work at; below 1 everything takes so much longer.
+
+    Raises:
+        UsageError: It cannot work at such a speed.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, speed: float = 1.0) -> None:
+        if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
+            raise UsageError(f"{name} at speed {speed}: a CPU can work at more than 0 and up to 1, a GPU at 1 only")
+        self.name = name
         self.device = torch.device(name)
         self.threads = threads
+        self.speed = speed
+        self.emulated = speed < 1
+        if self.emulated:
+            wake_on_time()
         torch.set_num_threads(threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -31,14 +52,60 @@ class Device:
         else:
             self._generator = torch.default_generator
 
+    # ---- programs and optimizers
+
+    def load(self, stored: StoredProgram) -> Tape:
+        """Make a program ready to run here.
+
+        Raises:
+            WireError: It is none, or uses what is not allowed.
+        """
+        check_cost(stored.cost_s)
+        return Tape(stored.program, self.device)
+
+    def optimizer(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> NativeOptimizer:
+        """Make an optimizer over buffers of this device; see :class:`NativeOptimizer`.
+
+        Raises:
+            WireError: It is not allowed.
+        """
+        check_cost(spec.cost_s)
+        return NativeOptimizer(spec, parameters, state)
+
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Seed the random numbers of one operator from all that says where in the run it is."""
         text = f"{run}/{step}/{micro_batch}/{position}".encode()
         self._generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Return a CPU tensor on this device."""
+    def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
+        """Let work last as long as it is to last on this device; only an emulated one adds to it.
+
+        Args:
+            start_ns: When the work began, by ``time.monotonic_ns``; it is done by now.
+            cost_s: What it costs by the client's model of a ``sim`` device.
+            progress: Told that the worker waits meanwhile.
+        """
+        if self.emulated:
+            sleep_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
+
+    # ---- values
+
+    def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
+        """Return a new tensor of this device with the elements of a frame.
+
+        Raises:
+            WireError: The frame does not fit the specification.
+        """
+        tensor = from_frame(spec, frame)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=False)
+
+    def read(self, tensor: Tensor) -> memoryview:
+        """Return the elements of a tensor, as a frame."""
+        return to_frame(tensor)
+
+    def scalar(self, tensor: Tensor) -> float:
+        """Return the value of a tensor of one element."""
+        return float(tensor)
 
     def digest(self, tensors: list[Tensor]) -> bytes:
         """Return one hash over the bytes of tensors."""
@@ -46,6 +113,8 @@ class Device:
         for tensor in tensors:
             made.update(to_frame(tensor))
         return made.digest()
+
+    # ---- what it is
 
     def product_name(self) -> str:
         """Return the product name of the device."""
@@ -61,3 +130,36 @@ class Device:
         if self.device.type == "cuda":
             return int(torch.cuda.get_device_properties(self.device).total_memory)
         return int(psutil.virtual_memory().total)
+
+    def quota_bytes(self, asked_bytes: int) -> int:
+        """Return the most bytes that buffers may take: what was asked for, 0 for no limit but that of the device."""
+        return asked_bytes
+
+
+def check_cost(cost_s: float) -> None:
+    """Require that a cost is one.
+
+    Raises:
+        WireError: It is not.
+    """
+    if not 0 <= cost_s < math.inf:
+        raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")
+
+
+def wake_on_time() -> None:
+    """Ask the kernel to end sleeps of this thread on time, not up to 50 µs later to save power."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+
+
+def sleep_until(end_ns: int, progress: Progress) -> None:
+    """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
+
+    Args:
+        end_ns: When to go on; at once where that has passed.
+        progress: Told that the worker waits, so that it is not taken for one that hangs.
+    """
+    if end_ns <= time.monotonic_ns():
+        return
+    with progress.wait():
+        while (left_ns := end_ns - time.monotonic_ns()) > 0:
+            time.sleep(left_ns / 1e9)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -20,6 +20,7 @@ from onebox.wire.messages import (
     Failure,
     FormGroup,
     Free,
+    Gather,
     Get,
     Instruction,
     LeaveGroup,
@@ -44,8 +45,9 @@ from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.worker.device import Device
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
-from onebox.worker.groups import Bucket, ClientChannel, Group, PeerLost, form_group
+from onebox.worker.groups import Bucket, ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.optimizer import NativeOptimizer
+from onebox.worker.peers import Finish
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, Tape
 
@@ -84,6 +86,9 @@ class Machine:
         self._definitions: dict[int, Tape | Routine | NativeOptimizer | Failure] = {}
         self._groups: dict[int, Group] = {}
         self._lost: dict[int, Failure] = {}  # why a group was left
+        self._wires = Wires()
+        self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
+        self._until_ns = 0  # when the instruction's effect is there, where that is later than its end
         self._run = Run(0)
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
@@ -115,12 +120,8 @@ class Machine:
 
     def _run_routine(self, run: Run) -> list[Result]:
         routine = self._definitions.get(run.routine)
-        if isinstance(routine, Failure):
-            return self._failed(run, routine)
         if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
-            return self._failed(
-                run, Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
-            )
+            return self._cannot_run(run, routine)
         bindings = run.bindings
 
         def resolve(reference: int) -> int:
@@ -135,16 +136,30 @@ class Machine:
         for step in routine.steps:
             if run.trace:
                 times.append(time.monotonic_ns())
+                self._until_ns = 0
             try:
                 results += self._guarded(step, nothing, resolve)
             except Poisoned as error:
                 poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
             if run.trace:
-                end = time.monotonic_ns()
-                times.append(end)
+                end_ns = time.monotonic_ns()
+                times.append(max(end_ns, self._until_ns))
         if poisoned is not None:
             raise poisoned
         return results
+
+    def _cannot_run(self, run: Run, routine: object) -> list[Result]:
+        """Report a routine that cannot run, and leave the groups in which others would wait for it."""
+        groups: Sequence[int] = tuple(self._groups)
+        failure = Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
+        if isinstance(routine, Failure):
+            failure, groups = routine, self._owed.get(run.routine, groups)
+        elif isinstance(routine, Routine):
+            groups = _groups_of(routine)
+        self._report(failure)
+        for number in groups:
+            self._abandon(number, failure)
+        return []
 
     def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         """Execute an instruction; turn what it raises into void buffers and a report."""
@@ -180,11 +195,17 @@ class Machine:
         if isinstance(instruction, Define):
             self._undefine(instruction.number)
             self._definitions[instruction.number] = failure
-        if isinstance(instruction, Reduce | Send | FormGroup):
+            if isinstance(instruction.what, Routine):
+                self._owed[instruction.number] = _groups_of(instruction.what)
+        if isinstance(instruction, Reduce | Gather | Send | FormGroup):
             self._report(failure)
-            if instruction.group not in self._lost:
-                self._leave(instruction.group)
-                self._lost[instruction.group] = failure
+            self._abandon(instruction.group, failure)
+
+    def _abandon(self, group: int, failure: Failure) -> None:
+        """Leave a group in which this worker cannot do its part, if it has not been left yet."""
+        if group not in self._lost:
+            self._leave(group)
+            self._lost[group] = failure
 
     def _writes(self, instruction: Instruction) -> Sequence[int]:
         match instruction:
@@ -194,6 +215,8 @@ class Machine:
                 return instruction.buffers
             case Receive():
                 return (instruction.buffer,)
+            case Gather():
+                return (instruction.into,)
             case Snapshot():
                 return instruction.targets
             case OptimizerStep():
@@ -208,7 +231,7 @@ class Machine:
         what = define.what
         self._undefine(define.number)
         if isinstance(what, StoredProgram):
-            self._definitions[define.number] = Tape(what.program, self._device.device)
+            self._definitions[define.number] = self._device.load(what)
         elif isinstance(what, Routine):
             if any(reference < -what.bindings for step in what.steps for reference in references(step)):
                 raise WireError(f"a routine refers to more than its {what.bindings} bindings")
@@ -220,6 +243,7 @@ class Machine:
 
     def _undefine(self, number: int) -> None:
         gone = self._definitions.pop(number, None)
+        self._owed.pop(number, None)
         if isinstance(gone, NativeOptimizer):
             self.store.charge(-gone.charged_bytes)
 
@@ -229,11 +253,11 @@ class Machine:
         for entry in spec.state:
             if not isinstance(entry.value, bool | int | float | None):
                 state.append(from_frame(entry.value, next(frames)))
-        return NativeOptimizer(spec, parameters, state)
+        return self._device.optimizer(spec, parameters, state)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         for number, spec in zip(put.buffers, put.specs, strict=True):
-            self.store.put(number, self._device.upload(from_frame(spec, next(frames))))
+            self.store.put(number, self._device.fill(spec, next(frames)))
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -242,6 +266,8 @@ class Machine:
         if len(call.inputs) != len(tape.program.inputs) or len(call.outputs) != len(tape.program.outputs):
             raise WireError(f"program {call.program} has other inputs or outputs than its call")
         inputs = [store.get(resolve(reference)) for reference in call.inputs]
+        self._begun()
+        start_ns = time.monotonic_ns()
         need = tape.footprint(call.takes)
         try:
             store.reserve(need.peak_bytes)
@@ -255,6 +281,7 @@ class Machine:
 
         for reference, tensor in zip(call.outputs, tape.run(inputs, seed, self.progress), strict=True):
             store.put(resolve(reference), tensor)
+        self._device.pace(start_ns, tape.cost_s, self.progress)
         return []
 
     def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -266,7 +293,7 @@ class Machine:
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         tensors = [self.store.get(resolve(reference)) for reference in get.buffers]
-        self.frames_out += [to_frame(tensor) for tensor in tensors]
+        self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
     def _snapshot(self, snapshot: Snapshot, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -279,54 +306,79 @@ class Machine:
             return [Memory(self.store.used_bytes, self.store.peak_bytes, self.store.quota_bytes)]
         if ask.about == "optimizer":
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
-            self.frames_out += [to_frame(tensor) for tensor in tensors]
+            self.frames_out += [self._device.read(tensor) for tensor in tensors]
             return [OptimizerState(tuple(entries))]
         tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
         if ask.about == "digest":
             return [Digest(self._device.digest(tensors))]
-        return [Scalars(tuple(float(tensor) for tensor in tensors))]
+        return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
 
     def _reduce(self, reduce: Reduce, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         numbers = [resolve(reference) for reference in reduce.buffers]
         tensors = [self.store.get(number) for number in numbers]
+        self._begun()
         shapes = [tensor.shape for tensor in tensors]
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         finish = self._group(reduce.group).reduce(tensors)
         del tensors
-        times, place = self.times_ns, len(self.times_ns)
+        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, self._timed()))
+        return []
 
-        def done() -> None:
-            if place < len(times):
-                times[place] = time.monotonic_ns()
-
-        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, done))
+    def _gather(self, gather: Gather, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        tensor = self.store.get(resolve(gather.buffer))
+        self._begun()
+        finish = self._group(gather.group).gather(tensor, gather.spec, gather.dim)
+        self._promise(resolve(gather.into), gather.spec, finish)
         return []
 
     def _send(self, send: Send, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._group(send.group).send(self.store.get(resolve(send.buffer)), send.peer, send.channel)
+        tensor = self.store.get(resolve(send.buffer))
+        self._begun()
+        self._until_ns = self._group(send.group).send(tensor, send.peer, send.channel)
         return []
 
     def _receive(self, receive: Receive, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        number = resolve(receive.buffer)
         finish = self._group(receive.group).receive(receive.spec, receive.peer, receive.channel)
-        spec = receive.spec
-        bucket = Bucket([number], [torch.Size(spec.shape)], spec.size_bytes, lambda: finish().view(-1), _nothing)
-        self.store.promise([number], bucket)
+        self._promise(resolve(receive.buffer), receive.spec, finish)
         return []
+
+    def _promise(self, number: int, spec: TensorSpec, finish: Finish) -> None:
+        """Let a buffer be filled when somebody asks for it."""
+        shape = torch.Size(spec.shape)
+        self.store.promise([number], Bucket([number], [shape], spec.size_bytes, finish, self._timed()))
+
+    def _begun(self) -> None:
+        """Note that what the instruction reads is there, so that it begins now; for the trace."""
+        if len(self.times_ns) % 2:
+            self.times_ns[-1] = time.monotonic_ns()
+
+    def _timed(self) -> Callable[[int], None]:
+        """Return what notes in the trace when that which the instruction has started was there."""
+        times, place = self.times_ns, len(self.times_ns)
+
+        def done(at_ns: int) -> None:
+            if 0 < place < len(times):
+                times[place] = max(times[place - 1], at_ns)
+
+        return done
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
+        self._begun()
+        start_ns = time.monotonic_ns()
         self.frames_out = [bytes(frame) for frame in self.frames_out]  # answers that share memory with parameters
         if self._run.options:
             optimizer.set_options(self._run.options)
         before = optimizer.charged_bytes
-        norm = optimizer.step(gradients, step.max_norm)
+        total = self.store.get(resolve(step.square_norm)).sqrt() if step.square_norm else None
+        norm = optimizer.step(gradients, step.max_norm, total)
         self.store.charge(optimizer.charged_bytes - before)
+        self._device.pace(start_ns, optimizer.cost_s, self.progress)
         return [] if norm is None else [Scalars((norm,))]
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._groups[form.group] = form_group(form, self._channel, self._device.device, self.progress)
+        self._groups[form.group] = form_group(form, self._channel, self._device.device, self.progress, self._wires)
         return []
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -367,6 +419,7 @@ class Machine:
         Ask: _ask,
         Reduce: _reduce,
         Send: _send,
+        Gather: _gather,
         Receive: _receive,
         OptimizerStep: _optimize,
         FormGroup: _form,
@@ -378,8 +431,9 @@ def _same(reference: int) -> int:
     return reference
 
 
-def _nothing() -> None:
-    pass
+def _groups_of(routine: Routine) -> tuple[int, ...]:
+    """Return the groups that a routine uses."""
+    return tuple({step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather)})
 
 
 def _frame_count(instruction: Instruction) -> int:

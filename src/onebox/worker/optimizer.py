@@ -18,7 +18,7 @@ ALLOWED = (
 """Classes of ``torch.optim`` that workers run. Not LBFGS (it calls the model again) and not SparseAdam."""
 
 
-_KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Options that choose a kernel; they stay as they were decided when the optimizer was made."""
 
 
@@ -38,9 +38,11 @@ class NativeOptimizer:
         if spec.name not in ALLOWED or not hasattr(torch.optim, spec.name):
             raise WireError(f"optimizer {spec.name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
         self.numbers = spec.parameters
+        self.cost_s = spec.cost_s
         self.parameters = parameters
         groups = [
-            {"params": [parameters[index] for index in members], **_plain(options)} for members, options in spec.groups
+            {"params": [parameters[index] for index in members], **self._options(options)}
+            for members, options in spec.groups
         ]
         kind = getattr(torch.optim, spec.name)
         try:
@@ -51,7 +53,7 @@ class NativeOptimizer:
         if unknown:
             raise WireError(f"optimizer {spec.name} has no option {sorted(unknown)[0]!r}")
         for group in self.optimizer.param_groups:
-            _prefer_fused(group, parameters)
+            self._choose_kernel(group)
         tensors = iter(state)
         for entry in spec.state:
             plain = isinstance(entry.value, bool | int | float | None)
@@ -70,27 +72,25 @@ class NativeOptimizer:
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""
         for group, changed in zip(self.optimizer.param_groups, options, strict=True):
-            group.update({key: value for key, value in _plain(changed).items() if key not in _KERNEL_OPTIONS})
+            group.update({key: value for key, value in self._options(changed).items() if key not in KERNEL_OPTIONS})
 
-    def step(self, gradients: list[Tensor], max_norm: float) -> float | None:
+    def step(self, gradients: list[Tensor], max_norm: float, norm: Tensor | None = None) -> float | None:
         """Update the parameters.
 
         Args:
             gradients: One for each parameter, not written to.
             max_norm: Where positive, the most that the joint 2-norm of the gradients may be.
+            norm: That norm, where it is of more gradients than these.
 
         Returns:
             The norm before scaling, where ``max_norm`` is positive.
         """
-        norm = None
         if max_norm > 0:
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-            gradients = [gradient * factor for gradient in gradients]
+            gradients = [gradient * factor.to(gradient.dtype) for gradient in gradients]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = (
-                gradient.contiguous()
-            )  # fused kernels take for granted that it is laid out as the parameter
+            parameter.grad = gradient.contiguous()  # fused kernels take for granted that it lies as the parameter does
         self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
@@ -122,15 +122,14 @@ class NativeOptimizer:
         values = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
+    def _options(self, options: Options) -> dict[str, Any]:
+        """Return options as the class takes them."""
+        return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
 
-def _plain(options: Options) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
-
-
-def _prefer_fused(group: dict[str, Any], parameters: list[Tensor]) -> None:
-    """Let one kernel update all parameters of a group, unless the user chose otherwise."""
-    if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
-        return
-    unsuited = group.get("differentiable") or group.get("capturable")
-    if not unsuited and all(parameter.is_floating_point() for parameter in parameters):
-        group["fused"] = True
+    def _choose_kernel(self, group: dict[str, Any]) -> None:
+        """Let one kernel update all parameters of a group, unless the user chose otherwise."""
+        if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
+            return
+        unsuited = group.get("differentiable") or group.get("capturable")
+        if not unsuited and all(parameter.is_floating_point() for parameter in self.parameters):
+            group["fused"] = True

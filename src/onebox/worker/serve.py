@@ -34,6 +34,7 @@ from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import PeerLost
 from onebox.worker.machine import Machine
+from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
 from onebox.worker.watch import Watcher
 
@@ -42,7 +43,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent of a worker writes to its standard input, as one line of JSON.
 
     Args:
-        device: ``cpu`` or ``cuda:k``.
+        device: ``cpu``, ``cuda:k`` or ``sim``.
         threads: Threads that operators may use.
         public: The worker's public key.
         secret: Its secret key.
@@ -50,6 +51,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         address: The address to bind.
         quota_bytes: The most bytes that buffers may take; 0 for no limit.
         faults: For tests.
+        speed: Fraction of its full speed that a CPU works at; of ``sim``, what costs are divided by.
     """
 
     device: str
@@ -60,6 +62,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     address: str = "127.0.0.1"
     quota_bytes: int = 0
     faults: tuple[Fault, ...] = ()
+    speed: float = 1.0
 
     def __repr__(self) -> str:  # never with the secret
         return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
@@ -77,13 +80,14 @@ class Server:
 
     def __init__(self, config: WorkerConfig, lifelines: Sequence[int]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._device = Device(config.device, config.threads)
+        sim = config.device == "sim"
+        self._device = SimDevice(config.speed) if sim else Device(config.device, config.threads, config.speed)
         keys = KeyPair(config.public, config.secret)
         self.machine = Machine(
             self._device,
             self,
             self._report,
-            quota_bytes=config.quota_bytes,
+            quota_bytes=self._device.quota_bytes(config.quota_bytes),
             faults=FaultInjector(config.faults),
         )
         self._watcher = Watcher(
@@ -142,10 +146,12 @@ class Server:
             Hello(
                 PROTOCOL,
                 torch_version,
-                str(self._device.device),
+                self._device.name,
                 self._device.product_name(),
                 self._device.threads,
                 min(memory, quota) if quota else memory,
+                self._device.speed,
+                self._device.emulated,
             )
         )
         with torch.inference_mode():

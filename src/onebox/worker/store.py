@@ -52,7 +52,7 @@ class BufferStore:
         self._pending: dict[int, Pending] = {}
         self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
         self._void: dict[int, Failure] = {}
-        self._holders: dict[int, int] = {}
+        self._holders: dict[int, int] = {}  # from a storage, by its identity (on meta it has no address), to its uses
 
     def get(self, number: int) -> Tensor:
         """Return a buffer, waiting for it where it is still being filled.
@@ -84,12 +84,11 @@ class BufferStore:
         """
         self.forget(number)
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        holders = self._holders.get(address, 0)
-        if holders == 0 and address:
+        holders = self._holders.get(storage._cdata, 0)
+        if holders == 0 and storage.nbytes():
             self.reserve(storage.nbytes())
             self.used_bytes += storage.nbytes()
-        self._holders[address] = holders + 1
+        self._holders[storage._cdata] = holders + 1
         self._tensors[number] = tensor
 
     def promise(self, numbers: Iterable[int], pending: Pending) -> None:
@@ -128,11 +127,10 @@ class BufferStore:
         tensor = self._tensors.pop(number, None)
         if tensor is not None:
             storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            self._holders[address] -= 1
-            if not self._holders[address]:
-                del self._holders[address]
-                self.used_bytes -= storage.nbytes() if address else 0
+            self._holders[storage._cdata] -= 1
+            if not self._holders[storage._cdata]:
+                del self._holders[storage._cdata]
+                self.used_bytes -= storage.nbytes()
 
     def _release(self, pending: Pending) -> None:
         """Note that a promise has one number less to fill; with the last its bytes are free."""

@@ -29,6 +29,9 @@ from onebox.wire import (
 )
 from onebox.worker.allow import allowed
 
+_shape = op.attrgetter("shape")
+_dtype = op.attrgetter("dtype")
+
 Seed = Callable[[int], None]
 """Seeds the device's random numbers for the random operator at a position."""
 
@@ -77,7 +80,10 @@ class Tape:
     def __init__(self, program: Program, device: torch.device) -> None:
         check(program)
         self.program = program
+        self.cost_s = 0.0
         self._device = device
+        self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
+        self._dtypes = [DTYPES[spec.dtype] for spec in program.inputs]
         self._registers: list[Any] = [None] * program.slots
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
@@ -98,6 +104,20 @@ class Tape:
             found = self._footprints[takes] = footprint(self.program, takes)
         return found
 
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Require that inputs are what the program says.
+
+        Raises:
+            WireError: Which one is not, and what it is.
+        """
+        if list(map(_shape, inputs)) == self._shapes and list(map(_dtype, inputs)) == self._dtypes:
+            return
+        if len(inputs) != len(self.program.inputs):
+            raise WireError(f"a program of {len(self.program.inputs)} inputs is given {len(inputs)}")
+        for number, (tensor, spec) in enumerate(zip(inputs, self.program.inputs, strict=True)):
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+                raise WireError(f"input {number} of the program is {spec}, but its buffer holds {_shapes([tensor])}")
+
     def run(self, inputs: list[Tensor], seed: Seed, progress: Progress) -> list[Tensor]:
         """Run the program.
 
@@ -107,8 +127,10 @@ class Tape:
             progress: Counted up with each operator.
 
         Raises:
+            WireError: An input is not what the program says.
             OperatorFailed: An operator raised, or (in the first run) made something else than the program says.
         """
+        self.check_inputs(inputs)
         registers = self._registers.copy()
         registers[: len(inputs)] = inputs
         inputs.clear()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import Footprint, footprint
+from onebox.cost import Footprint, footprint, owners
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
 from onebox.worker.tape import Progress, Tape
 from tests.unit.programs import CPU, Meter, Sample, samples
@@ -83,6 +83,12 @@ def test_small_programs(
     assert footprint(program, takes) == expected
 
 
+def test_a_view_of_a_view_lies_in_the_memory_of_what_was_computed() -> None:
+    deep = Operator("aten.unsqueeze.default", (Slot(2), 0), {}, (3,), (TensorSpec("float32", (1, 1, 100)),))
+    program = with_deaths(Program((SPEC,), (relu(0, 1), view(1, 2), deep, view(0, 4)), (3,), 5))
+    assert owners(program) == {0: 0, 1: 1, 2: 1, 3: 1, 4: 0}
+
+
 def test_a_list_of_views_costs_nothing() -> None:
     halves = Operator(
         "aten.split.Tensor", (Slot(0), 50), {}, (1, 2), (TensorSpec("float32", (50,)), TensorSpec("float32", (50,)))
@@ -91,6 +97,22 @@ def test_a_list_of_views_costs_nothing() -> None:
     assert footprint(program).peak_bytes == 0
     one = with_deaths(Program((SPEC,), (halves,), (2,), 3))
     assert footprint(one, takes=(0,)).net_bytes == 0, "half of it keeps all of it"
+
+
+@pytest.mark.parametrize(("specified", "peak"), [(True, 400), (False, 0)])
+def test_what_nobody_reads_is_there_while_its_operator_runs(specified: bool, peak: int) -> None:
+    """A batch of 100 rows of one number each: the maxima take 4 bytes, their places 8 bytes."""
+    column, row = TensorSpec("float32", (1, 100)), TensorSpec("int64", (50,))
+    place = row if specified else None
+    top = Operator("aten.max.dim", (Slot(0), 1), {}, (1, None), (TensorSpec("float32", (1,)), place))
+    program = with_deaths(Program((column,), (top,), (1,), 2))
+    assert footprint(program) == Footprint(peak_bytes=4 + peak, peak_operator=0, net_bytes=4)
+
+
+def test_views_that_nobody_reads_cost_nothing() -> None:
+    half = TensorSpec("float32", (50,))
+    halves = Operator("aten.split.Tensor", (Slot(0), 50), {}, (1, None), (half, half))
+    assert footprint(with_deaths(Program((SPEC,), (halves,), (1,), 2))).peak_bytes == 0
 
 
 def test_random_bytes_are_counted_in_their_own_type() -> None:

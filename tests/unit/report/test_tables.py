@@ -55,3 +55,17 @@ def test_the_device_table() -> None:
     assert "1.5 GiB" in text
     assert "1 MiB" in text
     assert body[2][-2:] == ["-", "│"]
+
+
+def test_emulated_devices_are_labelled() -> None:
+    rows = [
+        DeviceRow(device="0", kind="cpu", name="a processor"),
+        DeviceRow(device="1", kind="cpu", name="a processor", emulated=True, speed=0.25),
+        DeviceRow(device="2", kind="sim", name="computes nothing", emulated=True),
+    ]
+    text = io.StringIO()
+    Console(file=text, width=120).print(device_table(rows))
+    lines = [line for line in text.getvalue().splitlines() if "processor" in line or "nothing" in line]
+    assert ["emulated" in line for line in lines] == [False, True, True]
+    assert "cpu, emulated, speed 0.25" in lines[1]
+    assert "sim, emulated, speed 1" in lines[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onebox.graph import add_all
-from onebox.wire import Many, Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame
+from onebox.wire import Many, Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
 from onebox.wire.messages import (
     Ask,
     Bye,
@@ -43,6 +43,7 @@ SPEC = TensorSpec("float64", (2, 2))
 X = torch.tensor([[1.0, -2.0], [3.0, -4.0]], dtype=torch.float64)
 RELU = elementwise("aten.relu.default", SPEC)
 MM = elementwise("aten.mm.default", SPEC, 2)
+THREE = TensorSpec("float64", (3, 3))
 
 
 @pytest.fixture
@@ -232,7 +233,9 @@ def test_a_reference_beyond_the_bindings(rig: Rig, reference: int, make: Any) ->
 
 def test_the_first_failure_survives_to_the_last_reader(rig: Rig) -> None:
     rig.put(b2=torch.zeros(3, 3, dtype=torch.float64))
-    rig.do(Call(101, (1, 2), (3,)), Call(100, (3,), (4,)), Snapshot((4,), (5,)), Call(100, (5,), (6,), (0,)))
+    uneven = with_deaths(Program((SPEC, THREE), (MM.operators[0],), (2,), 3))
+    rig.do(define(102, uneven))
+    rig.do(Call(102, (1, 2), (3,)), Call(100, (3,), (4,)), Snapshot((4,), (5,)), Call(100, (5,), (6,), (0,)))
     (first,) = rig.failures
     assert (first.kind, first.operator) == ("operator", "aten.mm.default")
     assert first.shapes == "float64[2, 2], float64[3, 3]"
@@ -271,6 +274,15 @@ def test_a_void_buffer_can_be_filled_again(rig: Rig) -> None:
     rig.do(Call(99, (1,), (2,)))
     rig.put(b2=X)
     assert torch.equal(rig.get(2), X)
+
+
+def test_a_buffer_that_does_not_fit_is_said_to(rig: Rig) -> None:
+    rig.put(b2=torch.zeros(3, 3, dtype=torch.float64))
+    rig.do(Call(101, (1, 2), (3,)))
+    (failure,) = rig.failures
+    assert (failure.kind, failure.operator) == ("protocol", "call")
+    assert "input 1 of the program is float64[2, 2], but its buffer holds float64[3, 3]" in failure.message
+    assert failure_of(rig, 3) == failure
 
 
 def test_what_a_failed_call_would_have_taken_is_gone(rig: Rig) -> None:

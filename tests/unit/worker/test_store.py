@@ -44,9 +44,9 @@ class Accounts(RuleBasedStateMachine):
         self.charged = 0
         self.peak = 0
 
-    @rule(target=tensors, size=st.integers(0, 5))
-    def make(self, size: int) -> Tensor:
-        return torch.zeros(size)
+    @rule(target=tensors, size=st.integers(0, 5), device=st.sampled_from(["cpu", "meta"]))
+    def make(self, size: int, device: str) -> Tensor:
+        return torch.zeros(size, device=device)
 
     @rule(target=tensors, tensor=tensors)
     def view(self, tensor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Accounts(RuleBasedStateMachine):
     @invariant()
     def bytes_are_those_of_the_storages_that_are_held(self) -> None:
         storages = [t.untyped_storage() for t in self.held.values() if isinstance(t, Tensor)]
-        expected = self.charged + sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        expected = self.charged + sum({s._cdata: s.nbytes() for s in storages}.values())
         assert self.store.used_bytes == expected
         assert len(self.store) == len(self.held)
         self.peak = max(self.peak, expected)

@@ -208,6 +208,7 @@ def broken(**changed: Any) -> Operator:
         program(broken(specs=(SPEC, SPEC))),
         program(broken(specs=(TensorSpec("complex64", (2,)),))),
         program(broken(specs=(TensorSpec("float32", (-2,)),))),
+        program(broken(name="aten.max.dim", args=(Slot(0), 0), outs=(1, None), specs=(SPEC, TensorSpec("int", (3,))))),
         Program((TensorSpec("Tensor", (2,)),), (), (0,), 1),
         Program((SPEC, SPEC), (), (1,), 1),
         program(relu(0, 1), slots=2**40),
@@ -220,7 +221,8 @@ def broken(**changed: Any) -> Operator:
         "unfilled", "negative", "not there", "unfilled in a list", "output not there", "output negative",
         "output over an input", "filled twice", "result unfilled", "result negative", "death of nothing",
         "read after death", "result dead", "no outputs", "too many outputs", "only output unread", "too few outputs",
-        "no specification", "missing specification", "too many specifications", "type", "size", "input type",
+        "no specification", "missing specification", "too many specifications", "type", "size",
+        "unread type", "input type",
         "fewer slots than inputs", "slots without end", "negative slots", "argument type", "argument name",
         "argument memory format",
     ],
@@ -271,13 +273,39 @@ def test_an_argument_of_a_wrong_kind_is_the_operators_failure(value: Value) -> N
 
 
 def test_after_a_failure_the_tape_still_works() -> None:
-    tape = Tape(
-        program(Operator("aten.mm.default", (Slot(0), Slot(0)), {}, (1,), (TensorSpec("float64", (2, 2)),))), CPU
-    )
-    with pytest.raises(OperatorFailed):
+    index = TensorSpec("int64", (2,))
+    pick = Operator("aten.index_select.default", (Slot(0), 0, Slot(1)), {}, (2,), (TensorSpec("float64", (2, 3)),))
+    tape = Tape(Program((SPEC, index), (pick,), (2,), 3), CPU)
+    with pytest.raises(OperatorFailed, match="index_select"):
+        tape.run([X, torch.tensor([0, 7])], no_seed, Progress())
+    (made,) = tape.run([X, torch.tensor([1, 0])], no_seed, Progress())
+    assert torch.equal(made, X[[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([X, X], "of 1 inputs is given 2"),
+        ([], "of 1 inputs is given 0"),
+        ([X.float()], r"input 0 .* is float64\[2, 3\], but its buffer holds float32\[2, 3\]"),
+        ([X.t()], r"input 0 .* is float64\[2, 3\], but its buffer holds float64\[3, 2\]"),
+        ([X.view(6)], r"holds float64\[6\]"),
+    ],
+    ids=["too many", "too few", "type", "shape", "rank"],
+)
+def test_inputs_are_checked_in_every_run(inputs: list[Tensor], message: str) -> None:
+    tape = Tape(program(relu()), CPU)
+    for _ in range(2):
+        with pytest.raises(WireError, match=message):
+            tape.run(list(inputs), no_seed, Progress())
         tape.run([X], no_seed, Progress())
-    (made,) = tape.run([torch.eye(2, dtype=torch.float64)], no_seed, Progress())
-    assert torch.equal(made, torch.eye(2, dtype=torch.float64))
+
+
+def test_outputs_that_nobody_reads_may_be_specified() -> None:
+    index = TensorSpec("int64", (3,))
+    top = Operator("aten.max.dim", (Slot(0), 0), {}, (1, None), (TensorSpec("float64", (3,)), index))
+    (made,) = run(program(top), X)
+    assert torch.equal(made, X.amax(0))
 
 
 @given(st.integers(0, 5), st.integers(0, 5))

@@ -1,0 +1,188 @@
+"""The ``sim`` device: it computes nothing, sleeps for the time that a cost model says, and hands on shapes.
+
+Its tensors are on PyTorch's device ``meta``: they have an element type, a shape and a storage of so many bytes, and no
+elements. Programs are checked, memory is accounted for and quotas hold as on a CPU, so that plans and the engine itself
+can be tried at the size of a model that would not fit here. What is measured on it is always labelled emulated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from onebox.cost import owners
+from onebox.errors import UsageError
+from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
+from onebox.wire.messages import Optimizer, Options, StoredProgram
+from onebox.worker.device import Device, check_cost, sleep_until, wake_on_time
+from onebox.worker.optimizer import KERNEL_OPTIONS, NativeOptimizer
+from onebox.worker.tape import Progress, Seed, Tape
+
+MEMORY_BYTES = 16 << 30
+"""Memory of a ``sim`` device where the pool sets no quota: that of a common accelerator."""
+
+_META = torch.device("meta")
+
+
+class NoValues(Exception):
+    """Elements were asked for of a tensor that has none."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(
+            f"{spec} on a sim device has no values: the device computes nothing; ask it for times, memory and digests "
+            "of shapes, and use a cpu or cuda device where values are needed"
+        )
+
+
+class SimDevice(Device):
+    """A device that computes nothing.
+
+    Args:
+        speed: What the costs of programs and optimizer steps are divided by.
+
+    Raises:
+        UsageError: The speed is none.
+    """
+
+    def __init__(self, speed: float = 1.0) -> None:
+        if not 0 < speed < math.inf:
+            raise UsageError(f"sim at speed {speed}: allowed is any number above 0")
+        self.name = "sim"
+        self.device = _META
+        self.threads = 1
+        self.speed = speed
+        self.emulated = True
+        wake_on_time()
+        torch.set_num_threads(1)
+
+    def load(self, stored: StoredProgram) -> Tape:
+        """Check a program as every worker does, and make ready what stands in for it."""
+        check_cost(stored.cost_s)
+        return SimTape(stored)
+
+    def optimizer(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> NativeOptimizer:
+        """Make an optimizer that has a state and no values."""
+        check_cost(spec.cost_s)
+        return SimOptimizer(spec, parameters, state)
+
+    def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
+        """Do nothing: no random number is drawn."""
+
+    def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
+        """Sleep until work that began at a time, and costs so much at speed 1, would be done."""
+        if cost_s:
+            sleep_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
+
+    def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
+        """Return a tensor of a specification, leaving the elements of a fitting frame alone."""
+        check_elements(spec, frame)
+        return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=_META)
+
+    def read(self, tensor: Tensor) -> memoryview:
+        """Raise :class:`NoValues`."""
+        raise NoValues(spec_of(tensor))
+
+    def scalar(self, tensor: Tensor) -> float:
+        """Return not-a-number for a tensor of one element."""
+        if tensor.numel() != 1:
+            raise ValueError(f"{spec_of(tensor)} is no single value")
+        return math.nan
+
+    def digest(self, tensors: list[Tensor]) -> bytes:
+        """Return one hash over the types and shapes of tensors."""
+        text = "\n".join(str(spec_of(tensor)) for tensor in tensors)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def product_name(self) -> str:
+        """Return what stands in the place of a product name."""
+        return "computes nothing"
+
+    def memory_bytes(self) -> int:
+        """Return the memory that it stands for."""
+        return MEMORY_BYTES
+
+    def quota_bytes(self, asked_bytes: int) -> int:
+        """Return what was asked for, else its memory: beyond it an accelerator would fail too."""
+        return asked_bytes or MEMORY_BYTES
+
+
+class SimTape(Tape):
+    """A program that is not run: its outputs are made from what the program says of them.
+
+    An output that would be a view shares a storage with what it views, so that memory is counted as where it is run.
+
+    Args:
+        stored: The program and its cost.
+
+    Raises:
+        WireError: As for a program that is run.
+    """
+
+    def __init__(self, stored: StoredProgram) -> None:
+        super().__init__(stored.program, _META)
+        program = stored.program
+        self.cost_s = stored.cost_s
+        specs, owner = specs_by_slot(program), owners(program)
+        made = [slot for slot in dict.fromkeys(program.outputs) if slot >= len(program.inputs)]
+        self._own = [_plan(slot, specs[slot]) for slot in made if owner[slot] == slot]
+        bases = dict.fromkeys(owner[slot] for slot in made if owner[slot] != slot)
+        self._bases = [_plan(slot, specs[slot]) for slot in bases if slot >= len(program.inputs)]
+        self._views = [(*_plan(slot, specs[slot]), owner[slot]) for slot in made if owner[slot] != slot]
+
+    def run(self, inputs: list[Tensor], seed: Seed, progress: Progress) -> list[Tensor]:
+        """Return tensors as the program would; nothing is computed, and no time passes."""
+        self.check_inputs(inputs)
+        progress.executed += len(self.program.operators)
+        values = dict(enumerate(inputs))
+        inputs.clear()
+        for slot, dtype, shape in self._own:
+            values[slot] = torch.empty(shape, dtype=dtype, device=_META)
+        for slot, dtype, shape in self._bases:
+            if slot not in values:
+                values[slot] = torch.empty(shape, dtype=dtype, device=_META)
+        for slot, dtype, shape, base in self._views:
+            storage = values[base].untyped_storage()
+            # A step of 0 keeps any shape, such as an expanded one, inside the storage.
+            values[slot] = torch.empty(0, dtype=dtype, device=_META).set_(storage, 0, shape, (0,) * len(shape))
+        return [values[slot] for slot in self.program.outputs]
+
+
+def _plan(slot: int, spec: TensorSpec) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    return slot, DTYPES[spec.dtype], spec.shape
+
+
+class SimOptimizer(NativeOptimizer):
+    """An optimizer whose state takes the bytes that it would take, and whose steps do nothing.
+
+    The state is made by a first step of the real class, over tensors without elements.
+    """
+
+    def step(self, gradients: list[Tensor], max_norm: float) -> float | None:
+        """Make the state in the first step; return not-a-number where a norm is asked for."""
+        if not self._stepped:
+            with _AnyValue():
+                super().step(gradients, 0.0)
+        elif len(gradients) != len(self.parameters):
+            raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
+        return math.nan if max_norm > 0 else None
+
+    def _options(self, options: Options) -> dict[str, Any]:
+        """Return options without the choice of a kernel: there is none for tensors without elements."""
+        return {key: value for key, value in super()._options(options).items() if key not in KERNEL_OPTIONS}
+
+    def _choose_kernel(self, group: dict[str, Any]) -> None:
+        group.update({key: False for key in ("fused", "foreach") if key in group})
+
+
+class _AnyValue(TorchFunctionMode):
+    """Lets optimizers read numbers from tensors without elements: each is 1."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.item and args[0].device == _META:
+            return 1.0
+        return func(*args, **(kwargs or {}))

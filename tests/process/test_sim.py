@@ -1,0 +1,113 @@
+"""Emulated devices in processes of their own: sim devices that sleep for what work costs, and slowed-down CPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from onebox.errors import DeviceMemoryError, OperatorError, UsageError
+from onebox.pool import Answer, Pool, open_pool, raise_first
+from onebox.wire import TensorSpec, to_frame
+from onebox.wire.messages import (
+    Ask,
+    Call,
+    Define,
+    Digest,
+    Free,
+    Get,
+    Memory,
+    Optimizer,
+    OptimizerStep,
+    Put,
+    Routine,
+    Run,
+    Scalars,
+    StoredProgram,
+)
+from onebox.worker.sim import MEMORY_BYTES
+from tests.unit.machines import elementwise
+
+SPEC = TensorSpec("float32", (256, 256))
+X = torch.ones(256, 256)
+RELU, ADAM, ROUTINE = 100, 101, 102
+COST_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Two sim devices, the second at half speed, and a CPU at half speed."""
+    with open_pool("sim,sim@0.5,cpu@0.5", threads=1) as opened:
+        yield opened
+
+
+def prepare(pool: Pool, worker: int) -> None:
+    """Store a program, an optimizer and a routine that runs both."""
+    program = elementwise("aten.relu.default", SPEC)
+    adam = Optimizer("Adam", (((0,), {"lr": 0.1}),), (1,), (), COST_S)
+    steps = (Call(RELU, (1,), (3,)), OptimizerStep(ADAM, (2,)), Free((3,)))
+    defines = [Define(RELU, StoredProgram(program, COST_S)), Define(ROUTINE, Routine(steps, 0))]
+    frames = [bytes(to_frame(X))] * 2
+    pool.post(worker, [Put((1, 2), (SPEC, SPEC)), *defines, Define(ADAM, adam)], frames)
+
+
+def lasted_s(answer: Answer) -> list[float]:
+    """Return how long each instruction of a traced routine took."""
+    return [(end - start) / 1e9 for start, end in zip(answer.times_ns[::2], answer.times_ns[1::2], strict=True)]
+
+
+def test_emulated_devices_say_that_they_are(pool: Pool) -> None:
+    found = [(device.kind, device.speed, device.emulated) for device in pool.devices]
+    assert found == [("sim", 1.0, True), ("sim", 0.5, True), ("cpu", 0.5, True)]
+    assert pool.devices[0].memory_bytes == MEMORY_BYTES
+
+
+def test_work_takes_at_least_what_it_costs(pool: Pool) -> None:
+    for worker in (0, 1):
+        prepare(pool, worker)
+    futures = [pool.post(worker, [Run(ROUTINE, trace=True)], answer=True) for worker in (0, 1)]
+    for worker, answer in enumerate(raise_first(futures)):
+        call_s, step_s, _ = lasted_s(answer)
+        assert min(call_s, step_s) >= COST_S / pool.devices[worker].speed
+
+
+def test_a_slowed_down_cpu_computes_what_others_do_and_ignores_costs(pool: Pool) -> None:
+    prepare(pool, 2)
+    answer = pool.post(2, [Run(ROUTINE, trace=True), Ask("scalars", ())], answer=True).result(30)
+    assert len(answer.times_ns) == 6
+    answer = pool.post(2, [Get((1,))], answer=True).result(30)
+    assert torch.frombuffer(bytearray(answer.frames[0]), dtype=torch.float32)[0].item() == pytest.approx(0.9)
+
+
+def test_questions_to_sim_devices(pool: Pool) -> None:
+    for worker in (0, 1):
+        pool.post(worker, [Put((5, 6), (SPEC, TensorSpec("float32", ())))], [bytes(to_frame(X)), bytes(4)])
+    asked = [pool.post(w, [Ask("scalars", (6,)), Ask("digest", (5, 6))], answer=True) for w in (0, 1)]
+    (one, digest), (_, other) = (answer.results for answer in raise_first(asked))
+    assert isinstance(one, Scalars)
+    assert math.isnan(one.values[0])
+    assert isinstance(digest, Digest)
+    assert digest == other
+    with pytest.raises(OperatorError, match=r"sim on localhost.*float32\[256, 256\] on a sim device has no values"):
+        pool.post(0, [Get((5,))], answer=True).result(30)
+
+
+def test_a_group_of_devices_with_and_without_values_is_refused(pool: Pool) -> None:
+    for via in ("workers", "client"):
+        with pytest.raises(UsageError, match="a group of cpu, sim devices"):
+            pool.form_group((0, 2), via)  # type: ignore[arg-type]
+
+
+def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:
+    quota = 3 * SPEC.size_bytes + 100
+    with open_pool("sim*2", memory_bytes=quota) as pool:
+        assert pool.devices[0].memory_bytes == quota
+        prepare(pool, 0)
+        with pytest.raises(DeviceMemoryError, match=rf"aten\.relu\.default.*quota is {quota}"):
+            pool.post(0, [Call(RELU, (1,), (3,)), Call(RELU, (1,), (4,))], answer=True).result(30)
+        (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
+        assert memory == Memory(3 * SPEC.size_bytes, 3 * SPEC.size_bytes, quota)
+        (memory,) = pool.post(1, [Ask("memory")], answer=True).result(30).results
+        assert memory == Memory(0, 0, quota)
