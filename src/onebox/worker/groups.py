@@ -1,4 +1,4 @@
-"""Groups of workers: tensors go worker to worker by torch.distributed, or are summed at the client.
+"""Groups of workers: tensors go from worker to worker, by shared memory or torch.distributed, or the client sums them.
 
 A group's rendezvous goes over the authenticated channel: :class:`ChannelStore` is a ``torch.distributed.Store`` whose
 keys live at the client.
@@ -6,39 +6,26 @@ keys live at the client.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onebox.wire import DTYPES, TensorSpec, dtype_name, from_frame, spec_of, to_frame
-from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
-from onebox.worker.shared import SharedReducer, supported
+from onebox.errors import WireError
+from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire.messages import Contribution, FormGroup, Lookup, Rendezvous
+from onebox.worker.links import Wires
+from onebox.worker.memory import PeerLost, supported
+from onebox.worker.peers import Arrived, ClientChannel, Finish, Group
+from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
+from onebox.worker.torchgroup import TorchGroup
 
-
-class PeerLost(Exception):
-    """Another worker of a group went away."""
-
-
-class ClientChannel(Protocol):
-    """What a group needs of the channel to the client."""
-
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
-        """Send something to the client."""
-
-    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
-        """Wait for the client's answer to a ticket; other messages wait meanwhile.
-
-        Raises:
-            PeerLost: It will not come, or did not come in time.
-        """
-
-    def new_ticket(self) -> int:
-        """Return a number that no other ticket of this worker has."""
+__all__ = ["Bucket", "ChannelStore", "ClientChannel", "ClientGroup", "Group", "PeerLost", "Wires", "form_group"]
 
 
 class ChannelStore(dist.Store):
@@ -90,14 +77,14 @@ class ChannelStore(dist.Store):
 
 
 class Bucket:
-    """Buffers that are being reduced as one flat tensor; fulfils :class:`~onebox.worker.store.Pending`.
+    """Buffers that are being filled as one flat tensor; fulfils :class:`~onebox.worker.store.Pending`.
 
     Args:
         numbers: Their numbers.
         shapes: Their shapes.
         size_bytes: Bytes of them all.
-        finish: Waits for the flat sum and returns it.
-        done: Called once when it is there.
+        finish: Waits for the elements of all.
+        done: Called once when they are there, with the time since when they are known to be.
     """
 
     def __init__(
@@ -105,167 +92,101 @@ class Bucket:
         numbers: Sequence[int],
         shapes: Sequence[torch.Size],
         size_bytes: int,
-        finish: Callable[[], Tensor],
-        done: Callable[[], None],
+        finish: Finish,
+        done: Callable[[int], None],
     ) -> None:
         self.size_bytes = size_bytes
         self._numbers = numbers
         self._shapes = shapes
-        self._finish = finish
+        self._finish: Finish | None = finish
         self._done = done
+        self._failure = ""
 
     def wait(self) -> dict[int, Tensor]:
-        """Wait for the sum and return each buffer's part of it."""
-        flat = self._finish()
-        self._done()
-        parts = flat.split([shape.numel() for shape in self._shapes])
+        """Wait for the elements and return each buffer's part of them.
+
+        Raises:
+            PeerLost: They will not come; whoever asks again hears the same.
+            WireError: Another rank sent something else.
+        """
+        if self._finish is None:
+            raise PeerLost(f"what was waited for before did not come: {self._failure}")
+        finish, self._finish = self._finish, None
+        try:
+            flat, at_ns = finish()
+        except Exception as error:
+            self._failure = str(error)
+            raise
+        self._done(at_ns)
+        parts = flat.reshape(-1).split([shape.numel() for shape in self._shapes])
         return {
             number: part.view(shape) for number, part, shape in zip(self._numbers, parts, self._shapes, strict=True)
         }
 
 
-class Group(Protocol):
-    """A group that this worker is in."""
-
-    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start to sum tensors of one type over the ranks; return what waits for the flat sum and returns it."""
-
-    def send(self, tensor: Tensor, peer: int, channel: int) -> None:
-        """Start to send a tensor to a rank."""
-
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Callable[[], Tensor]:
-        """Start to receive a tensor from a rank; return what waits for it and returns it."""
-
-    def close(self) -> None:
-        """Leave the group and close its sockets."""
-
-
-class TorchGroup:
-    """A group by Gloo or NCCL, with no global state in ``torch.distributed``."""
-
-    def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device, progress: Progress) -> None:
-        timeout = timedelta(seconds=form.timeout_s)
-        self._store = ChannelStore(channel, form.group, form.timeout_s)
-        self._device = device
-        self._progress = progress
-        self._sending: list[tuple[Any, Tensor]] = []
-        self._group: Any
-        if form.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(self._store, form.rank, form.size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
-            options._timeout = timeout
-            options._threads = 1
-            self._group = dist.ProcessGroupGloo(self._store, form.rank, form.size, options)
-        shareable = form.same_host and device.type == "cpu" and supported()
-        self._shared = SharedReducer(self._store, form.rank, form.size, form.timeout_s) if shareable else None
-
-    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        if self._shared is not None:
-            shared = self._shared
-            wait = self._wait(lambda: shared.reduce(tensors))
-            return lambda: self._wait(wait)
-        flat = _flat(tensors)
-        work = self._guard(lambda: self._group.allreduce([flat]))
-
-        def finish() -> Tensor:
-            self._wait(work.wait)
-            return flat
-
-        return finish
-
-    def send(self, tensor: Tensor, peer: int, channel: int) -> None:
-        """Start to send a tensor to a rank; it is kept until it has gone."""
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        dense = tensor.contiguous()
-        self._sending.append((self._guard(lambda: self._group.send([dense], peer, channel)), dense))
-
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Callable[[], Tensor]:
-        """Start to receive a tensor from a rank."""
-        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
-        work = self._guard(lambda: self._group.recv([tensor], peer, channel))
-
-        def finish() -> Tensor:
-            self._wait(work.wait)
-            return tensor
-
-        return finish
-
-    def close(self) -> None:
-        """Leave the group; peers that wait for this worker fail at once."""
-        self._sending.clear()
-        if self._shared is not None:
-            self._shared.leave()
-            self._shared = None
-        self._group.abort() if hasattr(self._group, "abort") else None
-        self._group = None
-
-    def _wait(self, wait: Callable[[], Any]) -> Any:
-        with self._progress.wait():
-            return self._guard(wait)
-
-    def _guard(self, call: Callable[[], Any]) -> Any:
-        if self._group is None:
-            raise PeerLost("the group has been left")
-        try:
-            return call()
-        except RuntimeError as error:
-            raise PeerLost(str(error).splitlines()[0]) from error
-
-
 class ClientGroup:
     """A group whose sums are made at the client."""
 
-    def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device, progress: Progress) -> None:
+    def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device) -> None:
         self._number = form.group
         self._timeout_s = form.timeout_s
         self._channel = channel
         self._device = device
         self._order = 0
 
-    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Send tensors of one type to the client to be summed, as one flat tensor."""
-        flat = _flat(tensors)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         ticket = self._channel.new_ticket()
         spec = spec_of(flat)
         self._channel.say(Contribution(ticket, self._number, self._order, spec), [to_frame(flat)])
         self._order += 1
 
-        def finish() -> Tensor:
+        def finish() -> Arrived:
             _, frames = self._channel.await_ticket(ticket, self._timeout_s)
-            return from_frame(TensorSpec(dtype_name(flat.dtype), tuple(flat.shape)), frames[0]).to(self._device)
+            total = from_frame(TensorSpec(dtype_name(flat.dtype), tuple(flat.shape)), frames[0])
+            return Arrived(total.to(self._device), time.monotonic_ns())
 
         return finish
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> None:
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Raise: the client does not hand tensors on."""
-        raise PeerLost("a group at the client has no way from worker to worker")
+        raise WireError("a group at the client only sums")
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Callable[[], Tensor]:
+    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
         """Raise: the client does not hand tensors on."""
-        raise PeerLost("a group at the client has no way from worker to worker")
+        raise WireError("a group at the client has no way from worker to worker")
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+        """Raise: the client does not hand tensors on."""
+        raise WireError("a group at the client has no way from worker to worker")
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def form_group(form: FormGroup, channel: ClientChannel, device: torch.device, progress: Progress) -> Group:
+def form_group(
+    form: FormGroup, channel: ClientChannel, device: torch.device, progress: Progress, wires: Wires
+) -> Group:
     """Join a group.
+
+    Args:
+        form: This worker's place in it.
+        channel: To the client, for the rendezvous.
+        device: Where tensors live.
+        progress: Marked during waits.
+        wires: What is under way on this worker's emulated links.
 
     Raises:
         PeerLost: The others did not come in time.
     """
-    kind = ClientGroup if form.backend == "client" else TorchGroup
-    try:
-        with progress.wait():
-            return kind(form, channel, device, progress)
-    except RuntimeError as error:
-        raise PeerLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+    if form.backend == "client":
+        return ClientGroup(form, channel, device)
+    store = ChannelStore(channel, form.group, form.timeout_s)
+    with progress.wait():
+        if form.same_host and supported():
+            return SharedGroup(form, store, device, progress, wires)
+        try:
+            return TorchGroup(form, store, device, progress)
+        except RuntimeError as error:
+            raise PeerLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

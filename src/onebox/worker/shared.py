@@ -1,234 +1,245 @@
-"""Sums over workers of one host through shared memory: no sockets, no threads, and one wait at the end.
+"""Groups of the workers of one host, through shared memory: no sockets, no threads, and one wait at the end.
 
-Each rank publishes its part of a bucket by copying it into memory that the others map, and adds up all parts itself, in
-the order of the ranks, so that every rank gets the same bits. For n ranks a bucket of S bytes costs each rank one copy
-and one sum of n parts; Gloo over loopback copies it through the kernel twice in each direction
-(``benchmarks/scaling.py``).
+A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.mail`). For a
+sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n ranks a
+bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the kernel twice
+in each direction (``benchmarks/scaling.py``).
 
-The memory is anonymous (``memfd``): nothing is left behind, whatever happens to the processes.
+Devices that do not compute have tensors without elements (torch's ``meta`` device): they send what the tensors are, and
+get tensors without elements, at the same times.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from struct import Struct
+from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_WAIT, _WAKE = 0, 1
-_ALIGN = 64
-_FIRST_BYTES = 1 << 20
-_SLICE_S = 0.1
-"""A wait looks this often whether a peer has left."""
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
+from onebox.wire.messages import FormGroup
+from onebox.worker.arena import Block
+from onebox.worker.collective import SUM, Collective
+from onebox.worker.links import Ring, Speed, Wires
+from onebox.worker.mail import FREE, LEFT, READY, Expected, Inbox, Letter, Outbox
+from onebox.worker.memory import Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
+from onebox.worker.peers import Arrived, Finish, Keys
+from onebox.worker.tape import Progress
 
-_PUBLISHED, _DONE, _LEFT = 0, 16, 32
-"""Words of a rank's control page, each in a cache line of its own: buckets published, buckets done, has left."""
+_COLLECTIVES = -1 << 62
+"""The channel of sums and gathers."""
 
-
-class Store(Protocol):
-    """What is needed of a group's key-value store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key, waiting for it."""
+_SPEED = Struct("=2d")
+"""The link to the next rank, in the free words of the control page."""
 
 
-class PeerLeft(RuntimeError):
-    """A rank has left, or did not come in time."""
-
-
-def supported() -> bool:
-    """Tell whether this system has what is needed: Linux on a known processor."""
-    return _FUTEX is not None and hasattr(os, "memfd_create")
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Memory:
-    """Memory that other processes of this user can map.
+class SharedGroup:
+    """A group of this worker and others of its host.
 
     Args:
-        descriptor: A descriptor of it; closed with the memory.
-        size: Bytes.
+        form: This worker's place in it.
+        keys: The group's key-value store.
+        device: ``cpu``, or ``meta`` for a worker that does not compute.
+        progress: Marked during waits.
+        wires: What is under way on this worker's emulated links.
+
+    Raises:
+        PeerLost: Another rank did not come.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor = descriptor
-        self.map = mmap.mmap(descriptor, size)
-        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.words = np.frombuffer(self.map, dtype=np.int32)
+    def __init__(self, form: FormGroup, keys: Keys, device: torch.device, progress: Progress, wires: Wires) -> None:
+        self._rank = form.rank
+        self._size = form.size
+        self._timeout_s = form.timeout_s
+        self._device = device
+        self._progress = progress
+        self._wires = wires
+        self._links = {link.peer: (link.link, Speed.of(link)) for link in form.links}
+        self._watches: dict[int, ProcessWatch] = {}
+        self._order = 0
+        self._timed = 0  # collectives whose end on the ring is known
+        self._running: WeakValueDictionary[int, Collective] = WeakValueDictionary()
+        memories = self._meet(keys)
+        self._outbox: Outbox | None = Outbox(memories[self._rank], self._size)
+        self._inboxes = [Inbox(memory, rank, self._rank, self._watch) for rank, memory in enumerate(memories)]
+        offset = 8 * FREE
+        self._ring = Ring([Speed(*_SPEED.unpack_from(memory.map, offset)) for memory in memories])
+        wake_on_time()
 
-    @classmethod
-    def make(cls, size: int) -> _Memory:
-        """Make new memory."""
-        descriptor = os.memfd_create("onebox", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size)
+    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+        """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds."""
+        outbox = self._member(peer)
+        begin_ns = time.monotonic_ns()
+        spec = spec_of(tensor)
+        block = None if tensor.is_meta else outbox.write([tensor], spec.size_bytes)
+        due_ns = 0
+        if peer in self._links:
+            due_ns = self._wires.send(*self._links[peer], spec.size_bytes, begin_ns)
+        return outbox.post(peer, channel, block, spec, at_ns=due_ns)
 
-    @classmethod
-    def of(cls, name: str) -> _Memory:
-        """Map the memory that another process has named."""
-        process, descriptor, size, inode = (int(part) for part in name.split(":"))
-        try:
-            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerLeft(f"process {process} has closed its memory: {error}") from error
-        if os.fstat(opened).st_ino != inode:
-            os.close(opened)
-            raise PeerLeft(f"process {process} has closed its memory")
-        return cls(opened, size)
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+        """Start to receive a tensor from a rank."""
+        self._member(peer)
+        expected = self._inboxes[peer].expect(channel)
 
-    @property
-    def name(self) -> str:
-        """A name under which other processes can map it."""
-        return f"{os.getpid()}:{self.descriptor}:{len(self.map)}:{os.fstat(self.descriptor).st_ino}"
-
-    def wait(self, word: int, value: int) -> None:
-        """Sleep while a word has a value, for a short while at most."""
-        timeout = _Timespec(0, int(_SLICE_S * 1e9))
-        self._futex(word, _WAIT, value, ctypes.byref(timeout))
-
-    def set(self, word: int, value: int) -> None:
-        """Set a word, after all that was written before, and wake who sleeps on it."""
-        self.words[word] = value
-        self._futex(word, _WAKE, 1 << 30, None)
-
-    def _futex(self, word: int, action: int, value: int, timeout: object) -> None:
-        address = ctypes.c_void_p(self.words.ctypes.data + 4 * word)
-        result = _libc.syscall(_FUTEX, address, action, ctypes.c_int(value), timeout, None, 0)
-        code = ctypes.get_errno()
-        if result < 0 and code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-            raise OSError(code, os.strerror(code))
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last tensor over it."""
-        os.close(self.descriptor)
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class SharedReducer:
-    """Sums buckets over the ranks of a group on one host.
-
-    All ranks call :meth:`reduce` for the same buckets in the same order.
-
-    Args:
-        store: Of the group.
-        rank: This rank.
-        size: How many ranks.
-        timeout_s: Bound of every wait.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout_s = timeout_s
-        self._generation = 0
-        self._control = self._exchange("control", mmap.PAGESIZE)
-        self._arena: list[_Memory] = []
-        self._retired: list[_Memory] = []
-        self._offset = 0
-        self._published = 0
-        self._open: set[int] = set()
-
-    def reduce(self, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Publish tensors of one type; return what waits for the others' and returns the flat sum."""
-        self._published += 1
-        order = self._published
-        counts = [tensor.numel() for tensor in tensors]
-        dtype = tensors[0].dtype
-        size = sum(counts) * tensors[0].element_size()
-        arena, offset = self._place(size)
-        parts = [memory.bytes[offset : offset + size].view(dtype) for memory in arena]
-        for target, tensor in zip(parts[self._rank].split(counts), tensors, strict=True):
-            target.copy_(tensor.reshape(-1))
-        self._open.add(order)
-        self._control[self._rank].set(_PUBLISHED, order)
-
-        def finish() -> Tensor:
-            for rank in range(self._size):
-                self._await(rank, _PUBLISHED, order)
-            total = parts[0] + parts[1] if self._size > 1 else parts[0].clone()
-            for part in parts[2:]:
-                total += part
-            parts.clear()
-            self._open.discard(order)
-            done = min(self._open, default=self._published + 1) - 1
-            self._control[self._rank].set(_DONE, done)
-            return total
+        def finish() -> Arrived:
+            letter = self._wait(expected)
+            try:
+                if letter.spec != spec:
+                    raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
+                if self._device.type == "meta":
+                    made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+                else:
+                    made = expected.copy(letter)
+            finally:
+                expected.give_back()
+            self._sleep_until(letter.at_ns)
+            return Arrived(made, letter.at_ns)
 
         return finish
 
-    def leave(self) -> None:
-        """Tell the others that this rank is gone, and let go of the memory."""
-        self._control[self._rank].set(_LEFT, 1)
-        for memory in (*self._control, *self._arena, *self._retired):
-            memory.close()
-        self._control, self._arena, self._retired = [], [], []
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        spec = TensorSpec(dtype_name(tensors[0].dtype), (sum(tensor.numel() for tensor in tensors),))
+        return self._start(tensors, spec, SUM, lambda collective, letters: collective.sum(letters))
 
-    def _place(self, size: int) -> tuple[list[_Memory], int]:
-        """Return where the next bucket goes; when no bucket is open the memory is used from its beginning again."""
-        if not self._open:
-            for rank in range(self._size):
-                self._await(rank, _DONE, self._published - 1)
-            self._offset = 0
-            self._discard()
-        offset = self._offset
-        self._offset += -(-size // _ALIGN) * _ALIGN
-        capacity = len(self._arena[0].map) if self._arena else 0
-        if self._offset > capacity or not self._arena:
-            self._retired += self._arena  # a slower rank may still be about to map them
-            wanted = max(_FIRST_BYTES, 2 * self._offset)
-            self._arena = self._exchange(f"arena{self._generation}", wanted)
-            self._generation += 1
-        return self._arena, offset
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension."""
+        own = spec_of(tensor)
+        if not 0 <= dim < len(own.shape):
+            raise WireError(f"{own} has no dimension {dim} to be gathered along")
+        return self._start([tensor], own, dim, lambda collective, letters: collective.join(letters, dim, spec))
 
-    def _discard(self) -> None:
-        """Let go of the memory that has become too small; every rank has mapped it by now."""
-        for memory in self._retired:
-            memory.close()
-        self._retired.clear()
+    def close(self) -> None:
+        """Leave the group and let go of its memory. Idempotent."""
+        if self._outbox is not None:
+            self._outbox.leave()
+            self._outbox = None
+            for inbox in self._inboxes:
+                inbox.close()
+            self._close_watches()
 
-    def _exchange(self, what: str, size: int) -> list[_Memory]:
-        """Make memory, name it to the others, and map theirs."""
-        mine = _Memory.make(size)
-        self._store.set(f"shared/{what}/{self._rank}", mine.name)
-        return [
-            mine if rank == self._rank else _Memory.of(self._store.get(f"shared/{what}/{rank}").decode())
-            for rank in range(self._size)
-        ]
+    # ---- collectives
 
-    def _await(self, rank: int, word: int, order: int) -> None:
-        """Wait until a rank's word has come to an order.
+    def _start(
+        self,
+        tensors: Sequence[Tensor],
+        spec: TensorSpec,
+        code: int,
+        combine: Callable[[Collective, list[Letter]], Tensor],
+    ) -> Finish:
+        outbox = self._member(self._rank)
+        self._order += 1
+        order = self._order
+        block = None if tensors[0].is_meta else outbox.write(tensors, spec.size_bytes)
+        if block is not None:
+            block.readers += 1  # this rank
+        now_ns = time.monotonic_ns()
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        for peer in peers:
+            outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
+        own = Letter(0, code, -1 if block is None else block.offset, now_ns, spec)
+        expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in peers}
+        collective = Collective(order, self._rank, own, block, self._inboxes, expected, self._drop)
+        self._running[order] = collective
 
-        Raises:
-            PeerLeft: The rank has left, or did not come in time.
-        """
-        if not self._control:
-            raise PeerLeft("the group has been left")
-        memory = self._control[rank]
-        end_s = time.monotonic() + self._timeout_s
-        while True:
-            value = int(memory.words[word])
-            if value >= order:
-                return
-            if memory.words[_LEFT]:
-                raise PeerLeft(f"rank {rank} has left the group")
-            if time.monotonic() > end_s:
-                raise PeerLeft(f"rank {rank} did not come within {self._timeout_s:.0f} s")
-            memory.wait(word, value)
+        def finish() -> Arrived:
+            try:
+                letters = collective.letters(self._wait)
+                made = combine(collective, letters)
+                self._time(order)
+            finally:
+                collective.give_back()
+            self._sleep_until(collective.end_ns)
+            return Arrived(made, time.monotonic_ns())
+
+        return finish
+
+    def _time(self, order: int) -> None:
+        """Let the ring run all collectives up to one, whose letters have come."""
+        while self._timed < order:
+            self._timed += 1
+            collective = self._running.get(self._timed)
+            if collective is not None and self._ring.emulated:
+                letters = collective.letters(self._wait)
+                collective.end_ns = self._ring.run([letter.at_ns for letter in letters], *_load(letters))
+
+    def _drop(self, block: Block) -> None:
+        if self._outbox is not None:
+            self._outbox.drop(block)
+
+    # ---- waits
+
+    def _member(self, peer: int) -> Outbox:
+        if self._outbox is None:
+            raise PeerLost("the group has been left")
+        if not 0 <= peer < self._size:
+            raise WireError(f"rank {peer} of a group of {self._size}; allowed are 0 to {self._size - 1}")
+        return self._outbox
+
+    def _wait(self, expected: Expected) -> Letter:
+        letter = expected.find()
+        if letter is None:
+            with self._progress.wait():
+                letter = expected.wait()
+        return letter
+
+    def _sleep_until(self, end_ns: int) -> None:
+        if end_ns > time.monotonic_ns():
+            with self._progress.wait():
+                sleep_until(end_ns)
+
+    def _watch(self, rank: int, begin_s: float) -> None:
+        """Raise if a rank that is waited for cannot come any more."""
+        watch = self._watches.get(rank)
+        if watch is not None and watch.ended():
+            raise PeerLost(f"rank {rank} has ended: process {watch.process} is gone")
+        if time.monotonic() > begin_s + self._timeout_s:
+            raise PeerLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
+
+    def _close_watches(self) -> None:
+        for watch in self._watches.values():
+            watch.close()
+        self._watches.clear()
+
+    # ---- the beginning
+
+    def _meet(self, keys: Keys) -> list[Memory]:
+        """Return the memories of all ranks, each mapped by everybody."""
+        own = Memory.make()
+        _, speed = self._links.get((self._rank + 1) % self._size, (0, Speed()))
+        _SPEED.pack_into(own.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
+        try:
+            keys.set(f"memory/{self._rank}", own.name)
+            memories = [own if rank == self._rank else self._map(rank, keys) for rank in range(self._size)]
+            own.publish(READY, 1)
+            for rank, memory in enumerate(memories):
+                begin_s = time.monotonic()
+                while not memory.words[READY]:
+                    if memory.words[LEFT]:
+                        raise PeerLost(f"rank {rank} has left the group")
+                    memory.sleep(READY, 0)
+                    self._watch(rank, begin_s)
+        except BaseException:
+            Outbox(own, self._size).leave()
+            self._close_watches()
+            raise
+        finally:
+            own.seal()
+        return memories
+
+    def _map(self, rank: int, keys: Keys) -> Memory:
+        name = keys.get(f"memory/{rank}").decode()
+        self._watches[rank] = ProcessWatch(int(name.split(":")[0]))
+        return Memory.of(name)
+
+
+def _load(letters: Sequence[Letter]) -> tuple[int, int]:
+    """Return how often a collective's bytes go round the ring, and how many of them there are."""
+    if letters[0].code == SUM:
+        return 2, letters[0].spec.size_bytes
+    return 1, sum(letter.spec.size_bytes for letter in letters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.pool.rendezvous import KeyValues
 from onebox.wire import TensorSpec, to_frame
 from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
-from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, form_group
+from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, Wires, form_group
+from onebox.worker.peers import Arrived
 from onebox.worker.tape import Progress
 from tests.unit.programs import CPU
 
@@ -66,13 +69,12 @@ def run(size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bo
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", 20.0, same_host)
         progress = Progress()
         progress.waiting = False
-        group = form_group(form, hub.channel(number), CPU, progress)
+        group = form_group(form, hub.channel(number), CPU, progress, Wires())
         assert not progress.waiting
         try:
             return rank(number, group, progress)
         finally:
-            if getattr(group, "_group", None) is not None:
-                group.close()
+            group.close()
 
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(one, number) for number in range(size)]
@@ -88,7 +90,7 @@ def test_sums_of_several_buckets(size: int, same_host: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> list[Tensor]:
         one = group.reduce([torch.full((2, 2), float(number)), torch.tensor(10.0)])
         other = group.reduce([torch.arange(3, dtype=torch.float64) * number])
-        return [one(), other()]
+        return [one().tensor, other().tensor]
 
     total = sum(range(size))
     for one, other in run(size, rank, same_host=same_host):
@@ -119,12 +121,64 @@ def test_tensors_go_from_rank_to_rank_by_channels(same_host: bool) -> None:
             arrived.set()
             return []
         second, first = group.receive(spec, 0, 4), group.receive(spec, 0, 5)
-        found = [first().tolist(), second().tolist()]
+        found = [first().tensor.tolist(), second().tensor.tolist()]
         group.send(torch.tensor([True]), 0, 0)
         arrived.wait(10)
         return found
 
     assert run(2, rank, same_host=same_host)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
+
+
+@both
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_of_different_sizes_are_put_together(dim: int, same_host: bool) -> None:
+    whole = torch.arange(24, dtype=torch.int16).view(4, 6)
+    sizes = [[2, 0, 2], [1, 3, 2]][dim]
+
+    def rank(number: int, group: Group, progress: Progress) -> list[Tensor]:
+        part = whole.split(sizes, dim)[number]
+        first = group.gather(part, TensorSpec("int16", (4, 6)), dim)
+        total = group.reduce([torch.ones(2)])
+        again = group.gather(torch.tensor([number]), TensorSpec("int64", (3,)), 0)
+        return [again().tensor, total().tensor, first().tensor]
+
+    for again, total, first in run(3, rank, same_host=same_host):
+        assert torch.equal(first, whole)
+        assert total.tolist() == [3.0, 3.0]
+        assert again.tolist() == [0, 1, 2]
+
+
+@both
+def test_a_gather_that_comes_to_something_else(same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> str:
+        finish = group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0)
+        with pytest.raises(WireError) as caught:
+            finish()
+        return str(caught.value)
+
+    for message in run(2, rank, same_host=same_host):
+        assert "float32[4] comes of a gather" in message
+
+
+@both
+def test_what_was_sent_can_be_read_when_the_sender_has_left(same_host: bool) -> None:
+    left = threading.Event()
+    sizes = [0, 3, 300_000]
+
+    def rank(number: int, group: Group, progress: Progress) -> list[float]:
+        if number == 0:
+            for size in sizes:
+                group.send(torch.full((size,), float(size), dtype=torch.float64), 1, 0)
+            if not same_host:
+                left.set()  # sockets: it stays until all is taken
+            group.close()
+            left.set()
+            return []
+        assert left.wait(10)
+        finishes = [group.receive(TensorSpec("float64", (size,)), 0, 0) for size in sizes]
+        return [float(finish().tensor.sum()) for finish in finishes]
+
+    assert run(2, rank, same_host=same_host)[1] == [0.0, 9.0, 9e10]
 
 
 @both
@@ -161,25 +215,29 @@ def test_a_group_that_was_left_takes_nothing(same_host: bool) -> None:
     run(2, rank, same_host=same_host)
 
 
-def test_waiting_for_others_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+@both
+def test_waiting_for_others_is_marked(same_host: bool) -> None:
+    progresses: list[Progress] = []
 
     def rank(number: int, group: Group, progress: Progress) -> None:
-        wait = group.reduce([torch.ones(1)])
         if number == 0:
-            original = group._guard  # type: ignore[attr-defined]
-            group._guard = lambda call: (seen.append(progress.waiting), original(call))[1]  # type: ignore[attr-defined]
-        wait()
-        assert not progress.waiting
+            progresses.append(progress)
+            group.receive(TensorSpec("float32", (1,)), 1, 0)()
+            assert not progress.waiting
+        else:
+            end_s = time.monotonic() + 10
+            while not (progresses and progresses[0].waiting):
+                assert time.monotonic() < end_s, "nobody is marked as waiting"
+                time.sleep(0.01)
+            group.send(torch.ones(1), 0, 0)
 
-    run(2, rank, same_host=False)
-    assert seen == [True]
+    run(2, rank, same_host=same_host)
 
 
 def test_a_group_that_nobody_joins_is_given_up() -> None:
     form = FormGroup(3, 0, 2, "gloo", "127.0.0.1", 0.3)
     with pytest.raises(PeerLost):
-        form_group(form, Hub().channel(0), CPU, Progress())
+        form_group(form, Hub().channel(0), CPU, Progress(), Wires())
 
 
 # ---- the store of a rendezvous
@@ -241,13 +299,13 @@ class Answering:
 def client_group(answer: Callable[[Contribution, bytes], Sequence[Any]]) -> tuple[ClientGroup, Answering]:
     client = Answering(answer)
     form = FormGroup(3, 0, 2, "client", "127.0.0.1", 5.0)
-    return ClientGroup(form, client, CPU, Progress()), client
+    return ClientGroup(form, client, CPU), client
 
 
 def test_contributions_are_flat_and_numbered() -> None:
     group, client = client_group(lambda contribution, frame: [frame])
     waits = [group.reduce([torch.ones(2, 2), torch.zeros(3)]), group.reduce([torch.tensor(5.0)])]
-    assert [wait().tolist() for wait in reversed(waits)] == [[5.0], [1.0] * 4 + [0.0] * 3]
+    assert [wait().tensor.tolist() for wait in reversed(waits)] == [[5.0], [1.0] * 4 + [0.0] * 3]
     assert [(came.group, came.order, came.spec) for came, _ in client.came] == [
         (3, 0, TensorSpec("float32", (7,))),
         (3, 1, TensorSpec("float32", (1,))),
@@ -256,19 +314,36 @@ def test_contributions_are_flat_and_numbered() -> None:
 
 def test_the_client_hands_nothing_on() -> None:
     group, _ = client_group(lambda contribution, frame: [frame])
-    for call in (lambda: group.send(torch.ones(1), 1, 0), lambda: group.receive(TensorSpec("bool", ()), 1, 0)):
-        with pytest.raises(PeerLost, match="no way from worker to worker"):
+    spec = TensorSpec("float32", (1,))
+    calls: list[Callable[[], Any]] = [
+        lambda: group.send(torch.ones(1), 1, 0),
+        lambda: group.receive(spec, 1, 0),
+        lambda: group.gather(torch.ones(1), spec, 0),
+    ]
+    for call in calls:
+        with pytest.raises(WireError, match="at the client"):
             call()
 
 
 # ---- buckets
 
 
+def test_a_bucket_that_failed_is_not_waited_for_again() -> None:
+    def finish() -> Arrived:
+        raise WireError("the ranks disagree")
+
+    bucket = Bucket([5], [torch.Size((2,))], 8, finish, lambda at_ns: None)
+    with pytest.raises(WireError):
+        bucket.wait()
+    with pytest.raises(PeerLost, match="the ranks disagree"):
+        bucket.wait()
+
+
 def test_a_bucket_gives_each_buffer_its_part_in_its_shape() -> None:
     flat = torch.arange(7.0)
-    ended: list[bool] = []
+    ended: list[int] = []
     shapes = [torch.Size(shape) for shape in ((2, 2), (), (0, 3), (2,))]
-    bucket = Bucket([5, 3, 8, 1], shapes, 28, lambda: flat, lambda: ended.append(True))
+    bucket = Bucket([5, 3, 8, 1], shapes, 28, lambda: Arrived(flat, 123), ended.append)
     made = bucket.wait()
     assert {number: tensor.tolist() for number, tensor in made.items()} == {
         5: [[0.0, 1.0], [2.0, 3.0]],
@@ -276,6 +351,6 @@ def test_a_bucket_gives_each_buffer_its_part_in_its_shape() -> None:
         8: [],
         1: [5.0, 6.0],
     }
-    assert ended == [True]
+    assert ended == [123]
     assert bucket.size_bytes == 28
     assert bytes(to_frame(made[1])) == bytes(to_frame(flat[5:]))

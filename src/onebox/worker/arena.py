@@ -1,0 +1,101 @@
+"""Blocks of one large span of memory: taken, given back, used again; pure but for the pages it lets go of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+_ALIGN = 64
+_STEPS = 4
+"""Sizes of blocks between one power of two and the next; what a block is larger than asked for is not written to, and
+takes address space only."""
+
+_SLACK_BYTES = 32 << 20
+_WINDOW = 1024
+
+
+class Block:
+    """A block that was taken.
+
+    Args:
+        offset: Where it begins in the span.
+        size: Its bytes, at least what was asked for.
+    """
+
+    __slots__ = ("backed", "offset", "readers", "size")
+
+    def __init__(self, offset: int, size: int) -> None:
+        self.offset = offset
+        self.size = size
+        self.readers = 0
+        self.backed = True
+
+
+class Arena:
+    """Hands out blocks.
+
+    A block that comes back is kept for the next taker of its size, the latest first, because its pages are in place
+    and in the cache. Pages of free blocks go back to the system when more are held than twice what was in use lately.
+
+    Args:
+        start: First byte of the span, a multiple of 64.
+        end: Where it ends.
+        discard: Called with the offset and size of a range whose pages are not needed.
+    """
+
+    def __init__(self, start: int, end: int, discard: Callable[[int, int], None]) -> None:
+        self.used_bytes = 0
+        self.backed_bytes = 0
+        self._top = start
+        self._end = end
+        self._discard = discard
+        self._free: dict[int, list[Block]] = defaultdict(list)
+        self._peaks = [0, 0]  # most bytes in use, in this window of operations and in the one before
+        self._count = 0
+
+    def take(self, size: int) -> Block:
+        """Return a block of at least so many bytes.
+
+        Raises:
+            MemoryError: The span is full.
+        """
+        size = _rounded(size)
+        free = self._free[size]
+        if free:
+            block = free.pop()
+        else:
+            if self._top + size > self._end:
+                raise MemoryError(f"{self.used_bytes} bytes wait to be read by other workers; no room for {size} more")
+            block = Block(self._top, size)
+            block.backed = False
+            self._top += size
+        self.used_bytes += size
+        if not block.backed:
+            block.backed = True
+            self.backed_bytes += size
+        self._peaks[0] = max(self._peaks[0], self.used_bytes)
+        return block
+
+    def give(self, block: Block) -> None:
+        """Take a block back."""
+        self.used_bytes -= block.size
+        self._count += 1
+        if self._count == _WINDOW:
+            self._count = 0
+            self._peaks = [self.used_bytes, self._peaks[0]]
+        free = self._free[block.size]
+        if self.backed_bytes > 2 * max(self._peaks) + _SLACK_BYTES:
+            self._discard(block.offset, block.size)
+            self.backed_bytes -= block.size
+            block.backed = False
+            free.insert(0, block)
+        else:
+            free.append(block)
+
+
+def _rounded(size: int) -> int:
+    """Return the size of the blocks that so many bytes go into."""
+    if size <= _ALIGN * _STEPS:
+        return max(_ALIGN, -(-size // _ALIGN) * _ALIGN)
+    step = 1 << ((size - 1).bit_length() - _STEPS.bit_length())
+    return -(-size // step) * step

@@ -1,0 +1,124 @@
+"""One sum or gather over the ranks of a group on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.arena import Block
+from onebox.worker.mail import Expected, Inbox, Letter
+
+SUM = -1
+"""What a letter of a collective is for: a sum, or else a gather along the dimension of that number."""
+
+
+class Collective:
+    """What the ranks let each other have for one sum or gather.
+
+    Args:
+        order: Its number among the group's.
+        rank: This rank.
+        own: What this rank lets the others have.
+        block: Where its elements are; ``None`` where it has none.
+        inboxes: From each rank.
+        expected: What the other ranks let this one have.
+        drop: Called with the block when this rank has read it.
+    """
+
+    def __init__(
+        self,
+        order: int,
+        rank: int,
+        own: Letter,
+        block: Block | None,
+        inboxes: Sequence[Inbox],
+        expected: dict[int, Expected],
+        drop: Callable[[Block], None],
+    ) -> None:
+        self.end_ns = 0
+        self._order = order
+        self._rank = rank
+        self._own = own
+        self._block = block
+        self._inboxes = inboxes
+        self._expected = expected
+        self._drop = drop
+
+    def letters(self, wait: Callable[[Expected], Letter]) -> list[Letter]:
+        """Return what all ranks have, in their order."""
+        size = len(self._expected) + 1
+        return [self._own if rank == self._rank else wait(self._expected[rank]) for rank in range(size)]
+
+    def sum(self, letters: Sequence[Letter]) -> Tensor:
+        """Return the sum, added up in the order of the ranks.
+
+        Raises:
+            WireError: Another rank had something else.
+        """
+        self._agree(letters, [letter.spec for letter in letters])
+        if self._block is None:
+            return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
+        parts = self._parts(letters)
+        total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
+        for part in parts[2:]:
+            total += part
+        return total
+
+    def join(self, letters: Sequence[Letter], dim: int, spec: TensorSpec) -> Tensor:
+        """Return the parts of all ranks together.
+
+        Args:
+            letters: Of all ranks.
+            dim: The dimension along which they are put together.
+            spec: What is to come of it.
+
+        Raises:
+            WireError: Another rank had something else, or something else comes of it.
+        """
+        self._agree(letters, [_without(letter.spec, dim) for letter in letters])
+        own = self._own.spec
+        joint = sum(letter.spec.shape[dim] for letter in letters)
+        made = TensorSpec(own.dtype, (*own.shape[:dim], joint, *own.shape[dim + 1 :]))
+        if made != spec:
+            raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
+        if self._block is None:
+            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        parts = self._parts(letters)
+        return torch.cat([part.view(letter.spec.shape) for part, letter in zip(parts, letters, strict=True)], dim)
+
+    def give_back(self) -> None:
+        """Let go of everybody's memory. Idempotent."""
+        for expected in self._expected.values():
+            expected.give_back()
+        block, self._block = self._block, None
+        if block is not None:
+            self._drop(block)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+    def _agree(self, letters: Sequence[Letter], specs: Sequence[TensorSpec]) -> None:
+        mine = specs[self._rank]
+        for rank, (letter, spec) in enumerate(zip(letters, specs, strict=True)):
+            if letter.code != self._own.code or spec != mine:
+                raise WireError(
+                    f"the ranks disagree on collective {self._order} of the group: rank {self._rank} came for "
+                    f"{_name(self._own)}, rank {rank} for {_name(letter)}"
+                )
+
+    def _parts(self, letters: Sequence[Letter]) -> list[Tensor]:
+        return [inbox.part(letter) for inbox, letter in zip(self._inboxes, letters, strict=True)]
+
+
+def _without(spec: TensorSpec, dim: int) -> TensorSpec:
+    """Return a specification with the size of one dimension left out."""
+    return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
+
+
+def _name(letter: Letter) -> str:
+    kind = "a sum" if letter.code == SUM else f"a gather along dimension {letter.code}"
+    return f"{kind} of {letter.spec}"

@@ -1,0 +1,77 @@
+"""Emulated links: when what is sent across a slow wire would arrive. Pure: the time is an argument.
+
+A transfer of S bytes over a link of latency L and bandwidth B begins to leave when those before it have left, takes
+S / B to leave, and arrives L later. Sums and gathers cost what they cost on a ring of n workers: 2 (n - 1)
+steps of S / n bytes for a sum, half as many for a gather (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms
+for clusters of workstations, 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onebox.wire.messages import EmulatedLink
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How slow a link is.
+
+    Args:
+        latency_ns: Nanoseconds that everything takes in addition.
+        ns_per_byte: Nanoseconds that each byte takes; 0 for no cap.
+    """
+
+    latency_ns: float = 0.0
+    ns_per_byte: float = 0.0
+
+    @classmethod
+    def of(cls, link: EmulatedLink) -> Speed:
+        """Return the speed of a link."""
+        return cls(1e9 * link.latency_s, 1e9 / link.bandwidth_bps)
+
+
+@dataclass
+class Wires:
+    """What is under way on each emulated link of a worker, whatever groups it is in."""
+
+    _free_ns: dict[int, float] = field(default_factory=dict)
+
+    def send(self, link: int, speed: Speed, size_bytes: int, now_ns: int) -> int:
+        """Send something across a link and return when it arrives."""
+        free_ns = max(now_ns, self._free_ns.get(link, 0.0)) + size_bytes * speed.ns_per_byte
+        self._free_ns[link] = free_ns
+        return int(free_ns + speed.latency_ns)
+
+
+@dataclass
+class Ring:
+    """When collectives end that a group runs one after the other on a ring.
+
+    Args:
+        speeds: Of the link from each rank to the next.
+    """
+
+    speeds: Sequence[Speed]
+    _free_ns: float = 0.0
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any of the links is."""
+        return any(speed != Speed() for speed in self.speeds)
+
+    def run(self, arrived_ns: Sequence[int], passes: int, size_bytes: int) -> int:
+        """Run a collective and return when it ends.
+
+        Args:
+            arrived_ns: When each rank came to it.
+            passes: How often each byte goes round: 2 for a sum, 1 for a gather.
+            size_bytes: Bytes of its result.
+        """
+        ranks = len(self.speeds)
+        slowest = max(speed.ns_per_byte for speed in self.speeds)
+        latency = max(speed.latency_ns for speed in self.speeds)
+        cost = passes * (ranks - 1) * (size_bytes / ranks * slowest + latency)
+        self._free_ns = max(self._free_ns, *arrived_ns) + cost
+        return int(self._free_ns)

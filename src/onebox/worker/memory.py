@@ -1,0 +1,193 @@
+"""Memory that the processes of one host share, with words in it that they sleep on.
+
+The memory is anonymous (``memfd``): nothing is left behind, whatever happens to the processes. It is far larger than
+what is used of it, because a page takes room only once it is written to; so it never has to grow, every process maps it
+once, and what was written stays readable for those who have mapped it even when the writer has gone.
+
+A writer fills memory first and then sets a word that says so; a reader looks at the word first. That is enough where
+stores become visible in their order, as on x86-64; other processors would need barriers, so they are not supported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import select
+import time
+
+import torch
+
+SPAN_BYTES = 1 << 36
+"""Address space of one memory: more than the main memory of most hosts, and 2,000 of them fit into a process."""
+
+SLICE_S = 0.1
+"""A wait looks this often whether the other process is still there."""
+
+_LEAST_BYTES = 1 << 26
+_FUTEX = 202  # the number of the system call on x86-64
+_WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
+_PR_SET_TIMERSLACK = 29
+
+
+class PeerLost(Exception):
+    """Another worker of a group went away."""
+
+
+def supported() -> bool:
+    """Tell whether this system has what is needed: Linux on x86-64."""
+    return platform.machine() == "x86_64" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_futex = _libc.syscall
+_futex.argtypes = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+)
+_slice = _Timespec(0, int(SLICE_S * 1e9))
+
+
+class Memory:
+    """Memory that other processes of this user can map; its pages go when nobody has it mapped any more.
+
+    Args:
+        descriptor: A descriptor of it; held until :meth:`seal`.
+        size: Bytes, a multiple of 8.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor: int | None = descriptor
+        try:
+            self.map = mmap.mmap(descriptor, size)
+        except BaseException:
+            self.seal()
+            raise
+        self.words = memoryview(self.map).cast("q")
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.address = self.bytes.data_ptr()
+
+    @classmethod
+    def make(cls) -> Memory:
+        """Make new memory, smaller than :data:`SPAN_BYTES` where the address space of this process is limited."""
+        size = SPAN_BYTES
+        while True:
+            descriptor = os.memfd_create("onebox", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, size)
+            except OSError:
+                os.close(descriptor)
+                raise
+            try:
+                return cls(descriptor, size)
+            except (OSError, MemoryError):
+                if size <= _LEAST_BYTES:
+                    raise
+                size //= 4
+
+    @classmethod
+    def of(cls, name: str) -> Memory:
+        """Map the memory that another process has named.
+
+        Raises:
+            PeerLost: It is not there any more.
+        """
+        process, descriptor, size, inode = (int(part) for part in name.split(":"))
+        try:
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerLost(f"process {process} has closed its memory: {error}") from error
+        if os.fstat(opened).st_ino != inode:
+            os.close(opened)
+            raise PeerLost(f"process {process} has closed its memory")
+        memory = cls(opened, size)
+        memory.seal()
+        return memory
+
+    @property
+    def name(self) -> str:
+        """A name under which other processes can map it, until it is sealed."""
+        assert self._descriptor is not None
+        return f"{os.getpid()}:{self._descriptor}:{len(self.map)}:{os.fstat(self._descriptor).st_ino}"
+
+    def seal(self) -> None:
+        """Let nobody else map it from now on."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def publish(self, word: int, value: int) -> None:
+        """Set a word, after all that was written before, and wake who sleeps on it."""
+        self.words[word] = value
+        self.wake(word)
+
+    def wake(self, word: int) -> None:
+        """Wake who sleeps on a word."""
+        self._call(word, _WAKE, _ALL, None)
+
+    def sleep(self, word: int, value: int) -> None:
+        """Sleep while a word has a value, for :data:`SLICE_S` at most."""
+        self._call(word, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(_slice))  # the kernel looks at the low half
+
+    def _call(self, word: int, action: int, value: int, timeout: int | None) -> None:
+        if _futex(_FUTEX, self.address + 8 * word, action, value, timeout, None, 0) < 0:
+            code = ctypes.get_errno()
+            if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+                raise OSError(code, os.strerror(code))
+
+    def discard(self, offset: int, size: int) -> None:
+        """Give the pages of a range back to the system; who reads it next finds zeros."""
+        first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.map.madvise(mmap.MADV_REMOVE, first, last - first)
+
+
+class ProcessWatch:
+    """Tells whether a process is still there, even if its parent has not taken note of its end.
+
+    Args:
+        process: Its id.
+
+    Raises:
+        PeerLost: There is no such process.
+    """
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+        try:
+            self._descriptor = os.pidfd_open(process)
+        except OSError as error:
+            raise PeerLost(f"process {process} has ended") from error
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+
+    def ended(self) -> bool:
+        """Tell whether it has ended."""
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._descriptor)
+
+
+def sleep_until(end_ns: int) -> None:
+    """Sleep until a time of the monotonic clock."""
+    while (left_ns := end_ns - time.monotonic_ns()) > 0:
+        time.sleep(left_ns / 1e9)
+
+
+def wake_on_time() -> None:
+    """Let this thread's sleeps end when they are due, not up to 50 µs later for the sake of power."""
+    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)

@@ -1,0 +1,79 @@
+"""What a group of workers is to the machine that is in it, whatever carries its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Contribution, Left, Lookup, Reduced, Rendezvous
+
+
+class Arrived(NamedTuple):
+    """What came from other ranks.
+
+    Args:
+        tensor: It.
+        at_ns: Since when it is known to be there, on the monotonic clock.
+    """
+
+    tensor: Tensor
+    at_ns: int
+
+
+Finish = Callable[[], Arrived]
+"""Waits for what was started, once. Whoever forgets it without a call gives up what would have come.
+
+It raises ``PeerLost`` when another rank cannot do its part, and ``WireError`` when another rank did something else.
+"""
+
+
+class Group(Protocol):
+    """A group that this worker is in.
+
+    Sums and gathers are started in the same order by all ranks.
+    """
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks; what comes is the flat sum."""
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension; what comes is specified."""
+
+    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+        """Send a tensor to a rank without waiting for it; return when it can be had there, in monotonic nanoseconds."""
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+        """Start to receive a tensor from a rank: the next of a channel that nobody has asked for."""
+
+    def close(self) -> None:
+        """Leave the group. What was sent can still be received; who waits for more hears of it at once."""
+
+
+class ClientChannel(Protocol):
+    """What a group needs of the channel to the client."""
+
+    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+        """Send something to the client."""
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        """Wait for the client's answer to a ticket; other messages wait meanwhile.
+
+        Raises:
+            PeerLost: It will not come, or did not come in time.
+        """
+
+    def new_ticket(self) -> int:
+        """Return a number that no other ticket of this worker has."""
+
+
+class Keys(Protocol):
+    """What is needed of a group's key-value store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, waiting for it."""

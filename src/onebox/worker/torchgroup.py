@@ -1,0 +1,182 @@
+"""Groups by torch.distributed: Gloo among hosts and where accelerators are mixed with CPUs, NCCL among GPUs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire.messages import FormGroup
+from onebox.worker.memory import PeerLost
+from onebox.worker.peers import Arrived, Finish
+from onebox.worker.tape import Progress
+
+_CLOSE_S = 5.0
+"""How long a worker that leaves waits for what it has sent to be taken."""
+
+_SIZE_BYTES = 8
+
+
+class TorchGroup:
+    """A group with no global state in ``torch.distributed``.
+
+    Args:
+        form: This worker's place in it.
+        store: For the rendezvous.
+        device: Where tensors live.
+        progress: Marked during waits.
+    """
+
+    def __init__(self, form: FormGroup, store: dist.Store, device: torch.device, progress: Progress) -> None:
+        if device.type == "meta":
+            raise PeerLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+        self._store = store
+        self._device = device
+        self._progress = progress
+        self._size = form.size
+        self._outgoing = _Outgoing(form.backend == "gloo")
+        self._staged = torch.device("cpu") if form.backend == "gloo" else device
+        timeout = timedelta(seconds=form.timeout_s)
+        self._group: Any
+        if form.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, form.rank, form.size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
+            options._timeout = timeout
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        work = self._guard(lambda: self._group.allreduce([flat]))
+        return self._finish(work, lambda: flat)
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension.
+
+        Nobody knows the sizes of the others' parts beforehand, so each rank sends its size and room for the whole.
+        """
+        own = spec_of(tensor)
+        if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
+            raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
+        mine = torch.zeros(_SIZE_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
+        mine[:_SIZE_BYTES].view(torch.int64)[0] = own.shape[dim]
+        mine[_SIZE_BYTES : _SIZE_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        work = self._guard(lambda: self._group.allgather([parts], [mine]))
+        return self._finish(work, lambda: _join(parts, own, spec, dim).to(self._device))
+
+    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+        """Start to send a tensor to a rank; it is kept until it has gone."""
+        dense = tensor.to(self._staged).contiguous()
+        self._outgoing.add(self._guard(lambda: self._group.send([dense], peer, channel)), dense)
+        return time.monotonic_ns()
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+        """Start to receive a tensor from a rank."""
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
+        work = self._guard(lambda: self._group.recv([tensor], peer, channel))
+        return self._finish(work, lambda: tensor.to(self._device))
+
+    def close(self) -> None:
+        """Leave the group when what was sent has been taken, or after a while; peers that wait then fail at once."""
+        if self._group is None:
+            return
+        with self._progress.wait():
+            self._outgoing.drain(_CLOSE_S)
+        if hasattr(self._group, "abort"):
+            self._group.abort()
+        self._outgoing.close()
+        self._group = None
+
+    def _finish(self, work: Any, made: Callable[[], Tensor]) -> Finish:
+        def finish() -> Arrived:
+            with self._progress.wait():
+                self._guard(work.wait)
+            return Arrived(made(), time.monotonic_ns())
+
+        return finish
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        if self._group is None:
+            raise PeerLost("the group has been left")
+        try:
+            return call()
+        except RuntimeError as error:
+            raise PeerLost(str(error).splitlines()[0]) from error
+
+
+class _Outgoing:
+    """Tensors that are being sent, each kept until it has gone.
+
+    A send by Gloo does not tell that it is done unless somebody waits for it, and a wait with a bound tears the group
+    down when the time is over; so a thread waits for them, in order.
+
+    Args:
+        threaded: Whether it takes a thread to know.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        self._kept: list[tuple[Any, Tensor]] = []
+        self._queue: queue.SimpleQueue[tuple[Any, Tensor] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="onebox-sent", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        """Keep a tensor until its sending is done."""
+        if self._thread is not None:
+            self._queue.put((work, tensor))
+        else:
+            self._kept = [(other, kept) for other, kept in self._kept if not other.is_completed()]
+            self._kept.append((work, tensor))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all is sent, for so long at most."""
+        end_s = time.monotonic() + timeout_s
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        while self._kept and time.monotonic() < end_s:
+            self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Let go of everything, after what was under way has been aborted."""
+        self._kept.clear()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            with suppress(RuntimeError):
+                item[0].wait()
+            del item
+
+
+def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int) -> Tensor:
+    """Return the parts of all ranks together; each comes behind its size along the dimension."""
+    tensors = []
+    for part in parts:
+        size = int(part[:_SIZE_BYTES].view(torch.int64)[0])
+        shape = (*own.shape[:dim], size, *own.shape[dim + 1 :])
+        elements = part[_SIZE_BYTES : _SIZE_BYTES + TensorSpec(own.dtype, shape).size_bytes]
+        tensors.append(elements.view(DTYPES[own.dtype]).view(shape))
+    made = torch.cat(tensors, dim)
+    if spec_of(made) != spec:
+        raise WireError(f"{spec_of(made)} comes of a gather along dimension {dim} where {spec} was to come")
+    return made
