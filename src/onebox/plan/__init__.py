@@ -5,6 +5,7 @@ from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import named_schedule
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
+from onebox.plan.synthesis import auto_schedule
 from onebox.plan.validate import validate
 from onebox.plan.work import Edge, Links, StageWork, Work
 
@@ -28,6 +29,7 @@ __all__ = [
     "Update",
     "Work",
     "apportion",
+    "auto_schedule",
     "deal",
     "named_schedule",
     "shares_from_speeds",

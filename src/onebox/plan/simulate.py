@@ -147,7 +147,7 @@ def simulate_instance(instance: Instance, table: Mapping[int, Sequence[Action]],
     if stuck:
         action = rows[stuck[0]][played.done[stuck[0]]]
         raise UsageError(f"the schedule never ends: {action} on device {devices[stuck[0]]} can never start")
-    updates, busy = _finish(instance, played)
+    updates, busy = finish(instance, played)
     step = max([*played.free, *(update.end_s for update in updates)])
     state = state_bytes(instance)
     peaks = {
@@ -168,7 +168,7 @@ def simulate_instance(instance: Instance, table: Mapping[int, Sequence[Action]],
     )
 
 
-def _finish(instance: Instance, played: Played) -> tuple[list[Update], list[float]]:
+def finish(instance: Instance, played: Played) -> tuple[list[Update], list[float]]:
     """Sum the gradients over replicas, in the order in which they are there, and run the optimizers."""
     stages, devices = instance.work.stages, instance.devices
     held: list[list[int]] = [[] for _ in stages]
