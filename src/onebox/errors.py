@@ -2,6 +2,7 @@
 
     OneboxError
     ├── UsageError(ValueError)      a wrong argument, flag or call; exit status 2 on the command line
+    ├── PlanError                   no plan fits the memory of the devices
     ├── CaptureError                a model that cannot be captured as a graph
     ├── DataError                   a data file or sample that is missing or damaged
     ├── CheckpointError             a checkpoint that is missing, damaged or foreign
@@ -29,6 +30,25 @@ class OneboxError(Exception):
 
 class UsageError(OneboxError, ValueError):
     """A wrong argument, flag or call."""
+
+
+class PlanError(OneboxError):
+    """No plan fits the memory of the devices.
+
+    Args:
+        message: Which stage misses which device by how many bytes, and what would help.
+        stage: Number of the stage, in the plan that came closest.
+        device: Number of the device in the pool.
+        missing_bytes: Memory that it lacks for the stage.
+    """
+
+    def __init__(
+        self, message: str, *, stage: int | None = None, device: int | None = None, missing_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.device = device
+        self.missing_bytes = missing_bytes
 
 
 class CaptureError(OneboxError):

@@ -15,6 +15,7 @@ from onebox.errors import (
     DataError,
     OneboxError,
     OperatorError,
+    PlanError,
     UsageError,
     WorkerDied,
     WorkerError,
@@ -54,6 +55,7 @@ def test_a_wrong_argument_is_a_value_error_too() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        (PlanError, {"stage": 2, "device": 1, "missing_bytes": 4096}),
         (CaptureError, {"where": "model.py:3"}),
         (DataError, {"path": "a.gz", "sample": 7}),
         (CheckpointError, {"path": "folder"}),

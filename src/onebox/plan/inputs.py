@@ -1,0 +1,225 @@
+"""What a planner is given: segments of a model, values between them, devices, links, and what is allowed. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from onebox.errors import UsageError
+from onebox.plan.plan import SCHEDULES
+from onebox.plan.work import Links
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Seconds of a computation as a straight line over its samples.
+
+    Args:
+        fixed_s: Seconds that it takes however few the samples.
+        sample_s: Seconds that each sample adds.
+    """
+
+    fixed_s: float = 0.0
+    sample_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.fixed_s < float("inf") and 0 <= self.sample_s < float("inf")):
+            raise UsageError(f"a time of {self.fixed_s} s and {self.sample_s} s a sample: both are finite, from 0 up")
+
+    def at(self, samples: float) -> float:
+        """Return the seconds for some samples."""
+        return self.fixed_s + self.sample_s * samples
+
+    @classmethod
+    def fit(cls, measured: Mapping[int, float]) -> Time:
+        """Fit the line to measurements by least squares of the relative errors; neither part comes out negative.
+
+        Args:
+            measured: Seconds by number of samples; one measurement counts as all per sample.
+
+        Raises:
+            UsageError: There is none, or one isn't positive.
+        """
+        if not measured or any(samples < 1 or not 0 < seconds < float("inf") for samples, seconds in measured.items()):
+            raise UsageError(f"times {dict(measured)}: at least one is needed, of positive samples and seconds")
+        weights = {samples: 1 / seconds**2 for samples, seconds in measured.items()}
+        scale = sum(weights.values())
+        mean_x = sum(weights[x] * x for x in measured) / scale
+        mean_y = sum(weights[x] * y for x, y in measured.items()) / scale
+        spread = sum(weights[x] * (x - mean_x) ** 2 for x in measured)
+        together = sum(weights[x] * (x - mean_x) * (y - mean_y) for x, y in measured.items())
+        slope = max(0.0, together / spread) if spread > 0 else mean_y / mean_x
+        fixed = mean_y - slope * mean_x
+        if fixed >= 0:
+            return cls(fixed_s=fixed, sample_s=slope)
+        through_zero = sum(weights[x] * x * y for x, y in measured.items()) / sum(weights[x] * x * x for x in measured)
+        return cls(sample_s=through_zero)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A part of the model that is never cut.
+
+    Args:
+        name: Its name, by which plans list it.
+        forward_s: Time of forward, by type of device.
+        input_s: Time of the gradient of its inputs.
+        weight_s: Time of the gradients of its parameters.
+        update_s: Seconds of its optimizer step, by type of device; a type that isn't there takes none.
+        parameter_bytes: Its parameters, as many as the gradients that replicas sum. Tied ones stand in :class:`Tie`.
+        state_bytes: Parameters, gradients, optimizer state and buffers: held always.
+        saved_bytes: Of the tensors that it makes, those that a backward needs later; for each sample.
+        late_bytes: Held from the start of its input gradient to the end of its weight gradient; for each sample.
+        forward_work_bytes: Needed beyond those while its forward runs; for each sample.
+        backward_work_bytes: Needed beyond those while a gradient runs; for each sample.
+    """
+
+    name: str
+    forward_s: Mapping[str, Time]
+    input_s: Mapping[str, Time]
+    weight_s: Mapping[str, Time]
+    update_s: Mapping[str, float]
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+    saved_bytes: int = 0
+    late_bytes: int = 0
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A value that one segment makes and others use; it goes once to each stage that uses it.
+
+    Args:
+        source: Index of the segment that makes it.
+        consumers: Indices of the segments that use it, all later.
+        forward_bytes: Its bytes for each sample.
+        backward_bytes: Bytes of its gradient for each sample; 0 where it has none.
+        kept: Whether its consumers' backward needs it: then each stage that receives it holds a copy that long.
+    """
+
+    source: int
+    consumers: tuple[int, ...]
+    forward_bytes: int
+    backward_bytes: int
+    kept: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tie:
+    """A parameter that several segments share: every stage with one of them holds it, and its gradients are summed.
+
+    Args:
+        segments: Indices of the segments.
+        parameter_bytes: Bytes of the parameter, and of its gradient.
+        state_bytes: With gradient and optimizer state.
+    """
+
+    segments: tuple[int, ...]
+    parameter_bytes: int
+    state_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """A device that may be used.
+
+    Args:
+        number: Its number in the pool.
+        type: What the times of segments are known by, such as ``cpu`` or the name of a GPU.
+        host: Its host.
+        capacity_bytes: Its memory; ``None`` is without limit.
+        speed: Times of its type are divided by this: less than 1 for one that is throttled.
+    """
+
+    number: int
+    type: str
+    host: str = ""
+    capacity_bytes: int | None = None
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """All that a planner needs to know.
+
+    Args:
+        segments: In an order in which values go from earlier to later ones.
+        devices: Those that may be used.
+        links: Links between them.
+        batch: Samples of a step.
+        micro_batches: Allowed samples of a micro-batch.
+        values: What goes between segments.
+        ties: Parameters that several segments share.
+        call_s: Seconds that each action costs a device beside its work.
+        schedules: Allowed schedules, out of :data:`~onebox.plan.SCHEDULES`.
+        replicable: Whether a stage may have several replicas.
+        max_stages: At most so many stages; ``None`` is without limit.
+        free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
+            largest allowed one.
+    """
+
+    segments: tuple[Segment, ...]
+    devices: tuple[DeviceSpec, ...]
+    links: Links
+    batch: int
+    micro_batches: tuple[int, ...]
+    values: tuple[Value, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    call_s: float = 0.0
+    schedules: tuple[str, ...] = SCHEDULES
+    replicable: bool = True
+    max_stages: int | None = None
+    free_shares: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.segments or not self.devices:
+            raise UsageError("a planner needs at least one segment and one device")
+        if self.batch < 1 or not self.micro_batches or not all(1 <= size <= self.batch for size in self.micro_batches):
+            raise UsageError(
+                f"batch={self.batch} with micro-batches of {list(self.micro_batches)}: allowed are 1 to the batch"
+            )
+        if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
+            raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(SCHEDULES)}, at least one")
+        if self.max_stages is not None and self.max_stages < 1:
+            raise UsageError(f"max_stages={self.max_stages}: a plan has at least one stage")
+        self._check_names()
+        self._check_indices()
+
+    def _check_names(self) -> None:
+        names = [segment.name for segment in self.segments]
+        numbers = [device.number for device in self.devices]
+        if len(set(names)) < len(names) or len(set(numbers)) < len(numbers):
+            raise UsageError(f"segments {names} on devices {numbers}: each name and each number is there once")
+        for device in self.devices:
+            if not 0 < device.speed < float("inf"):
+                raise UsageError(f"device {device.number} has the speed {device.speed}: allowed is more than 0")
+            for segment in self.segments:
+                if any(device.type not in known for known in (segment.forward_s, segment.input_s, segment.weight_s)):
+                    raise UsageError(f"no times of segment {segment.name!r} for {device.type!r}; profile it there")
+
+    def _check_indices(self) -> None:
+        count = len(self.segments)
+        for value in self.values:
+            if not all(0 <= value.source < consumer < count for consumer in value.consumers):
+                raise UsageError(f"a value goes from segment {value.source} to {value.consumers}: only later ones can")
+        for tie in self.ties:
+            if not all(0 <= index < count for index in tie.segments):
+                raise UsageError(f"a parameter is tied between segments {tie.segments}: there are {count}")
+
+    @cached_property
+    def device(self) -> Mapping[int, DeviceSpec]:
+        """The devices by their numbers."""
+        return {device.number: device for device in self.devices}
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Indices of the segments by their names."""
+        return {segment.name: index for index, segment in enumerate(self.segments)}
+
+    @cached_property
+    def capacity_bytes(self) -> Mapping[int, int]:
+        """Memory of each device that has a limit."""
+        return {d.number: d.capacity_bytes for d in self.devices if d.capacity_bytes is not None}

@@ -1,0 +1,192 @@
+"""Judges layouts by simulation, remembers what it has seen, and says when enough has been tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from onebox.plan.bound import SPLIT, least_bytes, lower_bound
+from onebox.plan.costs import Costs
+from onebox.plan.inputs import Problem
+from onebox.plan.layout import Layout, plan_of
+from onebox.plan.plan import MicroBatch
+from onebox.plan.schedule import Routes, Schedule
+from onebox.plan.schedules import named_schedule
+from onebox.plan.shares import deal
+from onebox.plan.simulate import Simulation, simulate
+from onebox.plan.work import Work
+
+_BOUND_EFFORT = 80
+"""What a bound costs, in actions simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A layout with its costs: all that a schedule is made and timed with.
+
+    Args:
+        micro_batches: The parts of the batch.
+        work: What its stages cost.
+        routes: Who computes what.
+        sizes: Micro-batches' sizes as fractions.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    work: Work
+    routes: Routes
+    sizes: list[float]
+
+    @property
+    def actions(self) -> int:
+        """About how many actions a schedule has."""
+        return 2 * len(self.routes) * len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a layout turned out to be.
+
+    Args:
+        layout: The layout.
+        case: With its costs.
+        schedule: The order of its actions.
+        simulation: What that leads to.
+    """
+
+    layout: Layout
+    case: Case
+    schedule: Schedule
+    simulation: Simulation
+
+    @property
+    def over_bytes(self) -> int:
+        """Bytes that its devices lack, in all."""
+        return sum(self.simulation.over_bytes.values())
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Less is better: first what fits, then what is quick."""
+        return self.over_bytes, self.simulation.step_s
+
+
+class Judge:
+    """Judges layouts of one problem.
+
+    Args:
+        problem: What it is about.
+        effort: How many actions it may simulate.
+        expired: Whether time is up.
+    """
+
+    def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool]) -> None:
+        self.problem, self.costs = problem, Costs(problem)
+        self.left, self._expired = effort, expired
+        self.simulated = 0
+        self.best: Verdict | None = None
+        self.verdicts: dict[Layout, Verdict] = {}
+        self._parts: dict[int | None, tuple[MicroBatch, ...]] = {}
+        self._rows: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+        self._cases: dict[tuple[object, ...], Case] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether effort or time are used up."""
+        return self.left <= 0 or self._expired()
+
+    def allows(self, layout: Layout) -> bool:
+        """Return whether the problem allows a layout to be chosen; trivial ones are judged all the same."""
+        return not self.refusal(layout)
+
+    def refusal(self, layout: Layout) -> str:
+        """Return why the problem does not allow a layout; nothing if it does."""
+        problem = self.problem
+        if not problem.replicable and any(len(part.devices) > 1 for part in layout.parts):
+            return "replicas are not allowed"
+        if problem.max_stages is not None and len(layout.parts) > problem.max_stages:
+            return f"more than {problem.max_stages} stages"
+        if len(layout.parts) > 1 and layout.schedule not in problem.schedules:
+            return f"schedule {layout.schedule} is not allowed"
+        return ""
+
+    def case(self, layout: Layout) -> Case:
+        """Return a layout with its costs."""
+        key = layout[:2]
+        if key not in self._cases:
+            batch, size = self.problem.batch, layout.micro_batch
+            if size is None or size not in self._parts:
+                plan = plan_of(self.problem, layout)
+                self._parts[size] = plan.micro_batches(batch)
+            parts = self._parts[size]
+            if size is None:
+                routes = plan.routes(batch)
+            else:
+                routes = tuple(self._row(part.devices, part.shares, len(parts)) for part in layout.parts)
+            work, sizes = self.costs.work(layout, parts)
+            self._cases[key] = Case(micro_batches=parts, work=work, routes=routes, sizes=sizes)
+        return self._cases[key]
+
+    def _row(self, devices: tuple[int, ...], shares: tuple[float, ...], count: int) -> tuple[tuple[int, ...], ...]:
+        """Return the route of each micro-batch through a stage, as :meth:`~onebox.plan.Plan.routes` does."""
+        key = (devices, shares, count)
+        if key not in self._rows:
+            self._rows[key] = tuple((devices[turn],) for turn in deal(count, shares))
+        return self._rows[key]
+
+    def bound(self, layout: Layout) -> float:
+        """Return seconds that a layout's step takes at least; infinite if it can't fit."""
+        split = layout.schedule in SPLIT
+        key = (*layout[:2], split)
+        if key not in self._bounds:
+            self.left -= _BOUND_EFFORT
+            case = self.case(layout)
+            caps = self.problem.capacity_bytes
+            if any(need > caps.get(device, need) for device, need in least_bytes(case.work, case.routes).items()):
+                self._bounds[key] = float("inf")
+            else:
+                self._bounds[key] = lower_bound(case.work, case.routes, case.sizes, split=split)
+        return self._bounds[key]
+
+    def judge(self, layout: Layout, schedule: Schedule | None = None) -> Verdict:
+        """Simulate a layout, once.
+
+        Args:
+            layout: The layout.
+            schedule: The order of its actions; ``None`` is the one that its schedule's name stands for.
+        """
+        known = self.verdicts.get(layout)
+        if known is not None and schedule is None:
+            return known
+        case = self.case(layout)
+        order = schedule or self._named(layout.schedule, case)
+        simulation = simulate(order, case.routes, case.work, case.sizes, detail=False)
+        self.left -= 3 * case.actions
+        self.simulated += 1
+        verdict = Verdict(layout=layout, case=case, schedule=order, simulation=simulation)
+        if known is None or verdict.rank < known.rank:
+            self.verdicts[layout] = verdict
+        if self.allows(layout) and (self.best is None or verdict.rank < self.best.rank):
+            self.best = verdict
+        return verdict
+
+    def first_better(self, layouts: Iterable[Layout], than: Verdict) -> Verdict | None:
+        """Return the first layout that is better than another, or ``None``; bounds spare most simulations."""
+        for layout in layouts:
+            if self.spent:
+                return None
+            if not than.over_bytes and self.bound(layout) >= than.simulation.step_s:
+                continue
+            verdict = self.judge(layout)
+            if verdict.rank < than.rank:
+                return verdict
+        return None
+
+    def _named(self, name: str, case: Case) -> Schedule:
+        """Return a schedule by name; it depends on routes and edges alone, which many layouts have in common."""
+        edges = tuple((edge.source, edge.target) for edge in case.work.edges)
+        key = (name, case.routes, edges)
+        if key not in self._schedules:
+            self.left -= 5 * case.actions
+            self._schedules[key] = named_schedule(name, case.routes, edges=edges)
+        return self._schedules[key]

@@ -1,0 +1,288 @@
+"""Cuts of a chain of segments for uneven devices and links, by dynamic programming. Pure.
+
+For a bottleneck time T, stages are laid from the last segment to the first. A state is how many devices of each class
+are used and the stage laid last; of all ways to reach it the one that got furthest is kept, since each stage takes as
+many segments as T, its memory and its links allow. T is found by bisection. Going backward, the number of stages behind
+is known, and with it the micro-batches that 1F1B keeps in flight. Where there are more states than the beam is wide,
+those are kept whose remaining devices have most time to spare for the remaining segments; otherwise the result is exact
+but for ties between devices of a class.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from onebox.plan.costs import Costs
+from onebox.plan.inputs import DeviceSpec
+from onebox.plan.layout import Part
+
+_PRECISION = 0.01
+"""Relative precision of the bisection; the local search that follows moves whole segments anyway."""
+
+_SPREAD = (1.0, 1.05, 1.2, 1.5, 2.0)
+"""Multiples of the best T that are laid out too: a larger T needs fewer stages, which a short step may prefer."""
+
+
+class _Laid(NamedTuple):
+    """A stage, and those behind it.
+
+    Args:
+        start: Its first segment.
+        devices: Its devices.
+        end: Where it ends; the stage behind it begins there.
+        behind: The stage behind it.
+    """
+
+    start: int
+    devices: tuple[int, ...]
+    end: int
+    behind: _Laid | None
+
+
+_States = dict[tuple[tuple[int, ...], int], _Laid | None]
+"""By how many devices of each class are used, and the class used last: the stage laid last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the stages must keep to.
+
+    Args:
+        samples: Samples of a micro-batch.
+        count: Micro-batches of a step.
+        in_flight: Most micro-batches that a stage holds; 1F1B's own number of stages from here to the last if less.
+        replicas: Allowed numbers of replicas of a stage.
+        stages: Most stages.
+        beam: States that are kept for each number of stages.
+    """
+
+    samples: int
+    count: int
+    in_flight: int
+    replicas: tuple[int, ...]
+    stages: int
+    beam: int = 64
+
+
+def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple[Part, ...]]:
+    """Cut a chain for the best bottleneck time, and for some larger ones.
+
+    Args:
+        costs: Costs of the segments.
+        order: The segments, in an order in which values go from earlier to later ones.
+        limits: What the stages must keep to.
+
+    Returns:
+        Stages in order of the chain, for each T and number of stages; empty if none fits.
+    """
+    chain = _Chain(costs, order, limits)
+    low = chain.least_s()
+    high = low
+    found = chain.lay(low, first=True)
+    while not found and high < chain.most_s():
+        low, high = high, high * 1.5
+        found = chain.lay(high, first=True)
+    if not found:
+        return []
+    while high > low * (1 + _PRECISION):
+        middle = (low * high) ** 0.5
+        if chain.lay(middle, first=True):
+            high = middle
+        else:
+            low = middle
+    results: dict[tuple[Part, ...], None] = {}
+    for factor in _SPREAD:
+        for last in chain.lay(high * factor):
+            results[chain.parts(last)] = None
+    return list(results)
+
+
+def classes_of(devices: Sequence[DeviceSpec]) -> list[tuple[int, ...]]:
+    """Group devices that are alike: of one type, speed, memory and host."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for device in devices:
+        alike = (device.type, device.speed, device.host, device.capacity_bytes)
+        groups.setdefault(alike, []).append(device.number)
+    return [tuple(group) for group in groups.values()]
+
+
+class _Chain:
+    """Prefix sums over a chain, and the dynamic program."""
+
+    def __init__(self, costs: Costs, order: Sequence[int], limits: Limits) -> None:
+        self.costs, self.order, self.limits = costs, tuple(order), limits
+        problem = costs.problem
+        self.links, self.length = problem.links, len(order)
+        self.classes = classes_of(problem.devices)
+        self.call_s = 2 * problem.call_s
+        self.times = [self._times(problem.device[members[0]]) for members in self.classes]
+        self.powers = [self._power(times) for times in self.times]
+        self.room = [problem.device[members[0]].capacity_bytes for members in self.classes]
+        self.forward, self.backward, self.kept = self._crossing()
+        self._memory: dict[int, list[list[int]]] = {}
+
+    def _times(self, device: DeviceSpec) -> list[float]:
+        """Return prefix sums of a micro-batch's seconds on a device."""
+        one = (self.costs.seconds((index,))[device.type] for index in self.order)
+        each = [sum(fixed + part * self.limits.samples for fixed, part in seconds[:3]) for seconds in one]
+        return [0.0, *(np.cumsum(each) / device.speed).tolist()]
+
+    def _power(self, times: list[float]) -> float:
+        """Return how much quicker than the first class another one is, at the segment where it is so most."""
+        nominal, other = np.diff(self.times[0]), np.diff(times)
+        some = other > 0
+        return float((nominal[some] / other[some]).max()) if some.any() else 1.0
+
+    def _crossing(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the bytes of values and of gradients that cross each cut, and of values kept by who receives them."""
+        place = {index: position for position, index in enumerate(self.order)}
+        sums = np.zeros((3, self.length + 2), np.int64)
+        for value in self.costs.problem.values:
+            if not value.consumers:
+                continue
+            first, last = place[value.source] + 1, max(place[consumer] for consumer in value.consumers) + 1
+            row = np.array([value.forward_bytes, value.backward_bytes, value.forward_bytes * value.kept])
+            sums[:, first] += row * self.limits.samples
+            sums[:, last] -= row * self.limits.samples
+        forward, backward, kept = np.cumsum(sums, axis=1).tolist()
+        return forward, backward, kept
+
+    def memory(self, in_flight: int) -> list[list[int]]:
+        """Return ``[end][start]``, the bytes of a stage with so many micro-batches in flight."""
+        if in_flight not in self._memory:
+            samples = self.limits.samples
+            rows = []
+            sizes = [self.costs.sizes((index,)) for index in self.order]
+            for end in range(self.length + 1):
+                held = work = 0
+                row = [0] * (end + 1)
+                for start in range(end - 1, -1, -1):
+                    size = sizes[start]
+                    held += size.state + size.saved * samples * in_flight
+                    work = max(work, size.forward_work * samples, (size.backward_work + size.late) * samples)
+                    row[start] = held + work + self.kept[start] * in_flight
+                rows.append(row)
+            self._memory[in_flight] = rows
+        return self._memory[in_flight]
+
+    def least_s(self) -> float:
+        """Return a T below which nothing can be."""
+        power = sum(power * len(members) for power, members in zip(self.powers, self.classes, strict=True))
+        return max(self.times[0][-1] / power, 1e-12)
+
+    def most_s(self) -> float:
+        """Return a T above which no more is possible."""
+        cuts = max(*self.forward, *self.backward)
+        slowest = min(bps for row in self.links.bandwidth_bps.values() for bps in row.values()) if cuts else 1.0
+        return 4 * (max(times[-1] for times in self.times) + self.call_s + cuts / slowest) + 1e-9
+
+    def lay(self, bottleneck_s: float, *, first: bool = False) -> list[_Laid]:
+        """Lay stages of at most a bottleneck time.
+
+        Args:
+            bottleneck_s: The time.
+            first: Whether to stop at the first complete layout.
+
+        Returns:
+            At most one complete layout for each number of stages.
+        """
+        complete: list[_Laid] = []
+        none = (0,) * len(self.classes)
+        frontier: _States = {(none, -1): None}
+        extents: dict[tuple[int, int, int, int], int] = {}
+        for behind in range(self.limits.stages):
+            level: _States = {}
+            for (used, _), last in frontier.items():
+                for number, members in enumerate(self.classes):
+                    for replicas in self.limits.replicas:
+                        if used[number] + replicas > len(members):
+                            break
+                        devices = members[used[number] : used[number] + replicas]
+                        laid = self._extend(bottleneck_s, number, devices, last, behind, extents)
+                        if laid is None:
+                            continue
+                        now = (*used[:number], used[number] + replicas, *used[number + 1 :])
+                        known = level.get((now, number))
+                        if known is None or laid.start < known.start:
+                            level[(now, number)] = laid
+            done = [laid for laid in level.values() if laid is not None and laid.start == 0]
+            if done:
+                complete.append(done[0])
+                if first:
+                    break
+            frontier = self._keep(bottleneck_s, level)
+            if not frontier:
+                break
+        return complete
+
+    def _extend(
+        self,
+        bottleneck_s: float,
+        number: int,
+        devices: tuple[int, ...],
+        last: _Laid | None,
+        behind: int,
+        extents: dict[tuple[int, int, int, int], int],
+    ) -> _Laid | None:
+        """Lay one more stage before the last one, as long as it may be."""
+        end = self.length if last is None else last.start
+        if last is not None:
+            while not self._carries(bottleneck_s, devices, last, end):
+                end += 1  # the stage behind begins later, where less crosses
+                if end >= last.end:
+                    return None
+        turns = -(-self.limits.count // len(devices))
+        depth = min(turns, self.limits.in_flight, behind + 1)
+        key = (number, end, turns, depth)
+        if key not in extents:
+            extents[key] = self._extent(number, end, bottleneck_s * self.limits.count / turns - self.call_s, depth)
+        return _Laid(extents[key], devices, end, last) if extents[key] < end else None
+
+    def _extent(self, number: int, end: int, allowed_s: float, depth: int) -> int:
+        """Return the first segment of the longest stage that ends somewhere and fits a class of devices."""
+        times = self.times[number]
+        start = bisect_left(times, times[end] - allowed_s * (1 + 1e-12))
+        room = self.room[number]
+        if room is not None:
+            row = self.memory(depth)[end]
+            while start < end and row[start] > room:
+                start += 1
+        return start
+
+    def _carries(self, bottleneck_s: float, devices: tuple[int, ...], last: _Laid, cut: int) -> bool:
+        """Return whether a link carries what crosses a cut in time."""
+        bps = self.links.bandwidth_bps
+        share = max(len(devices), len(last.devices))  # so many pairs of replicas carry it side by side
+        return any(
+            max(self.forward[cut] / bps[a][b], self.backward[cut] / bps[b][a]) <= bottleneck_s * share
+            for a in devices
+            for b in last.devices
+        )
+
+    def _keep(self, bottleneck_s: float, level: _States) -> _States:
+        """Return the states from which to go on: those with most time to spare, as many as the beam is wide."""
+        nominal, powers = self.times[0], self.powers
+        whole = sum(power * len(members) for power, members in zip(powers, self.classes, strict=True))
+        found = []
+        for turn, ((used, number), laid) in enumerate(level.items()):
+            assert laid is not None
+            left = whole - sum(map(mul, powers, used))
+            lack = nominal[laid.start] - bottleneck_s * left
+            if laid.start > 0 and lack <= 1e-9 * whole * bottleneck_s:  # with less no way leads to the beginning
+                found.append((lack, turn, (used, number), laid))
+        return {state: laid for _, _, state, laid in sorted(found)[: self.limits.beam]}
+
+    def parts(self, laid: _Laid | None) -> tuple[Part, ...]:
+        """Return the stages of a complete layout."""
+        found = []
+        while laid is not None:
+            segments = self.order[laid.start : laid.end]
+            found.append(Part(segments, laid.devices, (1.0,) * len(laid.devices)))
+            laid = laid.behind
+        return tuple(found)

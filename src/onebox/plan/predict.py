@@ -1,0 +1,64 @@
+"""What a plan is expected to cost: the simulator, asked about a plan of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebox.plan.costs import Costs
+from onebox.plan.inputs import Problem
+from onebox.plan.layout import layout_of
+from onebox.plan.plan import Plan, Prediction
+from onebox.plan.schedule import Routes, Schedule
+from onebox.plan.schedules import named_schedule
+from onebox.plan.simulate import Simulation, simulate
+from onebox.plan.synthesis import auto_schedule
+from onebox.plan.work import Work
+
+
+def predict(problem: Problem, plan: Plan) -> tuple[Prediction, Simulation]:
+    """Time a plan and measure its memory, without running it.
+
+    Args:
+        problem: Segments, values, devices, links.
+        plan: The plan; what it predicts itself is not looked at.
+
+    Returns:
+        The prediction that belongs into the plan, and the simulation with every action and message.
+
+    Raises:
+        UsageError: The plan is none for this problem.
+    """
+    work, sizes = Costs(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
+    routes = plan.routes(problem.batch)
+    simulation = simulate(schedule_of(plan, routes, work, sizes), routes, work, sizes)
+    return prediction_of(plan, problem.batch, work, simulation), simulation
+
+
+def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) -> Schedule:
+    """Return the schedule that a plan names or spells out.
+
+    Args:
+        plan: The plan.
+        routes: Who computes what.
+        work: What its stages cost; matters to ``auto`` only.
+        sizes: Micro-batches' sizes as fractions; matter to ``auto`` only.
+    """
+    if plan.schedule == "table":
+        return Schedule.parse(plan.table)
+    if plan.schedule == "auto":
+        return auto_schedule(routes, work, sizes)
+    return named_schedule(plan.schedule, routes, edges=[(edge.source, edge.target) for edge in work.edges])
+
+
+def prediction_of(plan: Plan, batch: int, work: Work, simulation: Simulation) -> Prediction:
+    """Return what a simulation says in the words of a plan; of a stage's replicas the slowest counts."""
+    return Prediction(
+        batch=batch,
+        step_s=simulation.step_s,
+        bubble=simulation.bubble,
+        peak_bytes=tuple(simulation.peak_bytes.get(device, 0) for device in plan.devices),
+        stages_s=tuple(
+            (max(stage.forward_s.values()), max(stage.input_s.values()), max(stage.weight_s.values()))
+            for stage in work.stages
+        ),
+    )

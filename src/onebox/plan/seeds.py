@@ -1,0 +1,159 @@
+"""Layouts to begin with: all of them for small problems, otherwise what dynamic programming proposes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+from math import comb, perm
+
+from onebox.plan.costs import Costs
+from onebox.plan.inputs import Problem
+from onebox.plan.layout import Layout, Part, single
+from onebox.plan.partition import Limits, partitions
+from onebox.plan.trivial import cut, work_of
+
+PLAIN = ("1f1b", "zb-h1", "gpipe")
+"""Schedules for one stage a device."""
+
+_ALL = 2500
+"""So many cuts and assignments are few enough to look at each."""
+
+_CHUNKS = (2, 3)
+"""Stages a device under ``interleaved``."""
+
+
+def orders(problem: Problem) -> list[tuple[int, ...]]:
+    """Return orders of the segments in which values go from earlier to later ones, each once.
+
+    The first is the problem's own. The second goes through one parallel branch after the other: cut between branches,
+    they come to lie on different devices and run at the same time. The third goes through all of them side by side.
+    """
+    count = len(problem.segments)
+    after: list[set[int]] = [set() for _ in range(count)]
+    for value in problem.values:
+        after[value.source].update(value.consumers)
+    found = [tuple(range(count)), _walk(after, deep=True), _walk(after, deep=False)]
+    return list(dict.fromkeys(found))
+
+
+def _walk(after: Sequence[set[int]], *, deep: bool) -> tuple[int, ...]:
+    missing = [0] * len(after)
+    for targets in after:
+        for target in targets:
+            missing[target] += 1
+    ready = [index for index, count in enumerate(missing) if not count]
+    order = []
+    while ready:
+        index = ready.pop(0)
+        order.append(index)
+        fresh = []
+        for target in sorted(after[index]):
+            missing[target] -= 1
+            if not missing[target]:
+                fresh.append(target)
+        ready = [*fresh, *ready] if deep else [*ready, *fresh]
+    return tuple(order)
+
+
+def sequences(problem: Problem, numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield who may hold which of some stages, and the kind of schedule: plain, interleaved or zbv."""
+    names = problem.schedules
+    if stages <= len(numbers) and any(name in names for name in PLAIN):
+        for chosen in permutations(numbers, stages):
+            yield chosen, "plain"
+    for chunks in _CHUNKS if "interleaved" in names else ():
+        across, rest = divmod(stages, chunks)
+        if not rest and 1 < across <= len(numbers):
+            for chosen in permutations(numbers, across):
+                yield chosen * chunks, "interleaved"
+    across, rest = divmod(stages, 2)
+    if "zbv" in names and not rest and 1 < across <= len(numbers):
+        for chosen in permutations(numbers, across):
+            yield (*chosen, *reversed(chosen)), "zbv"
+
+
+def few(problem: Problem) -> bool:
+    """Return whether there are few enough layouts of single devices to look at each."""
+    segments, devices = len(problem.segments), len(problem.devices)
+    total = 0
+    for stages in range(1, min(segments, 3 * devices) + 1):
+        ways = perm(devices, stages) if stages <= devices else 0
+        ways += sum(perm(devices, stages // n) for n in (*_CHUNKS, 2) if not stages % n and stages // n <= devices)
+        total += comb(segments - 1, stages - 1) * ways
+    return total <= _ALL
+
+
+def every_layout(problem: Problem) -> Iterator[Layout]:
+    """Yield all layouts of single devices under the named schedules, for small problems."""
+    numbers = sorted(problem.device)
+    most = min(len(problem.segments), problem.max_stages or len(problem.segments))
+    for order in orders(problem):
+        for stages in range(1, most + 1):
+            for chosen, kind in sequences(problem, numbers, stages):
+                names = [name for name in PLAIN if name in problem.schedules] if kind == "plain" else [kind]
+                for cuts in combinations(range(1, len(order)), stages - 1):
+                    ranges = zip((0, *cuts), (*cuts, len(order)), chosen, strict=True)
+                    parts = tuple(single(order[start:end], device) for start, end, device in ranges)
+                    for size in problem.micro_batches:
+                        yield from (Layout(parts, size, name) for name in names)
+
+
+def proposed(costs: Costs, sizes: Sequence[int]) -> Iterator[Layout]:
+    """Yield the layouts that dynamic programming proposes, and those that it leads to.
+
+    Args:
+        costs: Costs of the segments.
+        sizes: Sizes of micro-batches to try.
+    """
+    problem = costs.problem
+    most = min(len(problem.segments), len(problem.devices), problem.max_stages or len(problem.devices))
+    plain = [name for name in PLAIN if name in problem.schedules]
+    for order in orders(problem):
+        for samples in sizes:
+            count = -(-problem.batch // samples)
+            for replicas in _replica_choices(problem):
+                # With the memory of 1F1B first; if nothing fits so, with one micro-batch in flight, for the others.
+                for in_flight in (count, 1):
+                    limits = Limits(samples=samples, count=count, in_flight=in_flight, replicas=replicas, stages=most)
+                    found = partitions(costs, order, limits)
+                    for parts in found:
+                        yield from (Layout(parts, samples, name) for name in plain)
+                        if len(replicas) == 1:
+                            yield from chunked(costs, order, parts, samples)
+                    if found:
+                        break
+
+
+def _replica_choices(problem: Problem) -> list[tuple[int, ...]]:
+    if not problem.replicable:
+        return [(1,)]
+    return [(1,), (1, 2, 4, 8)]
+
+
+def chunked(costs: Costs, order: Sequence[int], parts: Sequence[Part], samples: int) -> Iterator[Layout]:
+    """Yield layouts of several stages a device, on the devices of one with a stage each."""
+    problem = costs.problem
+    devices = [part.devices[0] for part in parts]
+    patterns = [(devices * n, "interleaved") for n in _CHUNKS] + [([*devices, *reversed(devices)], "zbv")]
+    most = min(len(order), problem.max_stages or len(order))
+    for sequence, name in patterns:
+        if name in problem.schedules and len(devices) > 1 and len(sequence) <= most:
+            yield spread(costs, order, sequence, samples, name)
+
+
+def spread(costs: Costs, order: Sequence[int], devices: Sequence[int], samples: int, schedule: str) -> Layout:
+    """Cut a chain in proportion to the speeds of a sequence of devices.
+
+    Args:
+        costs: Costs of the segments.
+        order: The chain.
+        devices: The device of each stage; one may hold several.
+        samples: Samples of a micro-batch.
+        schedule: Name of the schedule.
+    """
+    problem = costs.problem
+    first = problem.device[devices[0]]
+    nominal = work_of(costs, order, first.type, samples)
+    ranges = cut(nominal, [costs.power(device, samples) for device in devices])
+    parts = (single(tuple(order[a:b]), device) for (a, b), device in zip(ranges, devices, strict=True))
+    return Layout(tuple(parts), samples, schedule)

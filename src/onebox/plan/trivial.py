@@ -1,0 +1,103 @@
+"""Plans that need no planner: one device, pure data parallel, even cuts. They are what a plan has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from onebox.errors import UsageError
+from onebox.plan.costs import Costs
+from onebox.plan.inputs import Problem
+from onebox.plan.layout import Layout, Part, plan_of, single
+from onebox.plan.plan import Plan
+from onebox.plan.shares import apportion
+
+
+def even_plan(problem: Problem, devices: Sequence[int], schedule: str, micro_batch: int) -> Plan:
+    """Cut the segments into stages that take equally long on a nominal device, one for each device.
+
+    Args:
+        problem: Segments, values, devices.
+        devices: Numbers of the devices, in the order of the stages; the first one's type is the nominal device.
+        schedule: Name of the schedule.
+        micro_batch: Samples of a micro-batch.
+
+    Raises:
+        UsageError: There are more devices than segments, or none.
+    """
+    return plan_of(problem, even_layout(Costs(problem), devices, schedule, micro_batch))
+
+
+def even_layout(costs: Costs, devices: Sequence[int], schedule: str, micro_batch: int) -> Layout:
+    """Return :func:`even_plan` as a layout."""
+    problem = costs.problem
+    order = tuple(range(len(problem.segments)))
+    if not 1 <= len(devices) <= len(order):
+        raise UsageError(f"{len(devices)} devices for {len(order)} segments: each device needs a segment")
+    kind = problem.device[devices[0]].type
+    ranges = cut(work_of(costs, order, kind, micro_batch), [1.0] * len(devices))
+    parts = (single(order[start:end], device) for (start, end), device in zip(ranges, devices, strict=True))
+    return Layout(tuple(parts), micro_batch, schedule)
+
+
+def work_of(costs: Costs, order: Sequence[int], kind: str, samples: int) -> list[float]:
+    """Return each segment's seconds of forward and backward on a type of device."""
+    found = (costs.seconds((index,))[kind] for index in order)
+    return [sum(fixed + part * samples for fixed, part in seconds[:3]) for seconds in found]
+
+
+def cut(work: Sequence[float], weights: Sequence[float]) -> list[tuple[int, int]]:
+    """Cut a row of works into consecutive parts, none empty, as close to some weights as single cuts come.
+
+    Args:
+        work: Work of each segment; at least as many as weights.
+        weights: Each part's weight, positive.
+
+    Returns:
+        Start and end of each part.
+
+    Example:
+        >>> cut([1.0] * 6, [2.0, 1.0])
+        [(0, 4), (4, 6)]
+    """
+    total, whole = sum(weights), sum(work)
+    sums = [0.0]
+    for one in work:
+        sums.append(sums[-1] + one)
+    ends, due = [0], 0.0
+    for turn, weight in enumerate(weights[:-1]):
+        due += weight / total * whole
+        allowed = range(ends[-1] + 1, len(work) - (len(weights) - turn - 1) + 1)
+        ends.append(min(allowed, key=lambda end: (abs(sums[end] - due), end)))
+    ends.append(len(work))
+    return list(pairwise(ends))
+
+
+def trivial_layouts(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:
+    """Yield what the trivial plans are called, each with its variants: one for each allowed micro-batch."""
+    problem = costs.problem
+    every = tuple(range(len(problem.segments)))
+    numbers = sorted(problem.device)
+    for number in numbers:
+        yield (
+            f"device {number} alone",
+            [Layout((single(every, number),), size, "1f1b") for size in problem.micro_batches],
+        )
+    if len(numbers) > 1:
+        yield "data parallel, equal shares", _data_parallel(costs, numbers, [1.0] * len(numbers))
+        shares = [costs.power(number, max(problem.micro_batches)) for number in numbers]
+        total = sum(shares)
+        yield "data parallel, shares by speed", _data_parallel(costs, numbers, [share / total for share in shares])
+        count = min(len(numbers), len(every))
+        for name in ("gpipe", "1f1b"):
+            variants = [even_layout(costs, numbers[:count], name, size) for size in problem.micro_batches]
+            yield f"even cuts, {name}", variants if count > 1 else []
+
+
+def _data_parallel(costs: Costs, numbers: Sequence[int], shares: Sequence[float]) -> list[Layout]:
+    problem = costs.problem
+    part = Part(tuple(range(len(problem.segments))), tuple(numbers), tuple(shares))
+    sizes: list[int | None] = list(problem.micro_batches)
+    if problem.free_shares and max(apportion(problem.batch, shares)) <= max(problem.micro_batches):
+        sizes.append(None)
+    return [Layout((part,), size, "1f1b") for size in sizes]

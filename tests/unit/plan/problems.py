@@ -1,0 +1,159 @@
+"""Planning problems for tests: random ones, and an exhaustive search that knows nothing of the planner's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+from random import Random
+
+from onebox.plan import Plan, Stage, predict
+from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
+from onebox.plan.work import Links
+
+KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
+"""Types of devices by their speed."""
+
+
+def segment(name: str, seconds: float, *, fixed: float = 0.0, state: int = 0, saved: int = 0, late: int = 0) -> Segment:
+    """Return a segment whose forward takes some seconds a sample on a quick device, and either gradient as long."""
+    times = {kind: Time(fixed_s=fixed / speed, sample_s=seconds / speed) for kind, speed in KINDS.items()}
+    return Segment(
+        name=name,
+        forward_s=times,
+        input_s=times,
+        weight_s=times,
+        update_s={kind: state * 1e-12 / speed for kind, speed in KINDS.items()},
+        parameter_bytes=state // 4,
+        state_bytes=state,
+        saved_bytes=saved,
+        late_bytes=late,
+        forward_work_bytes=saved // 2,
+        backward_work_bytes=saved // 2,
+    )
+
+
+def links(count: int, *, latency_s: float = 0.0, bandwidth_bps: float = 1e12) -> Links:
+    """Return equal links between devices 0, 1, ..."""
+    row = dict.fromkeys(range(count), latency_s)
+    return Links(
+        latency_s=dict.fromkeys(range(count), row),
+        bandwidth_bps=dict.fromkeys(range(count), dict.fromkeys(range(count), bandwidth_bps)),
+    )
+
+
+def random_links(random: Random, count: int) -> Links:
+    """Return links each with its own latency and bandwidth, the same in both directions."""
+    latency: dict[int, dict[int, float]] = {a: {} for a in range(count)}
+    bandwidth: dict[int, dict[int, float]] = {a: {} for a in range(count)}
+    for a in range(count):
+        for b in range(a + 1):
+            latency[a][b] = latency[b][a] = random.choice([0.0, 1e-4, 1e-3])
+            bandwidth[a][b] = bandwidth[b][a] = random.choice([1e8, 1e9, 1e10])
+    return Links(latency_s=latency, bandwidth_bps=bandwidth)
+
+
+def random_problem(random: Random, segments: int, devices: int, *, tight: bool = False, skips: bool = True) -> Problem:
+    """Return a problem with uneven segments, devices and links, and some values that skip segments.
+
+    Args:
+        random: Draws it.
+        segments: How many segments.
+        devices: How many devices.
+        tight: Whether each device's memory holds about 70 % of the model.
+        skips: Whether there are values that skip segments.
+    """
+    made = tuple(
+        segment(
+            f"segment{index}",
+            random.uniform(0.2, 2.0) * 1e-3,
+            fixed=random.choice([0.0, 2e-4]),
+            state=random.randrange(1, 20) * 10**6,
+            saved=random.randrange(1, 10) * 10**5,
+            late=random.randrange(1, 5) * 10**4,
+        )
+        for index in range(segments)
+    )
+    values = [
+        Value(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
+        for index in range(segments - 1)
+        for size in [random.randrange(1, 10) * 10**4]
+    ]
+    if skips and segments > 3:
+        source = random.randrange(segments - 2)
+        consumers = tuple(sorted({random.randrange(source + 1, segments), segments - 1}))
+        values.append(Value(source=source, consumers=consumers, forward_bytes=50_000, backward_bytes=50_000))
+    whole = sum(one.state_bytes + one.saved_bytes for one in made)
+    return Problem(
+        segments=made,
+        devices=tuple(
+            DeviceSpec(
+                number=number, type=random.choice(list(KINDS)), capacity_bytes=int(whole * 0.7) if tight else None
+            )
+            for number in range(devices)
+        ),
+        links=random_links(random, devices),
+        batch=8,
+        micro_batches=(1, 2, 4),
+        values=tuple(values),
+        call_s=1e-5,
+        schedules=("gpipe", "1f1b", "interleaved", "zb-h1", "zbv"),
+    )
+
+
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule."""
+    names = [one.name for one in problem.segments]
+    numbers = [device.number for device in problem.devices]
+    for stages in range(1, len(names) + 1):
+        for chosen, schedules in _assignments(numbers, stages):
+            for cuts in combinations(range(1, len(names)), stages - 1):
+                bounds = [0, *cuts, len(names)]
+                pieces = [tuple(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+                made = tuple(
+                    Stage(segments=piece if stages > 1 else (), replicas=((device,),), shares=(1.0,))
+                    for piece, device in zip(pieces, chosen, strict=True)
+                )
+                for size in problem.micro_batches:
+                    for schedule in schedules:
+                        yield Plan(stages=made, micro_batch=size, schedule=schedule)
+
+
+def _assignments(numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+    if stages <= len(numbers):
+        for chosen in permutations(numbers, stages):
+            yield chosen, ("1f1b", "zb-h1", "gpipe") if stages > 1 else ("1f1b",)
+    if stages % 2 == 0 and 2 <= stages // 2 <= len(numbers):
+        for chosen in permutations(numbers, stages // 2):
+            yield chosen + chosen, ("interleaved",)
+            yield chosen + chosen[::-1], ("zbv",)
+
+
+def exhaustive(problem: Problem) -> tuple[float, Plan | None]:
+    """Return the least predicted time over all of :func:`every_plan` that fit, and its plan.
+
+    A plan whose busiest device alone works longer than the best one known takes is not simulated.
+    """
+    best, found = math.inf, None
+    for plan in every_plan(problem):
+        if _busiest_s(problem, plan) >= best:
+            continue
+        predicted, simulation = predict(problem, plan)
+        if not simulation.over_bytes and predicted.step_s < best:
+            best, found = predicted.step_s, plan
+    return best, found
+
+
+def _busiest_s(problem: Problem, plan: Plan) -> float:
+    kinds = {device.number: device.type for device in problem.devices}
+    segments = {one.name: one for one in problem.segments}
+    spent: dict[int, float] = {}
+    count = -(-problem.batch // (plan.micro_batch or problem.batch))
+    for stage in plan.stages:
+        device = stage.replicas[0][0]
+        for name in stage.segments or tuple(segments):
+            one = segments[name]
+            times = [known[kinds[device]] for known in (one.forward_s, one.input_s, one.weight_s)]
+            each = sum(time.fixed_s * count + time.sample_s * problem.batch for time in times)
+            spent[device] = spent.get(device, 0.0) + each
+    return max(spent.values())
