@@ -1,4 +1,4 @@
-"""Ranks of a group on one host that are threads of this process."""
+"""Ranks of a group that are threads of this process, and a client that serves their rendezvous."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from onebox.wire.messages import EmulatedLink, FormGroup
+from onebox.pool.rendezvous import KeyValues
+from onebox.wire.messages import Contribution, EmulatedLink, FormGroup, Left, Lookup, Reduced, Rendezvous
 from onebox.worker.links import Wires
 from onebox.worker.memory import PeerLost
 from onebox.worker.shared import SharedGroup
@@ -37,6 +38,52 @@ class Keys:
             if not self._changed.wait_for(lambda: key in self._values, self._timeout_s):
                 raise PeerLost(f"nobody set {key}")
         return self._values[key]
+
+
+class Hub:
+    """A client that serves the rendezvous of threads."""
+
+    def __init__(self) -> None:
+        self.keys = KeyValues()
+        self.changed = threading.Condition()
+        self.answers: dict[tuple[int, int], bytes] = {}
+
+    def channel(self, worker: int) -> HubChannel:
+        """Return the channel of a worker."""
+        return HubChannel(self, worker)
+
+
+class HubChannel:
+    """The channel of one worker to a hub."""
+
+    def __init__(self, hub: Hub, worker: int) -> None:
+        self.hub = hub
+        self.worker = worker
+        self.tickets = 0
+        self.left: list[int] = []
+
+    def new_ticket(self) -> int:
+        """Return a number that no other ticket of this worker has."""
+        self.tickets += 1
+        return self.tickets
+
+    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
+        """Serve a lookup; take note that the worker has left a group."""
+        if isinstance(saying, Left):
+            self.left.append(saying.group)
+            return
+        assert isinstance(saying, Lookup)
+        with self.hub.changed:
+            for answer in self.hub.keys.lookup(self.worker, saying):
+                self.hub.answers[answer.worker, answer.ticket] = answer.value
+            self.hub.changed.notify_all()
+
+    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
+        """Wait for an answer."""
+        with self.hub.changed:
+            if not self.hub.changed.wait_for(lambda: (self.worker, ticket) in self.hub.answers, timeout_s):
+                raise PeerLost("nobody came")
+            return Rendezvous(ticket, self.hub.answers.pop((self.worker, ticket))), ()
 
 
 Rank = Callable[[int, SharedGroup], Any]

@@ -19,7 +19,8 @@ import torch
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.discover import requested_devices
 from onebox.pool.failures import Place, raise_first
-from onebox.pool.process import START_S, WorkerProcess
+from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
+from onebox.pool.process import START_S, SocketFolder, WorkerProcess
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire import new_keys
 from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Hello, Instruction, LeaveGroup
@@ -65,8 +66,15 @@ class Pool:
     A context manager: leaving it ends all workers and closes all sockets.
     """
 
-    def __init__(self, processes: list[WorkerProcess], switchboard: Switchboard, devices: list[DeviceInfo]) -> None:
+    def __init__(
+        self,
+        processes: list[WorkerProcess],
+        switchboard: Switchboard,
+        devices: list[DeviceInfo],
+        links: LinkMap | None = None,
+    ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
+        self.links: LinkMap = directed(links or {}, devices)
         self._processes = processes
         self._switchboard = switchboard
         self._numbers = itertools.count(1)
@@ -115,21 +123,25 @@ class Pool:
 
         Args:
             workers: Members; their order gives the ranks.
-            via: ``workers`` for transfers from worker to worker (NCCL among CUDA devices, else Gloo), ``client`` for
-                sums that are made at the client.
+            via: ``workers`` for transfers from worker to worker (shared memory among the CPU and ``sim`` devices of one
+                host, NCCL among CUDA devices, else Gloo), ``client`` for sums that are made at the client.
 
         Raises:
-            UsageError: Some of the devices have values and others, ``sim``, have none.
+            UsageError: Some of the devices have values and others, ``sim``, have none; or what is asked for cannot
+                go over the links that are emulated between them.
             OneboxError: The group could not be formed.
         """
         group = self.new_number()
-        same_host = len({self.devices[worker].host for worker in workers}) == 1
+        links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
+        if via == "client" and any(links):
+            raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
         kinds = {self.devices[worker].kind for worker in workers}
         if "sim" in kinds and len(kinds) > 1:
             raise UsageError(
                 f"a group of {', '.join(sorted(kinds))} devices: sim devices have no values to give to others; "
                 "let a group be of sim devices only, or of none"
             )
+        same_host = len({self.devices[worker].host for worker in workers}) == 1 and kinds <= EMULATED_KINDS
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
@@ -140,7 +152,7 @@ class Pool:
             joined = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host)],
+                    [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host, links[rank])],
                     answer=True,
                 )
                 for rank, worker in enumerate(workers)
@@ -180,6 +192,7 @@ def open_pool(
     *,
     threads: int | None = None,
     memory_bytes: int | None = None,
+    links: LinkMap | None = None,
     faults: dict[int, Sequence[Fault]] | None = None,
 ) -> Pool:
     """Open a pool of this machine's devices.
@@ -190,13 +203,15 @@ def open_pool(
             four devices that compute nothing and sleep as long as what they are sent says that it costs.
         threads: Threads of each worker; an equal share of the cores when ``None``.
         memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
+        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
+            where both are given. For experiments on one host; times over them are made, not measured.
         faults: For tests: what goes wrong on which worker.
 
     Returns:
         The pool; close it, or use it as a context manager.
 
     Raises:
-        UsageError: The specification is wrong, or names a device that is not there.
+        UsageError: The specification is wrong, or names a device that is not there; or a link cannot be emulated.
         PoolError: A worker could not be started, or is of another version.
         WorkerDied: A worker ended while it started.
 
@@ -211,6 +226,7 @@ def open_pool(
     requests = requested_devices(spec, threads)
     mine = new_keys()
     processes: list[WorkerProcess] = []
+    folder = SocketFolder()
     switchboard = Switchboard(mine)
     try:
         keys = [new_keys() for _ in requests]
@@ -221,23 +237,24 @@ def open_pool(
                 pair.public,
                 pair.secret,
                 mine.public,
+                folder.path,
                 quota_bytes=memory_bytes or 0,
                 faults=tuple((faults or {}).get(number, ())),
                 speed=request.speed,
+                owner=os.getpid(),
             )
             place = Place(worker=number, host="localhost", device=request.device)
             processes.append(WorkerProcess(place, config))
-        hellos = [
-            switchboard.connect(process, pair.public, "127.0.0.1")
-            for process, pair in zip(processes, keys, strict=True)
-        ]
+        hellos = [switchboard.connect(process, pair.public) for process, pair in zip(processes, keys, strict=True)]
         switchboard.start()
         devices = [_welcome(number, hello) for number, hello in enumerate(hellos)]
+        return Pool(processes, switchboard, devices, links)
     except BaseException:
         switchboard.stop()
         _close(processes, grace_s=0.0)
         raise
-    return Pool(processes, switchboard, devices)
+    finally:
+        folder.close()  # all are connected: nobody else is to come, and nothing is left if this process is killed
 
 
 def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:

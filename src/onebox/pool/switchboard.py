@@ -18,11 +18,11 @@ from typing import Any
 import zmq
 
 from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerHung
-from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
+from onebox.pool.failures import AFTERWARDS, Complaints, again, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
 from onebox.pool.rendezvous import ClientSums, KeyValues
-from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, to_frame
+from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, receive, send, to_frame
 from onebox.wire.messages import (
     Beat,
     Contribution,
@@ -40,6 +40,7 @@ from onebox.wire.messages import (
 )
 
 _TICK_MS = 250
+_JOIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,23 @@ class _Line:
         process: WorkerProcess,
         keys: KeyPair,
         server_key: str,
-        address: str,
     ) -> None:
         ports = process.ports()
         self.process = process
         self.place = process.place
         self.hello: Future[Hello] = Future()
+        self.words: Hello | None = None
+        self.beating = False
         self.commands = context.socket(zmq.DEALER)
         self.beats = context.socket(zmq.DEALER)
-        for socket, port in ((self.commands, ports.commands), (self.beats, ports.beats)):
+        for socket, endpoint in ((self.commands, ports.commands), (self.beats, ports.beats)):
             configure(socket, keys, server_key=server_key, queue=0)
-            socket.connect(f"tcp://{address}:{port}")
+            socket.connect(endpoint)
+
+    def greet(self) -> None:
+        """Hand on the worker's first words, once both sockets have brought something."""
+        if self.words is not None and self.beating and not self.hello.done():
+            self.hello.set_result(self.words)
 
 
 class Switchboard:
@@ -96,19 +103,20 @@ class Switchboard:
         self._lock = threading.Lock()
         self._numbers = 0
         self._stopping = False
+        self._closed = False
         self._liveness = Liveness()
         self._complaints = Complaints()
         self._key_values = KeyValues()
         self._sums = ClientSums()
         self._groups: set[int] = set()
         self.broken: OneboxError | None = None
-        self._thread = threading.Thread(target=self._serve, name="onebox-switchboard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
 
     # ---- for other threads
 
-    def connect(self, process: WorkerProcess, server_key: str, address: str) -> Future[Hello]:
-        """Connect to a worker, before :meth:`start`; the future holds its first words."""
-        line = _Line(self._context, process, self._keys, server_key, address)
+    def connect(self, process: WorkerProcess, server_key: str) -> Future[Hello]:
+        """Connect to a worker, before :meth:`start`; the future holds its first words, when all its sockets work."""
+        line = _Line(self._context, process, self._keys, server_key)
         self._lines[process.place.worker] = line
         return line.hello
 
@@ -142,7 +150,7 @@ class Switchboard:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
         with self._lock:
             if self.broken is not None:
-                raise self.broken
+                raise again(self.broken)
             self._numbers += 1
             number = self._numbers
             header = encode(Envelope(number, answer, tuple(instructions)))
@@ -175,15 +183,30 @@ class Switchboard:
             self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
             os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:
-            self._thread.join(timeout=10)
+            self._thread.join(timeout=_JOIN_S)
+        if not self._thread.is_alive():  # one that hangs uses the sockets still, and closes them when it ends
+            self._close()
+        self._fail_all(self.broken)
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._bell)
         for line in self._lines.values():
             line.commands.close(200)  # milliseconds for the last words to go
             line.beats.close(0)
         self._context.destroy(linger=0)  # with sockets of a worker that could not be connected to
-        os.close(self._bell)
-        self._fail_all(self.broken)
 
     # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            if self._stopping:
+                self._close()
 
     def _serve(self) -> None:
         try:
@@ -212,18 +235,17 @@ class Switchboard:
     def _send(self) -> None:
         while self._outbox:
             worker, parts = self._outbox.popleft()
-            self._lines[worker].commands.send_multipart(parts, copy=False)
+            send(self._lines[worker].commands, parts, copy=False)
 
     def _attend(self, line: _Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Take everything that has come from one worker."""
         try:
             if line.beats in ready:
                 while line.beats.poll(0):
-                    self._take(line, line.beats.recv_multipart())
+                    self._take(line, receive(line.beats))
             if line.commands in ready:
                 while line.commands.poll(0):
-                    frames = line.commands.recv_multipart(copy=False)
-                    self._take(line, [frame.buffer for frame in frames])
+                    self._take(line, receive(line.commands))
         except WireError as error:
             self._break(error)
         if line.process.descriptor in ready:
@@ -239,6 +261,8 @@ class Switchboard:
             case Reply():
                 self._reply(line, saying, frames)
             case Beat():
+                line.beating = True
+                line.greet()
                 if line.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
             case Left():
@@ -254,8 +278,8 @@ class Switchboard:
                 self._add_up(line, saying, frames)
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
-                if not line.hello.done():
-                    line.hello.set_result(saying)
+                line.words = saying
+                line.greet()
 
     def _add_up(self, line: _Line, contribution: Contribution, frames: Sequence[Any]) -> None:
         """Take a contribution to a sum; with the last, send the sum to all who contributed."""
@@ -270,7 +294,7 @@ class Switchboard:
 
     def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
         parts = [encode(Envelope(0, False, (instruction,))), *frames]
-        self._lines[worker].commands.send_multipart(parts, copy=False)
+        send(self._lines[worker].commands, parts, copy=False)
 
     def _reply(self, line: _Line, reply: Reply, frames: Sequence[Any]) -> None:
         with self._lock:
@@ -315,4 +339,4 @@ class Switchboard:
         with self._lock:
             futures, self._futures = list(self._futures.values()), {}
         for future in futures:
-            fail(future, error)
+            fail(future, again(error))

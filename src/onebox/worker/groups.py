@@ -186,6 +186,8 @@ def form_group(
     with progress.wait():
         if form.same_host and supported():
             return SharedGroup(form, store, device, progress, wires)
+        if form.links:
+            raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
         try:
             return TorchGroup(form, store, device, progress)
         except RuntimeError as error:

@@ -14,51 +14,13 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.pool.rendezvous import KeyValues
 from onebox.wire import TensorSpec, to_frame
-from onebox.wire.messages import Contribution, FormGroup, Left, Lookup, Reduced, Rendezvous
+from onebox.wire.messages import Contribution, FormGroup, Reduced, Rendezvous
 from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, Wires, form_group
 from onebox.worker.peers import Arrived
 from onebox.worker.tape import Progress
 from tests.unit.programs import CPU
-
-
-class Hub:
-    """A client that serves the rendezvous of threads."""
-
-    def __init__(self) -> None:
-        self.keys = KeyValues()
-        self.changed = threading.Condition()
-        self.answers: dict[tuple[int, int], bytes] = {}
-
-    def channel(self, worker: int) -> Any:
-        return HubChannel(self, worker)
-
-
-class HubChannel:
-    """The channel of one worker to a hub."""
-
-    def __init__(self, hub: Hub, worker: int) -> None:
-        self.hub = hub
-        self.worker = worker
-        self.tickets = 0
-
-    def new_ticket(self) -> int:
-        self.tickets += 1
-        return self.tickets
-
-    def say(self, saying: Lookup | Contribution | Left, frames: Sequence[Any] = ()) -> None:
-        assert isinstance(saying, Lookup)
-        with self.hub.changed:
-            for answer in self.hub.keys.lookup(self.worker, saying):
-                self.hub.answers[answer.worker, answer.ticket] = answer.value
-            self.hub.changed.notify_all()
-
-    def await_ticket(self, ticket: int, timeout_s: float) -> tuple[Rendezvous | Reduced, Sequence[Any]]:
-        with self.hub.changed:
-            if not self.hub.changed.wait_for(lambda: (self.worker, ticket) in self.hub.answers, timeout_s):
-                raise PeerLost("nobody came")
-            return Rendezvous(ticket, self.hub.answers.pop((self.worker, ticket))), ()
+from tests.unit.ranks import Hub
 
 
 def run(size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bool) -> list[Any]:
