@@ -6,6 +6,7 @@ import dataclasses
 
 from onebox.cli.console import OutputConsole
 from onebox.cli.loop import Loop
+from onebox.plan import as_data
 from onebox.pool import Pool
 from onebox.report import Span, Timeline
 
@@ -84,6 +85,6 @@ def _summary(loop: Loop, pool: Pool, seconds: float) -> dict[str, object]:
             {**dataclasses.asdict(device), "peak_bytes": used.peak_bytes}
             for device, used in zip(pool.devices, memory, strict=True)
         ],
-        "plan": plan and {"text": plan.describe(), **dataclasses.asdict(plan)},
+        "plan": plan and {"text": plan.describe(), **as_data(plan)},
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),
     }

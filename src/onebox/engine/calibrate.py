@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures, put_leaves
+from onebox.engine.compiler import Captures, Constants, put_leaves
+from onebox.engine.remote import RemoteState
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import apportion, shares_from_speeds
@@ -18,9 +19,7 @@ _ROUNDS = 4
 """Timed runs of forward; the first warms up."""
 
 
-def resolve_shares(
-    shares: Any, pool: Pool, captures: Captures, batch: Batch, state: Mapping[str, int]
-) -> tuple[float, ...]:
+def resolve_shares(shares: Any, pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> tuple[float, ...]:
     """Return each device's share of the batch; they add up to 1.
 
     Args:
@@ -28,7 +27,7 @@ def resolve_shares(
         pool: The pool.
         captures: The model, which is what speed is measured with.
         batch: A batch, likewise.
-        state: Buffers of parameters and buffers on the workers, by name.
+        remote: Parameters and buffers.
 
     Raises:
         UsageError: The shares are not of these forms, or not one for each device.
@@ -40,7 +39,7 @@ def resolve_shares(
         kinds = {(device.host, device.name, device.kind, device.threads) for device in pool.devices}
         if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
             return (1 / count,) * count
-        return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, state)))
+        return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, remote)))
     weights = [float(share) for share in shares]
     if len(weights) != count:
         raise UsageError(f"shares={weights}: {len(weights)} weights for {count} devices; one for each is needed")
@@ -48,17 +47,18 @@ def resolve_shares(
     return tuple(weight / sum(weights) for weight in weights)
 
 
-def measure_speeds(pool: Pool, captures: Captures, batch: Batch, state: Mapping[str, int]) -> list[float]:
+def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[float]:
     """Return samples per second of each device, all at work at once, on the model's forward and backward.
 
     The batch is shared out evenly for the measurement; nothing that it computes is kept.
     """
     workers = range(len(pool))
     size = max(1, batch.size // len(pool))
-    model = captures.programs(batch, size, train=False, trained=None)
-    routine, programs = _measuring_routine(
-        model, captures.constants(batch, size, train=False), pool, state, len(batch.leaves)
-    )
+    model = captures.traced(batch, size, train=False).divide()
+    everybody = tuple(workers)
+    remote.upload(dict.fromkeys(remote.named.numbers, everybody))
+    constants = Constants(pool, remote.new_number).numbers("", model.constants, everybody)
+    routine, programs = _measuring_routine(model, constants, pool, remote.named.numbers, len(batch.leaves))
     times: dict[int, list[int]] = {worker: [] for worker in workers}
     for worker in workers:
         pool.post(worker, programs)

@@ -23,9 +23,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onebox.errors import CheckpointError, UsageError
+from onebox.plan import Plan
 from onebox.wire.messages import Options
 
-VERSION = 1
+VERSION = 2
 _MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -66,9 +67,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         seed: The run's seed.
         precision: ``fp32`` or ``bf16``.
         clip_grad_norm: For clipping.
-        micro_batch: Samples of a micro-batch.
-        sync: Where gradients are averaged.
-        shares: Each replica's share of the batch.
+        plan: The plan; none before the first step.
         optimizer: Class in ``torch.optim``.
         groups: Its parameter groups.
         numbers: Entries of its state that are no tensors.
@@ -83,9 +82,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int
     precision: Literal["fp32", "bf16"]
     clip_grad_norm: float | None
-    micro_batch: int | None
-    sync: Literal["workers", "client"]
-    shares: tuple[float, ...]
+    plan: Plan | None
     optimizer: str
     groups: tuple[GroupEntry, ...]
     numbers: tuple[NumberEntry, ...]

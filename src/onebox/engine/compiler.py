@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.buckets import gradient_buckets
-from onebox.engine.replica import Numbers, ReplicaLowering, Share, StepRoutine
-from onebox.graph import Loss, Metrics, ModelPrograms, Precision, capture, model_programs
+from onebox.engine.holdings import Holdings, Members, find_holdings
+from onebox.engine.job import Job, Numbers
+from onebox.engine.lowering import Lowering
+from onebox.engine.routine import StepRoutine
+from onebox.engine.timetable import forward_only, make_schedule
+from onebox.errors import UsageError
+from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
-from onebox.wire.messages import Ask, Call, Define, Free, Put, Routine, StoredProgram
+from onebox.wire.messages import Put
 
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
+
+_HALVES = ("zb-h1", "zbv", "auto", "table")
+"""Schedules that may divide backward into the gradients of inputs and of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,7 @@ class Recipe:
         metrics: For evaluation.
         precision: ``bf16`` for autocast.
         device_type: The device type that the graph is for.
+        trained: Parameters whose gradients are wanted.
     """
 
     model: nn.Module
@@ -40,47 +48,39 @@ class Recipe:
     metrics: Metrics
     precision: Precision
     device_type: str
+    trained: frozenset[str]
 
 
 class Captures:
-    """Programs of a model for each shape of inputs, and the buffers of their constants on the workers.
+    """A model, traced for each shape of inputs, each once.
 
     Args:
         recipe: What to capture.
-        pool: The pool.
-        devices: The workers.
-        new: Makes a number for something that stays on the workers.
     """
 
-    def __init__(self, recipe: Recipe, pool: Pool, devices: tuple[int, ...], new: Callable[[], int]) -> None:
-        self.new = new
+    def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._pool = pool
-        self._devices = devices
-        self._models: dict[Hashable, ModelPrograms] = {}
-        self._constants: dict[Hashable, dict[str, int]] = {}
+        self._traced: dict[Hashable, TracedModel] = {}
 
-    def programs(self, batch: Batch, size: int, *, train: bool, trained: frozenset[str] | None) -> ModelPrograms:
-        """Return the programs for micro-batches of a size, captured once.
+    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
+        """Return the model for micro-batches of a size.
+
+        Args:
+            batch: A batch of the same kind.
+            size: Samples of a micro-batch.
+            train: Whether gradients are wanted.
+            halves: Whether backward may be divided.
 
         Raises:
             CaptureError: The model cannot be captured.
         """
-        key = (batch.signature(size), train)
-        if key not in self._models:
+        key = (batch.signature(size), train, halves)
+        if key not in self._traced:
             with _CAPTURING:
-                model = self._capture(batch, size, train=train, trained=trained)
-            self._models[key] = model
-            self._constants[key] = {name: self.new() for name in model.constants}
-            numbers = tuple(self._constants[key].values())
-            if numbers:
-                specs = tuple(spec_of(tensor) for tensor in model.constants.values())
-                frames = [to_frame(tensor) for tensor in model.constants.values()]
-                for worker in self._devices:
-                    self._pool.post(worker, [Put(numbers, specs)], frames)
-        return self._models[key]
+                self._traced[key] = self._capture(batch, size, train=train, halves=halves)
+        return self._traced[key]
 
-    def _capture(self, batch: Batch, size: int, *, train: bool, trained: frozenset[str] | None) -> ModelPrograms:
+    def _capture(self, batch: Batch, size: int, *, train: bool, halves: bool) -> TracedModel:
         recipe = self._recipe
         captured = capture(
             recipe.model,
@@ -91,11 +91,45 @@ class Captures:
             precision=recipe.precision,
             device_type=recipe.device_type,
         )
-        return model_programs(captured, backward=train, trained=trained)
+        return TracedModel(captured, backward=train, trained=recipe.trained, halves=halves)
 
-    def constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
-        """Return the buffers of a capture's constants, by name."""
-        return self._constants[batch.signature(size), train]
+
+class Constants:
+    """Tensors that graphs hold themselves, on the workers.
+
+    Args:
+        pool: The pool.
+        new: Makes a number for something that stays on the workers.
+    """
+
+    def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
+        self._pool = pool
+        self._new = new
+        self._numbers: dict[Hashable, dict[str, int]] = {}
+
+    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> dict[str, int]:
+        """Return the buffers of a graph's constants, by name; uploaded once."""
+        if key not in self._numbers:
+            self._numbers[key] = {name: self._new() for name in tensors}
+            if tensors:
+                put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
+                frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
+                for worker in workers:
+                    self._pool.post(worker, [put], frames)
+        return self._numbers[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The routines for batches of one shape.
+
+    Args:
+        micro_batches: The parts of the batch.
+        routines: Of each worker.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    routines: Mapping[int, StepRoutine]
 
 
 class Compiler:
@@ -105,122 +139,122 @@ class Compiler:
         pool: The pool.
         plan: The plan.
         captures: The captured model.
-        state: Buffer numbers of parameters and buffers, by name.
-        max_norm: For clipping; 0 for none.
+        new: Makes a number for something that stays on the workers.
     """
 
-    def __init__(self, pool: Pool, plan: Plan, captures: Captures, state: Mapping[str, int], max_norm: float) -> None:
+    def __init__(self, pool: Pool, plan: Plan, captures: Captures, new: Callable[[], int]) -> None:
         self._pool = pool
         self._plan = plan
-        self._state = state
-        self._max_norm = max_norm
+        self._new = new
         self._captures = captures
-        self._lowerings: list[ReplicaLowering] = []
-        self._steps: dict[Hashable, tuple[list[StepRoutine], list[list[MicroBatch]]]] = {}
-        self._evaluations: dict[Hashable, int] = {}
-        self.trained: tuple[str, ...] = ()
+        self._constants = Constants(pool, new)
+        self._models: dict[Hashable, ModelPrograms] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._lowering: Lowering | None = None
+
+    def first(self, batch: Batch) -> tuple[ModelPrograms, Holdings]:
+        """Return the programs for the first micro-batch of a batch, and who is to hold what.
+
+        Raises:
+            CaptureError: The model cannot be captured.
+            UsageError: The plan's stages are none of this model.
+        """
+        size = self._plan.micro_batches(batch.size)[0].size
+        self._check_segments(self._captures.traced(batch, size, train=True, halves=self._halves).segments)
+        model = self._model(batch, size, train=True)
+        return model, find_holdings(self._plan, model)
 
     def begin(
-        self, batch: Batch, wanted: tuple[str, ...], define: Callable[[tuple[str, ...]], int], group: int
+        self,
+        model: ModelPrograms,
+        holdings: Holdings,
+        *,
+        trained: Sequence[str],
+        state: Mapping[str, int],
+        optimizer: int,
+        groups: Mapping[Members, int],
+        max_norm: float,
     ) -> None:
-        """Learn from the first batch which parameters have gradients, and fix the buckets.
+        """Fix what all routines share.
 
         Args:
-            batch: The first batch.
-            wanted: Parameters that the optimizer holds.
-            define: Defines the optimizer over the parameters that are trained and returns its number.
-            group: The group of the replicas.
+            model: From :meth:`first`.
+            holdings: From :meth:`first`.
+            trained: The trained parameters, in the optimizer's order.
+            state: Buffer numbers of parameters and buffers, by name.
+            optimizer: The optimizer's definition.
+            groups: The number of each set of workers that exchange something.
+            max_norm: For clipping; 0 for none.
         """
-        parts = [part for parts in self._plan.micro_batches(batch.size) for part in parts]
-        model = self._captures.programs(batch, parts[0].size, train=True, trained=frozenset(wanted))
-        assert model.backward is not None
-        with_gradient = {str(port.name) for port in model.backward.outputs}
-        self.trained = tuple(name for name in wanted if name in with_gradient)
-        numbers = Numbers(state=self._state, optimizer=define(self.trained), group=group, new=self._captures.new)
-        buckets = gradient_buckets(model.backward)
-        self._lowerings = [
-            ReplicaLowering(
-                numbers,
-                trained=self.trained,
-                buckets=buckets,
-                max_norm=self._max_norm,
-                replicated=len(self._plan.devices) > 1,
-            )
-            for _ in self._plan.devices
-        ]
+        numbers = Numbers(state=state, optimizer=optimizer, groups=groups, new=self._new)
+        self._lowering = Lowering(self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm)
 
-    def step(self, batch: Batch) -> tuple[list[StepRoutine], list[list[MicroBatch]]]:
-        """Return the routine of each replica for a batch, and its micro-batches; made once for each size."""
-        key = batch.signature(batch.size)
-        if key not in self._steps:
-            shares = self._plan.micro_batches(batch.size)
-            parts = [part for share in shares for part in share]
-            sizes = dict.fromkeys(part.size for part in parts)
-            trained = frozenset(self.trained)
-            models = {size: self._captures.programs(batch, size, train=True, trained=trained) for size in sizes}
-            constants = {size: self._captures.constants(batch, size, train=True) for size in sizes}
-            routines = []
-            for lowering, share, worker in zip(self._lowerings, shares, self._plan.devices, strict=True):
-                last = share[-1].index if share else -1
-                routine = lowering.lower(
-                    Share(
-                        micro_batches=share,
-                        after=len(parts) - 1 - last,
-                        total=len(parts),
-                        batch=batch.size,
-                    ),
-                    models,
-                    constants,
-                    next(iter(models.values())),
-                    len(batch.leaves),
-                )
+    def step(self, batch: Batch) -> Compiled:
+        """Return the routines that train with a batch; made once for each shape."""
+        return self._compile(batch, self._plan, train=True)
+
+    def evaluation(self, batch: Batch) -> Compiled:
+        """Return the routines that evaluate a batch; made once for each shape."""
+        plan = self._plan
+        if plan.whole:  # nothing depends on how a batch is divided: each replica takes its part at once
+            plan = Plan(stages=plan.stages, sync=plan.sync)
+        return self._compile(batch, plan, train=False)
+
+    def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
+        key = (batch.signature(batch.size), train)
+        if key not in self._compiled:
+            assert self._lowering is not None
+            parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
+            models = {part.size: self._model(batch, part.size, train=train) for part in parts}
+            schedule = make_schedule(plan, parts, routes, next(iter(models.values())))
+            job = Job(
+                micro_batches=parts,
+                routes=routes,
+                schedule=schedule if train else forward_only(routes),
+                models=models,
+                constants={size: self._numbers_of_constants(batch, size, train=train) for size in models},
+                leaves=len(batch.leaves),
+            )
+            routines = self._lowering.train(job) if train else self._lowering.evaluate(job)
+            for worker, routine in routines.items():
                 self._store(worker, routine)
-                routines.append(routine)
-            self._steps[key] = (routines, shares)
-        return self._steps[key]
+            self._compiled[key] = Compiled(micro_batches=parts, routines=routines)
+        return self._compiled[key]
+
+    def _model(self, batch: Batch, size: int, *, train: bool) -> ModelPrograms:
+        key = (batch.signature(size), train)
+        if key not in self._models:
+            traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
+            stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
+            self._models[key] = traced.divide(stages)
+        return self._models[key]
+
+    def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
+        key = (batch.signature(size), train)
+        return self._constants.numbers(key, self._models[key].constants, self._plan.devices)
+
+    @property
+    def _halves(self) -> bool:
+        return self._plan.schedule in _HALVES and len(self._plan.stages) > 1
+
+    def _check_segments(self, known: Sequence[str]) -> None:
+        """Refuse a plan for another model."""
+        if len(self._plan.stages) == 1:
+            return
+        named = [name for stage in self._plan.stages for name in stage.segments]
+        strangers = [name for name in named if name not in known]
+        missing = [name for name in known if name not in named]
+        if strangers or missing:
+            what = f"names segment {strangers[0]!r}, which it has not" if strangers else f"leaves out {missing[0]!r}"
+            raise UsageError(f"the plan is for another model: it {what}; the segments are {', '.join(known)}")
 
     def _store(self, worker: int, routine: StepRoutine) -> None:
-        weights = [torch.tensor(weight, dtype=DTYPES[spec.dtype]) for weight, spec in routine.weights.values()]
-        put = Put(tuple(routine.weights), tuple(spec_of(weight) for weight in weights))
-        self._pool.post(worker, [put, *routine.definitions], [to_frame(weight) for weight in weights])
-
-    def evaluation(self, batch: Batch, size: int) -> int:
-        """Return the number of the routine that evaluates so many samples; made once, stored on all workers."""
-        key = batch.signature(size)
-        if key not in self._evaluations:
-            model = self._captures.programs(batch, size, train=False, trained=None)
-            constants = self._captures.constants(batch, size, train=False)
-            new = self._captures.new
-            program, routine = new(), new()
-            results = [new() for _ in model.forward.outputs]
-            inputs, takes = [], []
-            for position, port in enumerate(model.forward.inputs):
-                if port.kind == "leaf":
-                    inputs.append(-1 - int(port.name))
-                    takes.append(position)
-                elif port.kind == "constant":
-                    inputs.append(constants[str(port.name)])
-                else:
-                    inputs.append(self._state[str(port.name)])
-            leaves = len(batch.leaves)
-            steps = (
-                Call(program, tuple(inputs), tuple(results), tuple(takes)),
-                Ask("scalars", tuple(results)),
-                Free((*results, *(-1 - leaf for leaf in range(leaves)))),
-            )
-            for worker in self._plan.devices:
-                self._pool.post(
-                    worker,
-                    [
-                        Define(program, StoredProgram(model.forward.program)),
-                        Define(routine, Routine(steps, leaves)),
-                    ],
-                )
-            self._evaluations[key] = routine
-        return self._evaluations[key]
+        tensors = [torch.tensor(value, dtype=DTYPES[spec.dtype]) for value, spec in routine.constants.values()]
+        put = Put(tuple(routine.constants), tuple(spec_of(tensor) for tensor in tensors))
+        self._pool.post(worker, [put, *routine.definitions], [bytes(to_frame(tensor)) for tensor in tensors])
 
 
-def put_leaves(pool: Pool, leaves: Any) -> tuple[Put, tuple[int, ...], list[Any]]:
+def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
     """Return the instruction that uploads tensors into new buffers, their numbers, and copies of their elements."""
     numbers = tuple(pool.new_number() for _ in leaves)
     specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)

@@ -1,27 +1,25 @@
-"""Evaluation: batches shared out over the replicas, scalars averaged over all samples."""
+"""Evaluation: batches through the stages, forward alone; scalars averaged over all samples."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from onebox.engine.batch import Batch, as_batch
-from onebox.engine.compiler import Compiler, put_leaves
+from onebox.engine.compiler import Compiled, put_leaves
 from onebox.engine.results import Evaluation
 from onebox.errors import UsageError
-from onebox.plan import Plan
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire.messages import Run, Scalars
+from onebox.wire.messages import Instruction, Run, Scalars
 
 
 def evaluate(
     batches: Iterable[tuple[Any, Any]],
     *,
     pool: Pool,
-    prepare: Callable[[Batch], tuple[Compiler, Plan]],
+    prepare: Callable[[Batch], Compiled],
     metrics: Sequence[str],
     in_flight: int,
 ) -> Evaluation:
@@ -30,7 +28,7 @@ def evaluate(
     Args:
         batches: (inputs, targets) of each.
         pool: The pool.
-        prepare: Returns the compiler and the plan, given a batch to learn from.
+        prepare: Returns the routines that evaluate a batch.
         metrics: Names of the metrics.
         in_flight: Batches that may be under way at once.
 
@@ -39,24 +37,49 @@ def evaluate(
         OneboxError: Something failed on a worker.
     """
     means = _Means(1 + len(metrics))
-    pending: deque[tuple[int, Future[Answer]]] = deque()
+    pending: deque[tuple[Compiled, list[Future[Answer]]]] = deque()
     for inputs, targets in batches:
         batch = as_batch(inputs, targets)
-        compiler, plan = prepare(batch)
-        while len(pending) >= in_flight * len(plan.devices):
+        compiled = prepare(batch)
+        while len(pending) >= in_flight:
             means.add(*pending.popleft())
-        chunks = replace(plan, micro_batch=None).micro_batches(batch.size)
-        for worker, parts in zip(plan.devices, chunks, strict=True):
-            for part in parts:
-                routine = compiler.evaluation(batch, part.size)
-                put, numbers, frames = put_leaves(pool, batch.slice(part.start, part.size))
-                pending.append((part.size, pool.post(worker, [put, Run(routine, numbers)], frames, answer=True)))
+        pending.append((compiled, _post(pool, batch, compiled)))
     while pending:
         means.add(*pending.popleft())
     if not means.samples:
         raise UsageError("evaluate() was given no batch")
     loss, *values = (total / means.samples for total in means.totals)
     return Evaluation(loss=loss, metrics=dict(zip(metrics, values, strict=True)), samples=means.samples)
+
+
+def _post(pool: Pool, batch: Batch, compiled: Compiled) -> list[Future[Answer]]:
+    return [
+        pool.post(worker, *step_message(pool, batch, compiled, worker, Run), answer=True)
+        for worker in compiled.routines
+    ]
+
+
+def step_message(
+    pool: Pool, batch: Batch, compiled: Compiled, worker: int, run: Callable[[int, tuple[int, ...]], Run]
+) -> tuple[list[Instruction], list[Any]]:
+    """Return the instructions that bring a worker its parts of a batch and start its routine, and their frames.
+
+    Args:
+        pool: The pool.
+        batch: The batch.
+        compiled: The routines.
+        worker: The worker.
+        run: Makes the instruction, from the routine's number and its bindings.
+    """
+    routine = compiled.routines[worker]
+    parts = [
+        batch.leaves[leaf][part.start : part.start + part.size]
+        for micro_batch, leaf in routine.leaves
+        for part in (compiled.micro_batches[micro_batch],)
+    ]
+    put, numbers, frames = put_leaves(pool, parts)
+    start = run(routine.number, numbers)
+    return ([put, start] if parts else [start]), frames
 
 
 class _Means:
@@ -66,10 +89,10 @@ class _Means:
         self.totals = [0.0] * count
         self.samples = 0
 
-    def add(self, samples: int, future: Future[Answer]) -> None:
-        (answer,) = raise_first([future])
-        (scalars,) = answer.results
-        assert isinstance(scalars, Scalars)
-        self.samples += samples
-        for index, value in enumerate(scalars.values):
-            self.totals[index] += samples * value
+    def add(self, compiled: Compiled, futures: Sequence[Future[Answer]]) -> None:
+        """Add the results of a batch."""
+        self.samples += sum(part.size for part in compiled.micro_batches)
+        for routine, answer in zip(compiled.routines.values(), raise_first(list(futures)), strict=True):
+            values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
+            for (micro_batch, index), value in zip(routine.results, values, strict=True):
+                self.totals[index] += compiled.micro_batches[micro_batch].size * value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onebox.engine.holdings import Holdings, Members
 from onebox.engine.state import (
     OptimizerEntries,
     local_optimizer_state,
@@ -24,8 +26,11 @@ from onebox.wire.messages import Ask, Define, Free, Get, Memory, OptimizerState,
 class RemoteState:
     """Parameters, buffers and optimizer on the workers of a trainer.
 
+    Each worker holds what the plan's stages on it need. Until then, and for what no stage reads, the user's own tensors
+    are the state.
+
     Args:
-        model: The user's model; its tensors are uploaded.
+        model: The user's model.
         loss: The user's loss, which may be a module with tensors of its own.
         optimizer: The user's optimizer; what it remembers is taken over.
         pool: The pool.
@@ -38,39 +43,57 @@ class RemoteState:
         self.optimizer = optimizer
         self.remembered: OptimizerEntries
         self._pool = pool
-        self._workers = range(len(pool))
         self._ledger: list[int] = []
         self._optimizer_number = 0
-        self._trained: tuple[str, ...] | None = None
+        self._trained: dict[int, tuple[str, ...]] = {}
+        self._owned: dict[int, tuple[str, ...]] = {}
+        self._holders: dict[str, Members] = {}
         self._sent_options: tuple[Options, ...] = ()
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
-        for name, tensor in self.named.tensors.items():
-            put = Put((self.named.numbers[name],), (spec_of(tensor),))
-            frame = to_frame(tensor.detach().clone())
-            for worker in self._workers:
-                pool.post(worker, [put], [frame])
 
     def new_number(self) -> int:
         """Return a number for something that stays on the workers until the trainer is closed."""
         self._ledger.append(self._pool.new_number())
         return self._ledger[-1]
 
-    def define_optimizer(self, trained: tuple[str, ...]) -> int:
-        """Define the optimizer over the parameters that have gradients, on all workers; return its number.
+    def upload(self, holders: Mapping[str, Members]) -> None:
+        """Bring every tensor to its holders, from the user's model; those that have it keep it."""
+        for name, workers in holders.items():
+            number, tensor = self.named.numbers[name], self.named.tensors[name]
+            fresh = [worker for worker in workers if worker not in self._holders.get(name, ())]
+            if fresh:
+                put, frame = Put((number,), (spec_of(tensor),)), to_frame(tensor.detach().clone())
+                for worker in fresh:
+                    self._pool.post(worker, [put], [frame])
+            for worker in set(self._holders.get(name, ())) - set(workers):
+                self._pool.post(worker, [Free((number,))])
+        for name in set(self._holders) - set(holders):
+            for worker in self._holders[name]:
+                self._pool.post(worker, [Free((self.named.numbers[name],))])
+        self._holders = dict(holders)
+
+    def define_optimizer(self, trained: tuple[str, ...], holdings: Holdings) -> int:
+        """Define the optimizer over the parameters that have gradients, on their holders; return its number.
 
         Raises:
             OneboxError: A worker refuses it.
         """
-        entries, tensors = state_entries(self.remembered, trained)
         self._optimizer_number = self.new_number()
-        definition = optimizer_definition(self.optimizer, self.named, trained, entries)
         self._sent_options = options_of(self.optimizer)
-        define = Define(self._optimizer_number, definition)
-        frames = [to_frame(tensor) for tensor in tensors]
-        raise_first([self._pool.post(worker, [define], frames, answer=True) for worker in self._workers])
-        self._trained, self.remembered = trained, []
+        futures = []
+        for worker in holdings.devices:
+            held = holdings.held_by(worker, trained)
+            if held:
+                self._trained[worker] = held
+                self._owned[worker] = holdings.owned_by(worker, trained)
+                entries, tensors = state_entries(self.remembered, held)
+                definition = optimizer_definition(self.optimizer, self.named, held, entries)
+                define = Define(self._optimizer_number, definition)
+                futures.append(self._pool.post(worker, [define], [to_frame(t) for t in tensors], answer=True))
+        raise_first(futures)
+        self.remembered = []
         return self._optimizer_number
 
     def changed_options(self) -> tuple[Options, ...]:
@@ -80,40 +103,60 @@ class RemoteState:
         self._sent_options = options
         return changed
 
+    def checks(self) -> dict[int, list[tuple[Members, Ask]]]:
+        """Return for each worker what to ask so that members can be compared: hashes of what they share."""
+        shared: dict[Members, list[int]] = {}
+        for name, members in self._holders.items():
+            if len(members) > 1:
+                shared.setdefault(members, []).append(self.named.numbers[name])
+        found: dict[int, list[tuple[Members, Ask]]] = {}
+        for members, numbers in shared.items():
+            for worker in members:
+                found.setdefault(worker, []).append((members, Ask("digest", tuple(numbers))))
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers as they are on the first worker, by name."""
-        numbers = tuple(self.named.numbers.values())
-        (answer,) = raise_first([self._pool.post(0, [Get(numbers)], answer=True)])
-        (listing,) = answer.results
-        assert isinstance(listing, Tensors)
-        made = [from_frame(spec, frame) for spec, frame in zip(listing.specs, answer.frames, strict=True)]
-        return dict(zip(self.named.numbers, made, strict=True))
+        """Return parameters and buffers as they are on their first holder, by name."""
+        made = {name: tensor.detach().clone() for name, tensor in self.named.tensors.items()}
+        by_worker: dict[int, list[str]] = {}
+        for name, members in self._holders.items():
+            by_worker.setdefault(members[0], []).append(name)
+        gets = {worker: Get(tuple(self.named.numbers[n] for n in names)) for worker, names in by_worker.items()}
+        answers = raise_first([self._pool.post(worker, [get], answer=True) for worker, get in gets.items()])
+        for names, answer in zip(by_worker.values(), answers, strict=True):
+            (listing,) = answer.results
+            assert isinstance(listing, Tensors)
+            for name, spec, frame in zip(names, listing.specs, answer.frames, strict=True):
+                made[name] = from_frame(spec, frame)
+        return made
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
-        if self._trained is None:
+        if not self._trained:
             return self.remembered
         ask = Ask("optimizer", (self._optimizer_number,))
-        (answer,) = raise_first([self._pool.post(0, [ask], answer=True)])
-        (listing,) = answer.results
-        assert isinstance(listing, OptimizerState)
-        frames = iter(answer.frames)
-        return [
-            (
-                self._trained[entry.parameter],
-                entry.key,
-                from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value,
-            )
-            for entry in listing.entries
-        ]
+        workers = [worker for worker, owned in self._owned.items() if owned]
+        answers = raise_first([self._pool.post(worker, [ask], answer=True) for worker in workers])
+        found: OptimizerEntries = []
+        for worker, answer in zip(workers, answers, strict=True):
+            (listing,) = answer.results
+            assert isinstance(listing, OptimizerState)
+            frames = iter(answer.frames)
+            for entry in listing.entries:
+                value = from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value
+                name = self._trained[worker][entry.parameter]
+                if name in self._owned[worker]:
+                    found.append((name, entry.key, value))
+        return found
 
     def memory(self) -> list[Memory]:
         """Return the memory of each worker."""
-        answers = raise_first([self._pool.post(worker, [Ask("memory")], answer=True) for worker in self._workers])
+        workers = range(len(self._pool))
+        answers = raise_first([self._pool.post(worker, [Ask("memory")], answer=True) for worker in workers])
         return [result for answer in answers for result in answer.results if isinstance(result, Memory)]
 
     def free(self) -> None:
         """Free everything that has a number of :meth:`new_number`, on all workers."""
         free = Free(tuple(self._ledger), tuple(self._ledger))
-        for worker in self._workers:
+        for worker in range(len(self._pool)):
             self._pool.post(worker, [free])

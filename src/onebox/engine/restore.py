@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, 
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import NamedState, OptimizerEntries, named_state, options_of
 from onebox.errors import CheckpointError
+from onebox.plan import Plan
 from onebox.wire import spec_of
 
 
@@ -43,6 +45,27 @@ def take(remote: RemoteState, **settings: Any) -> Checkpoint:
     )
     tensors = {(name, key): value for name, key, value in entries if isinstance(value, Tensor)}
     return Checkpoint(manifest=manifest, state=state, optimizer=tensors)
+
+
+def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a trainer that goes on with a plan.
+
+    The plan itself, where the pool has its devices and nothing else is asked for; else what holds for any devices.
+
+    Args:
+        plan: The checkpoint's; ``None`` for one that was saved before the first step.
+        devices: How many devices the pool has.
+        options: What the user asks for.
+    """
+    if plan is None or "plan" in options:
+        return {}
+    if plan.whole:
+        same = set(plan.devices) == set(range(devices))
+        shares = plan.stages[0].shares if same else "auto"
+        return {"micro_batch": plan.micro_batch, "sync": plan.sync, "shares": shares}
+    if {"micro_batch", "sync", "shares"} & set(options) or max(plan.devices) >= devices:
+        return {"micro_batch": plan.micro_batch}
+    return {"plan": plan}
 
 
 def remembered(checkpoint: Checkpoint) -> OptimizerEntries:

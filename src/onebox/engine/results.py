@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from onebox.engine.routine import Label
+from onebox.plan import Action
 from onebox.pool import Answer, raise_first
 
 
@@ -105,12 +107,13 @@ class Event:
 
     Args:
         worker: Its number.
-        track: ``compute``, or ``transfer``: from the moment that a bucket is handed over until its sum was taken. The
-            wait for the last sums is part of the optimizer's time.
+        track: ``compute``; ``transfer``: from the moment that something is handed over, or asked for, until it has
+            arrived; or ``other``: what an engine does beside.
         name: What it did.
         step: The training step.
         start_ns: When it began, on the monotonic clock.
         end_ns: When it ended.
+        action: The action of the plan's schedule that was computed, if it was one.
     """
 
     worker: int
@@ -119,33 +122,33 @@ class Event:
     step: int
     start_ns: int
     end_ns: int
+    action: Action | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """When the replicas did what in one step.
+    """When the workers did what in one step.
 
     Args:
         step: The training step.
-        labels: For each replica, what its instructions are.
-        times_ns: For each replica, start and end of each instruction.
+        workers: For each worker, what its instructions are, and start and end of each.
     """
 
     step: int
-    labels: Sequence[tuple[str, ...]]
-    times_ns: Sequence[tuple[int, ...]]
+    workers: Mapping[int, tuple[Sequence[Label], tuple[int, ...]]]
 
-    def events(self, workers: Sequence[int]) -> list[Event]:
-        """Return what happened, given the worker of each replica."""
+    def events(self) -> list[Event]:
+        """Return what happened."""
         return [
             Event(
                 worker=worker,
-                track="transfer" if label == "reduce" else "compute",
-                name=label,
+                track=label.track,
+                name=label.name,
                 step=self.step,
                 start_ns=times[2 * index],
                 end_ns=times[2 * index + 1],
+                action=label.action,
             )
-            for worker, labels, times in zip(workers, self.labels, self.times_ns, strict=True)
+            for worker, (labels, times) in self.workers.items()
             for index, label in enumerate(labels)
         ]

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from onebox.engine.batch import Batch, as_batch
-from onebox.engine.calibrate import resolve_shares
 from onebox.engine.checkpoint import read, write
-from onebox.engine.compiler import Captures, Compiler, Recipe, put_leaves
-from onebox.engine.evaluate import evaluate
+from onebox.engine.compiler import Captures, Compiled, Recipe
+from onebox.engine.evaluate import evaluate, step_message
+from onebox.engine.holdings import Members
 from onebox.engine.remote import RemoteState
-from onebox.engine.restore import remembered, restore, take
+from onebox.engine.restore import planned_options, remembered, restore, take
 from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues
+from onebox.engine.setup import Ready, Request, set_up
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import OneboxError, ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -34,7 +35,7 @@ _TRACED_STEPS = 200
 
 
 class Trainer:
-    """Trains a model on the devices of a pool, data-parallel, with the result that one device would give.
+    """Trains a model on the devices of a pool as a plan says, with the result that one device would give.
 
     The loss must be a mean over the samples of its micro-batch; micro-batches are weighted by their samples.
 
@@ -46,6 +47,8 @@ class Trainer:
             taken over by the workers; learning rates and other options are read anew with each step, so a scheduler
             that changes them takes effect.
         pool: From :func:`onebox.open`.
+        plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
+            says itself what ``micro_batch``, ``sync`` and ``shares`` are.
         micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout see micro-batches)
             but not on how many devices share the micro-batches. ``None`` makes each device's share one micro-batch.
         seed: Seed of everything random in the model, with the step and the micro-batch.
@@ -80,6 +83,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         *,
         pool: Pool,
+        plan: Plan | str | Path | None = None,
         micro_batch: int | None = None,
         seed: int = 0,
         sync: Sync = "workers",
@@ -105,23 +109,26 @@ class Trainer:
         self._check_every = check_every
         self._in_flight = in_flight
         self._trace = trace
-        self._devices = tuple(range(len(pool)))
-        self._request = (shares, micro_batch, sync)
-        Plan(devices=self._devices, shares=(1.0,) * len(pool), micro_batch=micro_batch, sync=sync)
-        self._recipe = Recipe(
-            model=model,
-            loss=loss,
-            metrics=metrics or {},
-            precision=precision,
-            device_type="cuda" if any(device.kind == "cuda" for device in pool.devices) else "cpu",
-        )
-        self._compiler: Compiler | None = None
-        self._group = 0
+        given = Plan.read(plan) if isinstance(plan, str | Path) else plan
+        self._request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync)
+        self._request.check(pool)
+        self._metrics = dict(metrics or {})
+        self._ready: Ready | None = None
         self._running: deque[StepLoss] = deque()
         self._traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
         self._error: Exception | None = None
         self._closed = False
         self._remote = RemoteState(model, loss, optimizer, pool)
+        kinds = {device.kind for device in pool.devices}
+        recipe = Recipe(
+            model=model,
+            loss=loss,
+            metrics=self._metrics,
+            precision=precision,
+            device_type="cuda" if "cuda" in kinds else "cpu",
+            trained=frozenset(self._remote.wanted),
+        )
+        self._captures = Captures(recipe)
 
     def __enter__(self) -> Self:
         return self
@@ -151,40 +158,34 @@ class Trainer:
         """
         self._require_open()
         batch = as_batch(inputs, targets)
-        compiler = self._ready(batch)
-        routines, shares = compiler.step(batch)
+        ready = self._set_up(batch)
+        compiled = ready.compiler.step(batch)
         self._wait(self._in_flight - 1)
         changed = self._remote.changed_options()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         number = self.steps_done
-        check = self._check_every and len(self._devices) > 1 and (number + 1) % self._check_every == 0
-        messages: list[tuple[list[Instruction], list[Any]]] = []
-        for routine, parts in zip(routines, shares, strict=True):
-            puts: list[Instruction] = []
-            bindings: list[int] = []
-            frames: list[Any] = []
-            for part in parts:
-                put, numbers, elements = put_leaves(self.pool, batch.slice(part.start, part.size))
-                puts.append(put)
-                bindings += numbers
-                frames += elements
-            run = Run(routine.number, tuple(bindings), number, self.seed, changed, self._trace)
-            after = [Ask("digest", tuple(self._remote.named.numbers.values()))] if check else []
-            messages.append(([*puts, run, *after], frames))
-        weights = [routine.losses for routine in routines]
-        labels = [routine.labels for routine in routines]
+        check = bool(self._check_every) and (number + 1) % self._check_every == 0
+
+        def run(routine: int, bindings: tuple[int, ...]) -> Run:
+            return Run(routine, bindings, number, self.seed, changed, self._trace)
+
+        messages = {}
+        for worker in compiled.routines:
+            instructions, frames = step_message(self.pool, batch, compiled, worker, run)
+            asks = [ask for _, ask in ready.checks.get(worker, ())] if check else []
+            messages[worker] = ([*instructions, *asks], frames)
         futures = self._post(number, messages)
-        result = StepLoss(number, futures, lambda answers: self._finish(number, weights, labels, answers), self._fail)
+        result = StepLoss(number, futures, lambda answers: self._finish(number, compiled, answers), self._fail)
         self._running.append(result)
         self.steps_done += 1
         return result
 
-    def _post(self, step: int, messages: Sequence[tuple[Sequence[Instruction], Sequence[Any]]]) -> list[Future[Answer]]:
+    def _post(self, step: int, messages: Mapping[int, tuple[Sequence[Instruction], Any]]) -> list[Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
         try:
             return [
                 self.pool.post(worker, instructions, frames, answer=True)
-                for worker, (instructions, frames) in zip(self._devices, messages, strict=True)
+                for worker, (instructions, frames) in messages.items()
             ]
         except OneboxError as error:
             self._fail(error)
@@ -198,30 +199,36 @@ class Trainer:
             )
             raise
 
-    def _finish(
-        self,
-        step: int,
-        weights: Sequence[Sequence[float]],
-        labels: list[tuple[str, ...]],
-        answers: list[Answer],
-    ) -> StepValues:
-        """Put together what the replicas answered."""
+    def _finish(self, step: int, compiled: Compiled, answers: list[Answer]) -> StepValues:
+        """Put together what the workers answered."""
+        batch = sum(part.size for part in compiled.micro_batches)
         total = 0.0
         norm = None
-        digests = set()
-        for answer, own in zip(answers, weights, strict=True):
-            scalars = [result for result in answer.results if isinstance(result, Scalars)]
-            total += sum(w * v for w, v in zip(own, scalars[-1].values, strict=True))
-            norm = scalars[0].values[0] if len(scalars) > 1 else None
-            digests |= {result.value for result in answer.results if isinstance(result, Digest)}
-        if len(digests) > 1:
+        digests: dict[Members, set[bytes]] = {}
+        for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True):
+            scalars = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
+            losses = scalars[len(scalars) - len(routine.results) :]
+            for (micro_batch, _), value in zip(routine.results, losses, strict=True):
+                total += compiled.micro_batches[micro_batch].size / batch * value
+            norm = scalars[0] if len(scalars) > len(losses) else norm
+            hashes = [result.value for result in answer.results if isinstance(result, Digest)]
+            for (members, _), digest in zip(self._checks(worker) if hashes else (), hashes, strict=True):
+                digests.setdefault(members, set()).add(digest)
+        if any(len(found) > 1 for found in digests.values()):
             raise ReplicasParted(
                 f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
                 "look for faulty memory or an operator that is not deterministic"
             )
         if self._trace:
-            self._traces.append(StepTrace(step=step, labels=labels, times_ns=[answer.times_ns for answer in answers]))
+            traced = {
+                worker: (routine.labels, answer.times_ns)
+                for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
+            }
+            self._traces.append(StepTrace(step=step, workers=traced))
         return StepValues(loss=total, gradient_norm=norm)
+
+    def _checks(self, worker: int) -> Sequence[tuple[Members, Ask]]:
+        return self._ready.checks.get(worker, ()) if self._ready else ()
 
     def _fail(self, error: Exception) -> None:
         """Remember the first failure: the state on the workers is void, and every later call says why."""
@@ -258,8 +265,8 @@ class Trainer:
         return evaluate(
             batches,
             pool=self.pool,
-            prepare=lambda batch: (self._ready(batch), self._planned()),
-            metrics=list(self._recipe.metrics),
+            prepare=lambda batch: self._set_up(batch).compiler.evaluation(batch),
+            metrics=list(self._metrics),
             in_flight=self._in_flight,
         )
 
@@ -305,16 +312,13 @@ class Trainer:
         """
         self._require_open()
         self.wait()
-        _, micro_batch, sync = self._request
         checkpoint = take(
             self._remote,
             step=self.steps_done,
             seed=self.seed,
             precision=self.precision,
             clip_grad_norm=self.clip_grad_norm,
-            micro_batch=micro_batch,
-            sync=sync,
-            shares=self.plan.shares if self.plan else (),
+            plan=self.plan,
             extra=dict(extra or {}),
         )
         return write(Path(path), checkpoint, keep=keep)
@@ -349,14 +353,11 @@ class Trainer:
         checkpoint = read(Path(path))
         manifest = checkpoint.manifest
         restore(checkpoint, model, loss, optimizer)
-        same = len(manifest.shares) == len(pool)
         settings: dict[str, Any] = {
-            "micro_batch": manifest.micro_batch,
             "seed": manifest.seed,
-            "sync": manifest.sync,
-            "shares": manifest.shares if same else "auto",
             "precision": manifest.precision,
             "clip_grad_norm": manifest.clip_grad_norm,
+            **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
         trainer.steps_done = manifest.step
@@ -371,7 +372,7 @@ class Trainer:
 
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
-        return [event for trace in self._traces for event in trace.events(self._devices)]
+        return [event for trace in self._traces for event in trace.events()]
 
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
@@ -379,8 +380,8 @@ class Trainer:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
-            if self._group:
-                self.pool.leave_group(self._group, self._devices)
+            if self._ready is not None:
+                self._ready.close()
             self._remote.free()
 
     # ---- setting up
@@ -391,24 +392,13 @@ class Trainer:
         if self._error is not None:
             raise self._error
 
-    def _planned(self) -> Plan:
-        assert self.plan is not None
-        return self.plan
-
-    def _ready(self, batch: Batch) -> Compiler:
+    def _set_up(self, batch: Batch) -> Ready:
         """Plan and compile, with the first batch."""
-        if self._compiler is None:
-            shares, micro_batch, sync = self._request
-            captures = Captures(self._recipe, self.pool, self._devices, self._remote.new_number)
-            resolved = resolve_shares(shares, self.pool, captures, batch, self._remote.named.numbers)
-            self.plan = Plan(devices=self._devices, shares=resolved, micro_batch=micro_batch, sync=sync)
-            if len(self._devices) > 1 and not self._group:  # there is one, if the first capture failed
-                self._group = self.pool.form_group(self._devices, sync)
-            numbers = self._remote.named.numbers
-            compiler = Compiler(self.pool, self.plan, captures, numbers, self.clip_grad_norm or 0.0)
-            compiler.begin(batch, self._remote.wanted, self._remote.define_optimizer, self._group)
-            self._compiler = compiler
-        return self._compiler
+        if self._ready is None:
+            clip = self.clip_grad_norm or 0.0
+            self._ready = set_up(self._request, self.pool, self._captures, self._remote, batch, clip)
+            self.plan = self._ready.plan
+        return self._ready
 
 
 def _check_arguments(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:

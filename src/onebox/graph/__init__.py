@@ -1,9 +1,10 @@
 """From a model to programs: capture as an ATen graph, gradients, lowering to tapes, cutting."""
 
 from onebox.graph.capture import Captured, Loss, Metrics, Mode, Precision, capture
-from onebox.graph.extract import add_all, combine_all, extract, scale_all, zeros
+from onebox.graph.extract import add_all, combine_all, extract, scale_all, square_norm, zeros
 from onebox.graph.joint import Port
-from onebox.graph.programs import ModelPrograms, NamedProgram, model_programs
+from onebox.graph.phases import Phase, PhaseKind
+from onebox.graph.programs import ModelPrograms, NamedProgram, TracedModel, model_programs
 from onebox.graph.split import Piece, split
 from onebox.graph.updates import Update
 
@@ -14,9 +15,12 @@ __all__ = [
     "Mode",
     "ModelPrograms",
     "NamedProgram",
+    "Phase",
+    "PhaseKind",
     "Piece",
     "Port",
     "Precision",
+    "TracedModel",
     "Update",
     "add_all",
     "capture",
@@ -25,5 +29,6 @@ __all__ = [
     "model_programs",
     "scale_all",
     "split",
+    "square_norm",
     "zeros",
 ]

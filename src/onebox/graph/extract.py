@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from onebox.graph.split import renumber
 from onebox.wire import (
     DType,
     Many,
@@ -13,6 +14,7 @@ from onebox.wire import (
     Program,
     Slot,
     TensorSpec,
+    Value,
     reads,
     specs_by_slot,
     with_deaths,
@@ -72,6 +74,39 @@ def sum_alike(program: Program, ports: Sequence[PortT]) -> tuple[Program, tuple[
     return own_outputs(summed), tuple(slots)
 
 
+def relaid(
+    program: Program, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
+) -> Program:
+    """Return the program with some inputs and outputs permuted, so that they lie in memory as they travel: in order.
+
+    A tensor that is not laid out in the order of its dimensions would arrive in that order, and a view that was made
+    for the layout that it had would fail.
+
+    Args:
+        program: The whole.
+        inputs: For some inputs, by place, the order of their dimensions in memory, outermost first.
+        outputs: For some outputs, by place, likewise.
+    """
+    specs = specs_by_slot(program)
+    count = program.slots
+    given = list(program.inputs)
+    before: list[Operator] = []
+    number = {slot: slot for slot in specs}
+    for place, order in inputs.items():
+        given[place] = TensorSpec(specs[place].dtype, tuple(specs[place].shape[dim] for dim in order))
+        back = tuple(sorted(range(len(order)), key=order.__getitem__))
+        before.append(Operator("aten.permute.default", (Slot(place), Many(back)), {}, (count,), (specs[place],)))
+        number[place], count = count, count + 1
+    body = [renumber(operator, number) for operator in program.operators]
+    results = [number[slot] for slot in program.outputs]
+    for place, order in outputs.items():
+        spec = specs[program.outputs[place]]
+        made = TensorSpec(spec.dtype, tuple(spec.shape[dim] for dim in order))
+        body.append(Operator("aten.permute.default", (Slot(results[place]), Many(tuple(order))), {}, (count,), (made,)))
+        results[place], count = count, count + 1
+    return with_deaths(Program(tuple(given), (*before, *body), tuple(results), count))
+
+
 def add_all(specs: Sequence[TensorSpec]) -> Program:
     """Return a program of inputs ``a0 … an, b0 … bn`` that gives ``a0 + b0 … an + bn``."""
     return combine_all(specs, [1.0] * len(specs))
@@ -103,6 +138,24 @@ def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
             outputs[index] = len(specs) + len(operators)
             operators.append(Operator("aten.mul.Scalar", (Slot(index), factor), {}, (outputs[index],), (spec,)))
     return with_deaths(Program(tuple(specs), tuple(operators), tuple(outputs), len(specs) + len(operators)))
+
+
+def square_norm(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program of inputs ``a0 … an`` that gives the sum of all their squares, as one float64."""
+    total = TensorSpec("float64", ())
+    wide: dict[str, Value] = {"dtype": DType("float64")}
+    here: dict[str, Value] = {**wide, "device": OwnDevice()}
+    operators = [Operator("aten.full.default", (Many(()), 0.0), here, (len(specs),), (total,))]
+    slots = len(specs) + 1
+    for index in range(len(specs)):
+        norm, square, summed = range(slots, slots + 3)
+        operators += [
+            Operator("aten.linalg_vector_norm.default", (Slot(index),), wide, (norm,), (total,)),
+            Operator("aten.mul.Tensor", (Slot(norm), Slot(norm)), {}, (square,), (total,)),
+            Operator("aten.add.Tensor", (Slot(slots - 1), Slot(square)), {}, (summed,), (total,)),
+        ]
+        slots += 3
+    return with_deaths(Program(tuple(specs), tuple(operators), (slots - 1,), slots))
 
 
 def zeros(specs: Sequence[TensorSpec]) -> Program:

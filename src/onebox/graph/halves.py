@@ -20,7 +20,7 @@ _MASK = 10
 def part_gradients(graph: fx.Graph) -> None:
     """Let one call of a convolution's backward give the gradient of its input, and another those of its parameters."""
     for node in list(graph.find_nodes(op="call_function", target=_CONVOLUTION)):
-        mask = list(node.args[_MASK])  # type: ignore[arg-type]
+        mask: list[bool] = list(node.args[_MASK])
         if not mask[0] or not any(mask[1:]):
             continue
         with graph.inserting_after(node):

@@ -148,7 +148,7 @@ def _backwards(stages: int, *, backward: bool, halves: bool) -> list[Phase]:
     """Return all phases, each before those that it takes values from."""
     found: list[Phase] = []
     for kinds in (("W", "I") if halves else (), ("B",) if backward else ()):
-        found += [Phase(stage, kind) for stage in range(stages) for kind in kinds]  # type: ignore[arg-type]
+        found += [Phase(stage, kind) for stage in range(stages) for kind in kinds]
     return [*found, *(Phase(stage, "F") for stage in reversed(range(stages)))]
 
 

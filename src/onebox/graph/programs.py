@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from onebox.errors import UsageError
 from onebox.graph.capture import Captured
-from onebox.graph.extract import sum_alike
+from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
 from onebox.graph.joint import Joint, Port, joint_graph
 from onebox.graph.lower import arguments_of, canonical, lower, random_positions
@@ -199,6 +199,7 @@ class TracedModel:
         nodes = sorted(body.nodes, key=self._order.__getitem__)
         outputs = [canonical(node) for node, _ in body.outputs]
         program = lower(nodes, [node for node, _ in inputs], outputs, self._positions)
+        program = relaid(program, _orders(inputs), _orders(body.outputs))
         program, ports_out = sum_alike(program, [port for _, port in body.outputs])
         return NamedProgram(program=program, inputs=tuple(port for _, port in inputs), outputs=ports_out)
 
@@ -215,6 +216,18 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
         CaptureError: The graph holds something that no worker can run.
     """
     return TracedModel(captured, backward=backward, trained=trained).divide()
+
+
+def _orders(ends: Sequence[tuple[fx.Node, Port]]) -> dict[int, tuple[int, ...]]:
+    """Return for each value that does not lie in the order of its dimensions, by place, the order in which it does."""
+    found: dict[int, tuple[int, ...]] = {}
+    for place, (node, port) in enumerate(ends):
+        value = node.meta["val"]
+        if port.kind == "value" and not value.is_contiguous():
+            order = tuple(sorted(range(value.dim()), key=lambda dim, value=value: (-value.stride(dim), dim)))  # type: ignore[misc]
+            if value.permute(order).is_contiguous():
+                found[place] = order
+    return found
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:
@@ -250,4 +263,3 @@ def _stage_of_segments(segments: Segments, stages: Sequence[Sequence[str]]) -> l
     for name in segments.names:
         found.append(named.get(name, found[-1] if found else 0))
     return found
-

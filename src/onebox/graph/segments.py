@@ -2,9 +2,10 @@
 
 Forward is cut where a matrix of parameters (two dimensions or more: a weight, a kernel, an embedding) is read for the
 first time, or where another module than that of the segment reads one; all that follows up to the next such place
-belongs to the segment, so that a normalisation, an activation or a residual sum goes with the layer before it. The cuts
-depend on the structure alone, not on sizes, so that captures of one model for other shapes or in eval mode have the same
-segments, under the same names: the path of the module that begins them, with ``#2`` and so on where it begins several.
+belongs to the segment, so that a normalisation, an activation or a residual sum goes with the layer before it. The
+cuts depend on the structure alone, not on sizes, so that captures of one model for other shapes or in eval mode have
+the same segments, under the same names: the path of the module that begins them, with ``#2`` and so on where it begins
+several.
 
 A node of backward belongs to the segment of the operator that it is the gradient of, which autograd's sequence numbers
 tell; where they tell nothing, to that of its neighbours. Whatever the segments, the programs made from them are right:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.wire import Operator, Program, Slot, TensorSpec, Value, reads, specs_by_slot, with_deaths
@@ -53,14 +53,15 @@ def _piece(program: Program, start: int, end: int, specs: dict[int, TensorSpec])
     inputs = tuple(slot for slot in read if slot not in made)
     outputs = tuple(sorted(made & later))
     number = {slot: index for index, slot in enumerate((*inputs, *sorted(made)))}
-    operators = tuple(_renumber(operator, number) for operator in body)
+    operators = tuple(renumber(operator, number) for operator in body)
     part = Program(
         tuple(specs[slot] for slot in inputs), operators, tuple(number[slot] for slot in outputs), len(number)
     )
     return Piece(program=with_deaths(part), inputs=inputs, outputs=outputs)
 
 
-def _renumber(operator: Operator, number: dict[int, int]) -> Operator:
+def renumber(operator: Operator, number: Mapping[int, int]) -> Operator:
+    """Return an operator with other slots, its deaths left out."""
     return Operator(
         operator.name,
         tuple(_value(value, number) for value in operator.args),
@@ -72,7 +73,7 @@ def _renumber(operator: Operator, number: dict[int, int]) -> Operator:
     )
 
 
-def _value(value: Value, number: dict[int, int]) -> Value:
+def _value(value: Value, number: Mapping[int, int]) -> Value:
     if isinstance(value, Slot):
         return Slot(number[value.index])
     if isinstance(value, Many):

@@ -1,7 +1,7 @@
 """Plans: which device computes what part of the model and of the batch, and in which order."""
 
 from onebox.plan.picture import picture
-from onebox.plan.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, Sync
+from onebox.plan.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, Sync, as_data
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
 from onebox.plan.shares import apportion, deal, shares_from_speeds
@@ -32,6 +32,7 @@ __all__ = [
     "Update",
     "Work",
     "apportion",
+    "as_data",
     "auto_schedule",
     "deal",
     "named_schedule",

@@ -1,0 +1,250 @@
+"""Gradients: accumulated over micro-batches, summed over the holders of their parameters, clipped and applied. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from onebox.engine.buckets import fill_buckets
+from onebox.engine.exchanges import Exchange, Exchanges
+from onebox.engine.holdings import Holdings, Members
+from onebox.engine.job import Job, Numbers
+from onebox.engine.routine import Label, RoutineBuilder
+from onebox.graph import ModelPrograms, NamedProgram, Port, add_all, split, square_norm, zeros
+from onebox.plan import Action
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Free, OptimizerStep, Reduce
+
+
+class RunBackward(Protocol):
+    """Adds the call of a backward program to a routine."""
+
+    def __call__(
+        self,
+        part: NamedProgram,
+        inputs: Mapping[Port, int],
+        values: Mapping[Port, int],
+        label: Label,
+        *,
+        takes: Sequence[int],
+        action: Action,
+        position: int,
+        cost_s: float,
+    ) -> None:
+        """Add it; see :meth:`WorkerGradients.run`."""
+
+
+class Gradients:
+    """The gradients of a trainer.
+
+    Args:
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        trained: Names of the trained parameters, in the optimizer's order.
+        model: The programs for any size of a micro-batch.
+        max_norm: For clipping; 0 for none.
+    """
+
+    def __init__(
+        self, holdings: Holdings, numbers: Numbers, *, trained: Sequence[str], model: ModelPrograms, max_norm: float
+    ) -> None:
+        self.holdings = holdings
+        self.numbers = numbers
+        self.trained = trained
+        self.max_norm = max_norm
+        self.sums = {name: numbers.new() for name in trained}
+        self.fresh = {name: numbers.new() for name in trained}
+        self.norm = numbers.new()
+        self.specs: dict[str, TensorSpec] = {}
+        made: dict[str, tuple[int, int]] = {}
+        for stage in reversed(range(model.stages)):
+            backward = model.of(stage, "B")
+            order = {port: number for number, port in enumerate(_in_order_of_making(backward))}
+            for port, spec in backward.specs().items():
+                if port.kind == "gradient":
+                    self.specs[str(port.name)] = spec
+                    made[str(port.name)] = (-stage, order[port])
+        shared: dict[Members, list[str]] = {}
+        for name in sorted(trained, key=made.__getitem__):
+            if len(holdings.holders[name]) > 1:
+                shared.setdefault(holdings.holders[name], []).append(name)
+        self.buckets = {members: fill_buckets(names, self.specs) for members, names in shared.items()}
+
+    def begin(
+        self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: Job, exchanges: Exchanges
+    ) -> WorkerGradients:
+        """Begin the gradients of one worker in one routine."""
+        return WorkerGradients(self, builder, worker, actions, job, exchanges)
+
+
+def _in_order_of_making(part: NamedProgram) -> list[Port]:
+    """Return the outputs of a program in the order in which they are made."""
+    ports = dict(zip(part.program.outputs, part.outputs, strict=True))
+    made = [slot for operator in part.program.operators for slot in operator.outs if slot in ports]
+    return [ports[slot] for slot in made if slot is not None]
+
+
+class WorkerGradients:
+    """The gradients of one worker in one routine; made by :meth:`Gradients.begin`."""
+
+    def __init__(
+        self,
+        shared: Gradients,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: Job,
+        exchanges: Exchanges,
+    ) -> None:
+        self._shared = shared
+        self._builder = builder
+        self._worker = worker
+        self._exchanges = exchanges
+        self._held = shared.holdings.held_by(worker, shared.trained)
+        self._begun: set[str] = set()
+        self._last: dict[str, int] = {}
+        for position, action in enumerate(actions):
+            for port in job.model(action.micro_batch).of(action.stage, action.kind).outputs:
+                if port.kind == "gradient":
+                    self._last[str(port.name)] = position
+        self._missing: list[tuple[set[str], Exchange]] = []
+        self._bucket_of: dict[str, int] = {}
+        for members, buckets in shared.buckets.items():
+            if worker in members:
+                for bucket in buckets:
+                    self._expect(members, bucket)
+
+    def _expect(self, members: Members, bucket: Sequence[str]) -> None:
+        missing = {name for name in bucket if name in self._last}
+        self._bucket_of |= dict.fromkeys(missing, len(self._missing))
+        exchange = self._exchanges.expect(members, lambda: [self._bucket(bucket)])
+        exchange.ready = not missing
+        self._missing.append((missing, exchange))
+
+    def _bucket(self, bucket: Sequence[str]) -> tuple[int, ...]:
+        """Return the buffers of a bucket, with zeros for what this worker has no part in."""
+        empty = [name for name in bucket if name not in self._begun]
+        if empty:
+            self._begun.update(empty)
+            specs = [self._shared.specs[name] for name in empty]
+            self._builder.call(zeros(specs), [], [self._shared.sums[name] for name in empty], Label("zero"))
+        return tuple(self._shared.sums[name] for name in bucket)
+
+    # ---- backward
+
+    def run(
+        self,
+        part: NamedProgram,
+        inputs: Mapping[Port, int],
+        values: Mapping[Port, int],
+        label: Label,
+        *,
+        takes: Sequence[int],
+        action: Action,
+        position: int,
+        cost_s: float,
+    ) -> None:
+        """Call a backward program, in pieces where a bucket is complete before its end.
+
+        Args:
+            part: The program.
+            inputs: The buffer of each input.
+            values: The buffer of each value that it gives out.
+            label: What it is.
+            takes: Positions of inputs that end with it.
+            action: The action.
+            position: Its place in the worker's row.
+            cost_s: What it costs a device that computes nothing.
+        """
+        program = part.program
+        if not program.operators:
+            return
+        ports = dict(zip(program.outputs, part.outputs, strict=True))
+        place = {slot: inputs[port] for slot, port in enumerate(part.inputs)}
+        mortal = set(takes)
+        pieces = split(program, self._ends(part, position))
+        for index, piece in enumerate(pieces):
+            later = {slot for other in pieces[index + 1 :] for slot in other.inputs}
+            for slot in piece.outputs:
+                if slot in ports:
+                    place[slot] = self._place(ports[slot], values)
+                else:
+                    place[slot] = self._builder.new()
+                    mortal.add(slot)
+            self._builder.call(
+                piece.program,
+                [place[slot] for slot in piece.inputs],
+                [place[slot] for slot in piece.outputs],
+                label,
+                takes=[i for i, slot in enumerate(piece.inputs) if slot in mortal and slot not in later],
+                micro_batch=action.micro_batch,
+                cost_s=cost_s * len(piece.program.operators) / len(program.operators),
+            )
+            made = [ports[slot] for slot in piece.outputs if slot in ports]
+            self._accumulate([str(port.name) for port in made if port.kind == "gradient"], position)
+
+    def _ends(self, part: NamedProgram, position: int) -> list[int]:
+        """Return the operators of a program behind which a bucket is complete."""
+        last = {name for name, place in self._last.items() if place == position} & set(self._bucket_of)
+        if not last:
+            return []
+        made = {slot: number for number, o in enumerate(part.program.operators) for slot in o.outs if slot is not None}
+        ends: dict[int, int] = {}
+        for port, slot in zip(part.outputs, part.program.outputs, strict=True):
+            if port.kind == "gradient" and port.name in last:
+                bucket = self._bucket_of[str(port.name)]
+                ends[bucket] = max(ends.get(bucket, -1), made.get(slot, -1))
+        behind = len(part.program.operators) - 1
+        return sorted({end for end in ends.values() if 0 <= end < behind})
+
+    def _place(self, port: Port, values: Mapping[Port, int]) -> int:
+        if port.kind == "value":
+            return values[port]
+        name = str(port.name)
+        return self._shared.fresh[name] if name in self._begun else self._shared.sums[name]
+
+    def _accumulate(self, names: Sequence[str], position: int) -> None:
+        """Add gradients to those of earlier micro-batches, and begin the exchanges that are complete."""
+        again = [name for name in names if name in self._begun]
+        if again:
+            old = [self._shared.sums[name] for name in again]
+            new = [self._shared.fresh[name] for name in again]
+            program = add_all([self._shared.specs[name] for name in again])
+            self._builder.call(program, [*old, *new], old, Label("accumulate"), takes=range(2 * len(old)))
+        self._begun.update(names)
+        for name in names:
+            if self._last[name] == position and name in self._bucket_of:
+                missing, exchange = self._missing[self._bucket_of[name]]
+                missing.discard(name)
+                exchange.ready = not missing
+        self._exchanges.flush()
+
+    # ---- the end of a step
+
+    def finish(self) -> None:
+        """Clip and apply the gradients."""
+        if self._shared.max_norm and self._everybody is not None:
+            self._sum_norms(self._everybody)
+        if not self._held:
+            return
+        gradients = tuple(self._shared.sums[name] for name in self._held)
+        norm = self._shared.norm if self._everybody is not None and self._shared.max_norm else 0
+        step = OptimizerStep(self._shared.numbers.optimizer, gradients, self._shared.max_norm, norm)
+        self._builder.add(step, Label("optimizer", "compute"))
+        self._builder.add(Free((*gradients, *((norm,) if norm else ()))), Label("free"))
+
+    @property
+    def _everybody(self) -> int | None:
+        """The group over which norms are summed; ``None`` where every worker holds everything."""
+        holdings = self._shared.holdings
+        if all(holdings.holders[name] == holdings.devices for name in self._shared.trained):
+            return None
+        return self._shared.numbers.groups[holdings.devices]
+
+    def _sum_norms(self, group: int) -> None:
+        """Sum the squared norms of all gradients over all workers, each gradient by its first holder."""
+        owned = self._shared.holdings.owned_by(self._worker, self._shared.trained)
+        program = square_norm([self._shared.specs[name] for name in owned])
+        gradients = [self._shared.sums[name] for name in owned]
+        self._builder.call(program, gradients, [self._shared.norm], Label("norm"))
+        self._builder.add(Reduce((self._shared.norm,), group), Label("reduce", "transfer"))

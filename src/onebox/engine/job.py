@@ -1,0 +1,57 @@
+"""What a lowering works from: the numbers that all routines share, and what is to be done with a batch. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onebox.engine.holdings import Members
+from onebox.graph import ModelPrograms
+from onebox.plan import MicroBatch, Routes, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """Buffer numbers that all routines of a trainer share; a number means the same on every worker.
+
+    Args:
+        state: Of parameters and buffers, by name.
+        optimizer: The optimizer's definition.
+        groups: Of each set of workers that exchange something.
+        new: Makes a number that nothing else has.
+    """
+
+    state: Mapping[str, int]
+    optimizer: int
+    groups: Mapping[Members, int]
+    new: Callable[[], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be done with a batch.
+
+    Args:
+        micro_batches: Its parts.
+        routes: Who computes them.
+        schedule: In which order.
+        models: The programs for each size of a micro-batch.
+        constants: For each size, the buffers of the model's constants.
+        leaves: Tensors of inputs and targets.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    routes: Routes
+    schedule: Schedule
+    models: Mapping[int, ModelPrograms]
+    constants: Mapping[int, Mapping[str, int]]
+    leaves: int
+
+    @property
+    def batch(self) -> int:
+        """Samples of the batch."""
+        return sum(part.size for part in self.micro_batches)
+
+    def model(self, micro_batch: int) -> ModelPrograms:
+        """Return the programs for a micro-batch."""
+        return self.models[self.micro_batches[micro_batch].size]

@@ -1,0 +1,303 @@
+"""Lowering: a step of a plan becomes one routine for each worker. Pure.
+
+A worker executes its row of the schedule. Values that it needs from others are received one action ahead, values that
+others need are sent as soon as they are there; what nobody needs any more is freed. What a step does beside the actions
+is in files of its own: ``gradients.py`` (accumulate, sum over holders, clip, step) and ``statistics.py`` (buffers that
+replicas share).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from onebox.engine.exchanges import Exchanges
+from onebox.engine.gradients import Gradients, RunBackward
+from onebox.engine.holdings import Holdings
+from onebox.engine.job import Job, Numbers
+from onebox.engine.routine import Label, RoutineBuilder, StepRoutine
+from onebox.engine.statistics import Statistics, WorkerStatistics
+from onebox.graph import ModelPrograms, NamedProgram, Port
+from onebox.plan import Action, Plan
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Ask, Free, Receive, Send
+
+
+class Lowering:
+    """Lowers the steps of a plan.
+
+    Args:
+        plan: The plan.
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        trained: Names of the trained parameters, in the optimizer's order.
+        model: The programs for any size of a micro-batch.
+        max_norm: For clipping; 0 for none.
+
+    Raises:
+        CaptureError: A buffer changes in a way that replicas cannot share.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        holdings: Holdings,
+        numbers: Numbers,
+        *,
+        trained: Sequence[str],
+        model: ModelPrograms,
+        max_norm: float,
+    ) -> None:
+        self._plan = plan
+        self._holdings = holdings
+        self._numbers = numbers
+        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
+        self._statistics = Statistics(holdings, numbers, model)
+
+    def train(self, job: Job) -> dict[int, StepRoutine]:
+        """Return the routine of each worker for a training step."""
+        tables = _Tables(job, self._numbers.new)
+        found = {}
+        for worker in self._plan.devices:
+            row = _Row(worker, job, tables, self._plan, self._numbers)
+            exchanges = Exchanges(row.builder, worker, self._numbers.groups)
+            statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
+            gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
+            row.run(gradients.run, statistics)
+            exchanges.finish()
+            statistics.finish()
+            gradients.finish()
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
+    def evaluate(self, job: Job) -> dict[int, StepRoutine]:
+        """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
+        tables = _Tables(job, self._numbers.new)
+        found = {}
+        for worker in self._plan.devices:
+            row = _Row(worker, job, tables, self._plan, self._numbers)
+            row.run(None, None)
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
+
+class _Tables:
+    """What all workers' routines for one job agree on: numbers and channels of values, who makes and who reads them."""
+
+    def __init__(self, job: Job, new: Callable[[], int]) -> None:
+        self._job = job
+        self._new = new
+        self._values: dict[tuple[Port, int], int] = {}
+        self._channels: dict[tuple[Port, int, int], int] = {}
+        self._makers: dict[int, dict[Port, int]] = {}
+        for size, model in job.models.items():
+            outputs = ((port, phase.stage) for phase, part in model.phases.items() for port in part.outputs)
+            self._makers[size] = {port: stage for port, stage in outputs if port.kind == "value"}
+        self._readers: dict[tuple[Port, int], set[int]] = {}
+        for worker, row in job.schedule.rows.items():
+            for action in row:
+                for port in job.model(action.micro_batch).of(action.stage, action.kind).inputs:
+                    if port.kind == "value":
+                        self._readers.setdefault((port, action.micro_batch), set()).add(worker)
+
+    def value(self, port: Port, micro_batch: int) -> int:
+        """Return the buffer of a value of a micro-batch, or of its weight or its result."""
+        key = (port, micro_batch)
+        if key not in self._values:
+            self._values[key] = self._new()
+        return self._values[key]
+
+    def channel(self, port: Port, micro_batch: int, target: int) -> int:
+        """Return the channel on which a value travels to a worker."""
+        return self._channels.setdefault((port, micro_batch, target), len(self._channels))
+
+    def maker(self, port: Port, micro_batch: int) -> int:
+        """Return the worker that makes a value."""
+        stage = self._makers[self._job.micro_batches[micro_batch].size][port]
+        return self._job.routes[stage][micro_batch][0]
+
+    def readers(self, port: Port, micro_batch: int) -> set[int]:
+        """Return the workers that read a value."""
+        return self._readers.get((port, micro_batch), set())
+
+
+class _Row:
+    """The routine of one worker under construction: its row of the schedule."""
+
+    def __init__(self, worker: int, job: Job, tables: _Tables, plan: Plan, numbers: Numbers) -> None:
+        self.builder = RoutineBuilder(numbers.new)
+        self.actions = job.schedule.rows.get(worker, ())
+        self.leaves: list[tuple[int, int]] = []
+        self.results: list[tuple[int, int]] = []
+        self._worker = worker
+        self._job = job
+        self._tables = tables
+        self._plan = plan
+        self._numbers = numbers
+        self._results: list[int] = []
+        self._asked: set[tuple[Port, int]] = set()
+        self._last = self._last_reads()
+
+    def _last_reads(self) -> dict[tuple[Port, int], int]:
+        """Return for each value and leaf the last action of this row that reads it."""
+        found: dict[tuple[Port, int], int] = {}
+        for position, action in enumerate(self.actions):
+            for port in self._program(action).inputs:
+                if port.kind in ("value", "leaf"):
+                    found[port, action.micro_batch] = position
+        return found
+
+    def _program(self, action: Action) -> NamedProgram:
+        return self._job.model(action.micro_batch).of(action.stage, action.kind)
+
+    def run(self, call: RunBackward | None, statistics: WorkerStatistics | None) -> None:
+        """Add all actions.
+
+        Args:
+            call: Runs the program of a backward action; forward's are called as they are.
+            statistics: Told before and after each action.
+        """
+        if self.actions:
+            self._receive(self.actions[0])
+        for position, action in enumerate(self.actions):
+            if position + 1 < len(self.actions):
+                self._receive(self.actions[position + 1])
+            if statistics is not None:
+                statistics.before(action)
+            self._execute(position, action, call, statistics)
+            if statistics is not None:
+                statistics.after(action)
+
+    def answer(self) -> None:
+        """Add the answer: the results, and the end of what is left."""
+        if self._results:
+            self.builder.add(Ask("scalars", tuple(self._results)), Label("loss"))
+        bindings = (-1 - index for index in range(len(self.leaves)))
+        left = (*self._results, *bindings)
+        if left:
+            self.builder.add(Free(left), Label("free"))
+
+    # ---- one action
+
+    def _execute(
+        self, position: int, action: Action, call: RunBackward | None, statistics: WorkerStatistics | None
+    ) -> None:
+        part = self._program(action)
+        stage, micro_batch = action.stage, action.micro_batch
+        moved = statistics.moved if statistics is not None else {}
+        inputs = [self._number(port, micro_batch, moved) for port in part.inputs]
+        takes = [
+            index
+            for index, port in enumerate(part.inputs)
+            if port.kind in ("value", "leaf") and self._last[port, micro_batch] == position
+        ]
+        label = Label(self._name(action), "compute", action)
+        cost_s = self._cost_s(action)
+        if action.kind == "F" or call is None:
+            outputs = [self._number(port, micro_batch, moved, made=True) for port in part.outputs]
+            if part.program.operators or outputs:
+                self.builder.call(
+                    part.program, inputs, outputs, label, takes=takes, micro_batch=micro_batch, cost_s=cost_s
+                )
+        else:
+            numbers = dict(zip(part.inputs, inputs, strict=True))
+            values = {p: self._tables.value(p, micro_batch) for p in part.outputs if p.kind == "value"}
+            call(part, numbers, values, label, takes=takes, action=action, position=position, cost_s=cost_s)
+        self._hand_on(part, stage, micro_batch)
+
+    def _number(self, port: Port, micro_batch: int, moved: Mapping[str, int], *, made: bool = False) -> int:
+        name = str(port.name)
+        match port.kind:
+            case "parameter":
+                return self._numbers.state[name]
+            case "buffer" | "update":
+                return moved.get(name) or self._numbers.state[name]
+            case "constant":
+                return self._job.constants[self._job.micro_batches[micro_batch].size][name]
+            case "leaf":
+                return self._binding(micro_batch, int(port.name))
+            case "weight":
+                return self._weight(port, micro_batch)
+            case "result":
+                return self._result(port, micro_batch)
+            case _:
+                return self._tables.value(port, micro_batch)
+
+    def _binding(self, micro_batch: int, leaf: int) -> int:
+        if (micro_batch, leaf) not in self.leaves:
+            self.leaves.append((micro_batch, leaf))
+        return -1 - self.leaves.index((micro_batch, leaf))
+
+    def _weight(self, port: Port, micro_batch: int) -> int:
+        """Return the buffer that holds the share of a micro-batch in its batch, which the loss is weighted with."""
+        number = self._tables.value(port, micro_batch)
+        share = self._job.micro_batches[micro_batch].size / self._job.batch
+        self.builder.constants[number] = (share, self._loss_spec(micro_batch))
+        return number
+
+    def _loss_spec(self, micro_batch: int) -> TensorSpec:
+        model = self._job.model(micro_batch)
+        for part in model.phases.values():
+            if Port("result", 0) in part.outputs:
+                return part.specs()[Port("result", 0)]
+        raise AssertionError("a model without a loss")
+
+    def _result(self, port: Port, micro_batch: int) -> int:
+        number = self._tables.value(port, micro_batch)
+        self._results.append(number)
+        self.results.append((micro_batch, int(port.name)))
+        return number
+
+    def _name(self, action: Action) -> str:
+        what = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[action.kind]
+        where = f"stage {action.stage} " if len(self._plan.stages) > 1 else ""
+        return f"{where}{what} {action.micro_batch}"
+
+    def _cost_s(self, action: Action) -> float:
+        """Return the seconds that a device that computes nothing is to sleep: what the plan expects."""
+        if self._plan.predicted is None:
+            return 0.0
+        forward_s, input_s, weight_s = self._plan.predicted.stages_s[action.stage]
+        full = self._plan.micro_batch or max(part.size for part in self._job.micro_batches)
+        seconds = {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}[action.kind]
+        return seconds * self._job.micro_batches[action.micro_batch].size / full
+
+    # ---- values from and to other workers
+
+    def _receive(self, action: Action) -> None:
+        """Begin to receive what an action needs of other workers and has not been asked for yet."""
+        for index, port in enumerate(self._program(action).inputs):
+            key = (port, action.micro_batch)
+            if port.kind != "value" or key in self._asked:
+                continue
+            source = self._tables.maker(port, action.micro_batch)
+            if source == self._worker:
+                continue
+            self._asked.add(key)
+            spec = self._program(action).program.inputs[index]
+            channel = self._tables.channel(port, action.micro_batch, self._worker)
+            number = self._tables.value(port, action.micro_batch)
+            receive = Receive(number, spec, self._everybody, self._plan.devices.index(source), channel)
+            name = f"receive for {action} from device {source}"
+            self.builder.add(receive, Label(name, "transfer"))
+
+    def _hand_on(self, part: NamedProgram, stage: int, micro_batch: int) -> None:
+        """Send what other workers need, and free what this worker needs no more."""
+        unread: list[int] = []
+        for port in part.outputs:
+            if port.kind != "value":
+                continue
+            number = self._tables.value(port, micro_batch)
+            for target in sorted(self._tables.readers(port, micro_batch) - {self._worker}):
+                channel = self._tables.channel(port, micro_batch, target)
+                send = Send(number, self._everybody, self._plan.devices.index(target), channel)
+                self.builder.add(send, Label(f"send of stage {stage} to device {target}", "transfer"))
+            if (port, micro_batch) not in self._last:
+                unread.append(number)
+        if unread:
+            self.builder.add(Free(tuple(unread)), Label("free"))
+
+    @property
+    def _everybody(self) -> int:
+        return self._numbers.groups[self._plan.devices]

@@ -1,0 +1,103 @@
+"""A routine under construction: instructions with what they are, and the definitions that they need. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onebox.plan import Action
+from onebox.wire import Program, TensorSpec
+from onebox.wire.messages import Call, Define, Routine, Step, StoredProgram
+
+
+@dataclass(frozen=True)
+class Label:
+    """What an instruction of a routine is, for a timeline.
+
+    Args:
+        name: For a person.
+        track: ``compute``, ``transfer``, or ``other``.
+        action: The action of the schedule that it belongs to, if it is one's computation.
+    """
+
+    name: str
+    track: str = "other"
+    action: Action | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRoutine:
+    """A routine and what it needs.
+
+    Args:
+        number: The routine's number.
+        definitions: To be sent once, in order.
+        constants: One-element buffers that it reads, by number: value and type.
+        leaves: What its bindings are: (micro-batch, tensor of inputs and targets) of each, in order.
+        results: What it answers: (micro-batch, number of the result; 0 is the loss) of each, in order.
+        labels: What each instruction is.
+    """
+
+    number: int
+    definitions: tuple[Define, ...]
+    constants: Mapping[int, tuple[float, TensorSpec]]
+    leaves: tuple[tuple[int, int], ...]
+    results: tuple[tuple[int, int], ...]
+    labels: tuple[Label, ...]
+
+
+@dataclass
+class RoutineBuilder:
+    """Collects the instructions of one routine.
+
+    Args:
+        new: Makes a number that nothing else has.
+    """
+
+    new: Callable[[], int]
+    steps: list[Step] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    definitions: list[Define] = field(default_factory=list)
+    constants: dict[int, tuple[float, TensorSpec]] = field(default_factory=dict)
+    _programs: dict[tuple[int, float], tuple[int, Program]] = field(default_factory=dict)
+
+    def add(self, step: Step, label: Label) -> None:
+        """Add an instruction."""
+        self.steps.append(step)
+        self.labels.append(label)
+
+    def define(self, program: Program, cost_s: float = 0.0) -> int:
+        """Return the number of a program, defined once."""
+        key = (id(program), cost_s)
+        if key not in self._programs:
+            self._programs[key] = (self.new(), program)  # kept alive, so that its id stays its own
+            self.definitions.append(Define(self._programs[key][0], StoredProgram(program, cost_s)))
+        return self._programs[key][0]
+
+    def call(
+        self,
+        program: Program,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        label: Label,
+        *,
+        takes: Sequence[int] = (),
+        micro_batch: int = 0,
+        cost_s: float = 0.0,
+    ) -> None:
+        """Add a call of a program."""
+        number = self.define(program, cost_s)
+        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch), label)
+
+    def finish(self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]]) -> StepRoutine:
+        """Return the routine."""
+        number = self.new()
+        self.definitions.append(Define(number, Routine(tuple(self.steps), len(leaves))))
+        return StepRoutine(
+            number=number,
+            definitions=tuple(self.definitions),
+            constants=dict(self.constants),
+            leaves=tuple(leaves),
+            results=tuple(results),
+            labels=tuple(self.labels),
+        )

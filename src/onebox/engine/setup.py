@@ -1,0 +1,118 @@
+"""Setting up: with the first batch a trainer gets its plan, its programs, its groups and its state on the workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onebox.engine.batch import Batch
+from onebox.engine.calibrate import resolve_shares
+from onebox.engine.compiler import Captures, Compiler
+from onebox.engine.holdings import Members
+from onebox.engine.remote import RemoteState
+from onebox.errors import OneboxError, UsageError
+from onebox.plan import Plan, Sync
+from onebox.pool import Pool
+from onebox.wire.messages import Ask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for.
+
+    Args:
+        plan: A plan; ``None`` for data parallel over all devices.
+        shares: Each device's part of the batch; see :class:`~onebox.engine.Trainer`.
+        micro_batch: Samples of a micro-batch.
+        sync: Where gradients are averaged.
+    """
+
+    plan: Plan | None
+    shares: Any
+    micro_batch: int | None
+    sync: Sync
+
+    def check(self, pool: Pool) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UsageError: What is wrong with it.
+        """
+        if self.plan is None:
+            count = len(pool)
+            Plan.data_parallel(range(count), [1.0] * count, micro_batch=self.micro_batch, sync=self.sync)
+            return
+        if self.micro_batch is not None or self.sync != "workers" or self.shares != "auto":
+            raise UsageError("a plan says itself what micro_batch, sync and shares are; leave them out")
+        missing = [device for device in self.plan.devices if device >= len(pool)]
+        if missing:
+            raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
+
+
+class Ready:
+    """A trainer that has seen its first batch.
+
+    Args:
+        plan: Its plan.
+        pool: The pool.
+        captures: The captured model.
+        remote: The state; brought to the workers here.
+        batch: The first batch.
+        max_norm: For clipping; 0 for none.
+
+    Raises:
+        CaptureError: The model cannot be captured, or replicas cannot share it.
+        UsageError: The plan is for another model.
+    """
+
+    def __init__(
+        self, plan: Plan, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch, max_norm: float
+    ) -> None:
+        self.plan = plan
+        self.compiler = Compiler(pool, plan, captures, remote.new_number)
+        self._pool = pool
+        self._groups: dict[Members, int] = {}
+        model, holdings = self.compiler.first(batch)
+        backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
+        with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
+        trained = tuple(name for name in remote.wanted if name in with_gradient)
+        affine = [name for name, update in model.updates.items() if update.kind == "affine"]
+        remote.upload(holdings.holders)
+        parted = any(holdings.holders[name] != holdings.devices for name in trained)
+        try:
+            for members in holdings.groups(trained, affine, everybody=len(plan.stages) > 1 or parted):
+                self._groups[members] = pool.form_group(members, plan.sync)
+            self.compiler.begin(
+                model,
+                holdings,
+                trained=trained,
+                state=remote.named.numbers,
+                optimizer=remote.define_optimizer(trained, holdings),
+                groups=self._groups,
+                max_norm=max_norm,
+            )
+        except BaseException:
+            with contextlib.suppress(OneboxError):
+                self.close()
+            raise
+        self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = remote.checks()
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for members, group in self._groups.items():
+            self._pool.leave_group(group, members)
+        self._groups = {}
+
+
+def set_up(
+    request: Request, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch, max_norm: float
+) -> Ready:
+    """Plan and compile, given the first batch."""
+    plan = request.plan
+    if plan is None:
+        devices = range(len(pool))
+        shares = resolve_shares(request.shares, pool, captures, batch, remote)
+        plan = Plan.data_parallel(devices, shares, micro_batch=request.micro_batch, sync=request.sync)
+    return Ready(plan, pool, captures, remote, batch, max_norm)

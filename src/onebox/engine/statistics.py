@@ -1,0 +1,152 @@
+"""Statistics: buffers that change with the data, shared exactly by the replicas of a stage. Pure.
+
+See :mod:`onebox.graph.updates`: an affine update of K micro-batches is ``decay**K`` times the old buffer plus what each
+contributes, decayed by how many come after it. Each replica starts from zero, adds its own micro-batches in order with
+the decay of those in between, and the sum over the replicas is what all of them contribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onebox.engine.exchanges import Exchange, Exchanges
+from onebox.engine.holdings import Holdings
+from onebox.engine.job import Job, Numbers
+from onebox.engine.routine import Label, RoutineBuilder
+from onebox.errors import CaptureError
+from onebox.graph import ModelPrograms, NamedProgram, Port, combine_all, extract, scale_all, split, zeros
+from onebox.plan import Action
+from onebox.wire import Program, TensorSpec
+
+
+class Statistics:
+    """The changing buffers of a trainer.
+
+    Args:
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        model: The programs for any size of a micro-batch.
+
+    Raises:
+        CaptureError: A buffer of a replicated stage changes in a way that replicas cannot share.
+    """
+
+    def __init__(self, holdings: Holdings, numbers: Numbers, model: ModelPrograms) -> None:
+        self.holdings = holdings
+        self.numbers = numbers
+        self.model = model
+        self.affine: dict[int, list[str]] = {}
+        self.constant: dict[int, list[str]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for stage, members in enumerate(holdings.stages):
+            if len(members) > 1:
+                self._sort(stage)
+        self.moved = {name: numbers.new() for names in self.affine.values() for name in names}
+
+    def _sort(self, stage: int) -> None:
+        """Sort the buffers that a replicated stage changes by the kind of their update."""
+        for port, spec in self.model.of(stage, "F").specs().items():
+            if port.kind != "update":
+                continue
+            name = str(port.name)
+            kind = self.model.updates[name].kind
+            if kind == "general":
+                raise CaptureError(
+                    f"buffer {name} changes in a way that depends on the order of samples, which replicas cannot share "
+                    "exactly; train this model on one device, or keep the buffer's update affine in the buffer"
+                )
+            (self.affine if kind == "affine" else self.constant).setdefault(stage, []).append(name)
+            self.specs[name] = spec
+
+    def begin(
+        self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: Job, exchanges: Exchanges
+    ) -> WorkerStatistics:
+        """Begin the buffers of one worker in one routine."""
+        return WorkerStatistics(self, builder, worker, actions, job, exchanges)
+
+
+class WorkerStatistics:
+    """The changing buffers of one worker in one routine; made by :meth:`Statistics.begin`."""
+
+    def __init__(
+        self,
+        shared: Statistics,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: Job,
+        exchanges: Exchanges,
+    ) -> None:
+        self._shared = shared
+        self._builder = builder
+        self._total = len(job.micro_batches)
+        self._exchanges = exchanges
+        mine = [stage for stage, members in enumerate(shared.holdings.stages) if worker in members]
+        self._affine = {stage: names for stage, names in shared.affine.items() if stage in mine}
+        self._constant = {stage: names for stage, names in shared.constant.items() if stage in mine}
+        self._own = {
+            stage: [action.micro_batch for action in actions if action.kind == "F" and action.stage == stage]
+            for stage in mine
+        }
+        self.moved = {name: shared.moved[name] for names in self._affine.values() for name in names}
+        self._waiting: dict[int, Exchange] = {}
+        for stage, names in self._affine.items():
+            program = zeros([shared.specs[name] for name in names])
+            builder.call(program, [], [self.moved[name] for name in names], Label("zero"))
+            self._waiting[stage] = exchanges.expect(shared.holdings.stages[stage], self._messages(names))
+            self._waiting[stage].ready = not self._own[stage]
+
+    def _messages(self, names: Sequence[str]) -> Callable[[], list[tuple[int, ...]]]:
+        """Return what returns the buffers to be summed, those of one element type together."""
+        kinds: dict[str, list[int]] = {}
+        for name in names:
+            kinds.setdefault(self._shared.specs[name].dtype, []).append(self.moved[name])
+        return lambda: [tuple(numbers) for numbers in kinds.values()]
+
+    def before(self, action: Action) -> None:
+        """Decay what earlier micro-batches contributed by those of other replicas before this one."""
+        if action.kind == "F" and action.stage in self._affine:
+            own = self._own[action.stage]
+            place = own.index(action.micro_batch)
+            if place:
+                self._decay(action.stage, action.micro_batch - own[place - 1] - 1)
+
+    def after(self, action: Action) -> None:
+        """Behind the last micro-batch, decay by those of other replicas that come later, and begin to sum."""
+        if action.kind == "F" and action.stage in self._affine and action.micro_batch == self._own[action.stage][-1]:
+            self._decay(action.stage, self._total - 1 - action.micro_batch)
+            self._waiting[action.stage].ready = True
+            self._exchanges.flush()
+
+    def _decay(self, stage: int, times: int) -> None:
+        names = self._affine[stage]
+        if not times:
+            return
+        numbers = [self.moved[name] for name in names]
+        factors = [self._shared.model.updates[name].decay ** times for name in names]
+        program = scale_all([self._shared.specs[name] for name in names], factors)
+        self._builder.call(program, numbers, numbers, Label("statistics"), takes=range(len(numbers)))
+
+    def finish(self) -> None:
+        """Put together what the replicas contributed, and repeat what depends on no data for the others' part."""
+        state = self._shared.numbers.state
+        for names in self._affine.values():
+            specs = [self._shared.specs[name] for name in names]
+            factors = [self._shared.model.updates[name].decay ** self._total for name in names]
+            old, moved = [state[name] for name in names], [self.moved[name] for name in names]
+            program = combine_all(specs, factors)
+            self._builder.call(program, [*old, *moved], old, Label("statistics"), takes=range(2 * len(names)))
+        for stage, names in self._constant.items():
+            repeats = self._total - len(self._own[stage])
+            part, inputs = _updates_alone(self._shared.model.of(stage, "F"), names)
+            for _ in range(repeats):
+                numbers = [state[str(port.name)] for port in inputs]
+                self._builder.call(part, numbers, [state[name] for name in names], Label("count"))
+
+
+def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[Port]]:
+    """Return the part of forward that updates some buffers, and its inputs."""
+    where = dict(zip(forward.outputs, forward.program.outputs, strict=True))
+    part = extract(forward.program, [where[Port("update", name)] for name in names])
+    (piece,) = split(part, [])
+    return piece.program, [forward.inputs[slot] for slot in piece.inputs]
