@@ -104,6 +104,7 @@ def instance_of(routes: Routes, work: Work, sizes: Sequence[float] | None = None
         slot_of += [numbers[replica] for replica in row]
     heads = [slot.members[0] for slot in slots]
     first = [heads[slot] for slot in slot_of]
+    seconds = _seconds(work, devices, slots)
     latency_s, per_byte_s = _links(work, devices, first, count)
     return Instance(
         routes=routes,
@@ -115,7 +116,7 @@ def instance_of(routes: Routes, work: Work, sizes: Sequence[float] | None = None
         slot_of=slot_of,
         first=first,
         grouped=any(len(slot.members) > 1 for slot in slots),
-        seconds=_seconds(work, devices, slots),
+        seconds=seconds,
         out=_ends(work.edges, len(routes), count, outward=True),
         into=_ends(work.edges, len(routes), count, outward=False),
         latency_s=latency_s,
@@ -210,7 +211,14 @@ def _links(work: Work, devices: tuple[int, ...], first: list[int], count: int) -
         used.update(zip(first[source : source + count], first[target : target + count], strict=True))
     for pair in used:
         for a, b in (pair, pair[::-1]):
-            if a != b:
+            if a == b:
+                continue
+            try:
+                bandwidth_bps = work.links.bandwidth_bps[devices[a]][devices[b]]
                 latency[a * size + b] = work.links.latency_s[devices[a]][devices[b]]
-                per_byte[a * size + b] = 1.0 / work.links.bandwidth_bps[devices[a]][devices[b]]
+            except KeyError:
+                raise UsageError(f"the links say nothing of devices {devices[a]} to {devices[b]}; measure it") from None
+            if not bandwidth_bps > 0:
+                raise UsageError(f"{bandwidth_bps} bytes/s from device {devices[a]} to {devices[b]}: it is above 0")
+            per_byte[a * size + b] = 1.0 / bandwidth_bps
     return latency, per_byte

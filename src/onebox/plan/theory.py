@@ -21,7 +21,7 @@ def theory(
 
     - ``gpipe``, ``1f1b``: `(D - 1) (F + I + W)` (Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2019);
     - ``interleaved``: `(D - 1) (F + I + W) / v` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2);
-    - ``zb-h1``: `(D - 1) (F + I - W)` (Qi et al. 2024, arXiv:2401.10241), but no less than the `(D - 1) F` that it takes
+    - ``zb-h1``: `(D - 1) (F + I - W)` (Qi et al. 2024, arXiv:2401.10241), but no less than the `(D - 1) F` that pass
       until the last device has something to do, which that paper leaves out of its bubbles;
     - ``zbv``: that time alone, `(D - 1) F / 2`, since stages are half as long (Qi et al. 2024, arXiv:2405.15362); for
       `F = I = W` and all but them a little more.
