@@ -1,0 +1,273 @@
+"""Splitting within layers: the tapes of a stage become tapes of a group of ranks that share its parameters and work.
+
+Weights of products and convolutions are split by output or by input feature, so that features that one layer
+makes in shares are what the next one takes in shares (Krizhevsky, "One weird trick", 2014, for feature maps; Shoeybi et
+al., "Megatron-LM", 2019, for pairs of columns and rows). What is split, and how, is found by comparing whole tapes: what
+the ranks send, what they compute, and what they hold. All ranks run the same steps; only shapes differ, where a
+dimension does not divide evenly. Every rank ends with the same bits wherever a value is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from onebox.errors import UsageError
+from onebox.graph.joint import Port
+from onebox.graph.placements import Placement, local_spec
+from onebox.graph.shard_state import Group, Key, Prices, Rules
+from onebox.graph.shard_walk import Walk
+from onebox.graph.split import Piece, split
+from onebox.graph.spmd import Local, Reduce
+from onebox.wire import Operator, Program, Slot, TensorSpec
+
+HELD = 4.0
+"""Default worth of a byte that a rank need not hold, in bytes that it sends. With it the convolutional nets of the
+tests keep all but their ends split, and transformers keep the sum that runs past their blocks whole."""
+
+FLOPS_PER_BYTE = 100.0
+"""Default operations that a rank does while it sends a byte: 100 GFLOP/s behind a link of 1 GB/s."""
+
+
+class NamedTape(Protocol):
+    """A tape whose inputs and outputs have names; :class:`onebox.graph.NamedProgram` is one."""
+
+    @property
+    def program(self) -> Program:
+        """The tape."""
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """One port for each input."""
+
+    @property
+    def outputs(self) -> tuple[Port, ...]:
+        """One port for each output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """A collective: the sum of all ranks' ``source`` goes to ``target`` on each, the same bits on each.
+
+    Args:
+        source: Slot; nobody reads it afterwards.
+        target: Slot.
+        spec: What both hold.
+    """
+
+    source: int
+    target: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather:
+    """A collective: all ranks' ``source``, one behind the other along a dimension, go to ``target`` on each.
+
+    Args:
+        source: Slot.
+        target: Slot.
+        dim: The dimension.
+        parts: What each rank has; sizes may differ along ``dim``.
+        spec: The whole.
+    """
+
+    source: int
+    target: int
+    dim: int
+    parts: tuple[TensorSpec, ...]
+    spec: TensorSpec
+
+
+RankStep = Piece | AllReduce | AllGather
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTape:
+    """One tape as one rank runs it.
+
+    Slots are numbered over all steps of the tape; a :class:`Piece` says which of them its program's own inputs and
+    outputs are. Input ``i`` arrives in slot ``i``.
+
+    Args:
+        inputs: What each input is, ports as in the whole tape.
+        steps: What to run, in order; all ranks have the same kinds of steps in the same order.
+        outputs: The slot of each output, ports as in the whole tape.
+        specs: What each output is.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    steps: tuple[RankStep, ...]
+    outputs: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """The tapes of a stage, shared by the ranks of a group.
+
+    Args:
+        ranks: How many.
+        tapes: For each tape, in the order given, what each rank runs.
+        placements: Of each port of the tapes: parameters and their gradients, buffers and their updates, and values
+            that one tape hands to another may be split; all others are whole.
+        wire_bytes: What one rank sends in a run of all tapes, rings assumed.
+        held_bytes: What the first rank, which has the most, holds of parameters and of values between tapes.
+        whole_bytes: The same for one device alone.
+    """
+
+    ranks: int
+    tapes: tuple[tuple[RankTape, ...], ...]
+    placements: Mapping[Port, Placement]
+    wire_bytes: float
+    held_bytes: int
+    whole_bytes: int
+
+
+def shard_tapes(
+    tapes: Sequence[NamedTape],
+    ranks: int,
+    *,
+    held: float = HELD,
+    flops_per_byte: float = FLOPS_PER_BYTE,
+    minimum_bytes: int = 0,
+    whole: frozenset[Port] = frozenset(),
+) -> Sharded:
+    """Share the tapes of a stage among ranks.
+
+    A dimension is split if it has an element, or a head, for each rank; it need not divide evenly. Random operators
+    draw what one device alone would, as far as that depends on shapes, not on strides.
+
+    Args:
+        tapes: In the order in which they run: forward, then backward or its halves. A port that one puts out and a
+            later one takes in stays within the stage and may be split.
+        ranks: At least two.
+        held: The worth of a byte less that a rank holds of parameters, gradients and values between tapes, in bytes
+            that it sends.
+        flops_per_byte: Operations that a rank does while it sends a byte.
+        minimum_bytes: Weights below this stay whole.
+        whole: Ports that must be whole though tapes of this stage alone seem to read them: other stages do too.
+
+    Returns:
+        What each rank runs and holds.
+
+    Raises:
+        UsageError: There are fewer than two ranks.
+    """
+    if ranks < 2:
+        raise UsageError(f"a layer cannot be split over {ranks} ranks: give at least 2")
+    carried = _between(tapes) - whole
+    best = _search(tapes, ranks, Prices(held=held, flops_per_byte=flops_per_byte, minimum_bytes=minimum_bytes), carried)
+    ports = {port for tape in tapes for port in (*tape.inputs, *tape.outputs)}
+    return Sharded(
+        ranks=ranks,
+        tapes=tuple(tuple(_rank_tape(walk, rank) for rank in range(ranks)) for walk in best.walks),
+        placements={port: best.group.final(port) for port in ports},
+        wire_bytes=sum(walk.spmd.wire_bytes for walk in best.walks),
+        held_bytes=_held(tapes, best.group, carried, copies=1),
+        whole_bytes=_held(tapes, None, carried, copies=1),
+    )
+
+
+def _between(tapes: Sequence[NamedTape]) -> frozenset[Port]:
+    """Return the ports that one tape puts out and a later one takes in."""
+    found: set[Port] = set()
+    made: set[Port] = set()
+    for tape in tapes:
+        found |= made & set(tape.inputs)
+        made |= set(tape.outputs)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Tapes split in one way."""
+
+    walks: list[Walk]
+    group: Group
+    cost: float
+
+
+def _search(tapes: Sequence[NamedTape], ranks: int, prices: Prices, carried: frozenset[Port]) -> _Trial:
+    """Improve one choice after the other, in the order in which they come up, until none of them gets better."""
+    rules: Rules = {}
+    best = _try(tapes, Group(ranks, prices, {}, carried, rules), prices)
+    improved = True
+    while improved:
+        improved = False
+        done: set[Key] = set()
+        while todo := [key for key in best.group.met if key not in done]:
+            key = todo[0]
+            done.add(key)
+            taken, choices = best.group.taken[key], best.group.choices
+            for choice in best.group.met[key]:
+                if choice != taken:
+                    trial = _try(tapes, Group(ranks, prices, {**choices, key: choice}, carried, rules), prices)
+                    if trial.cost < best.cost * (1 - 1e-9):
+                        best, improved = trial, True
+    return best
+
+
+def _try(tapes: Sequence[NamedTape], group: Group, prices: Prices) -> _Trial:
+    walks = [Walk(tape.program, tape.inputs, tape.outputs, group) for tape in tapes]
+    cost = sum(walk.spmd.wire_bytes + walk.spmd.flops / prices.flops_per_byte for walk in walks)
+    return _Trial(walks, group, cost + prices.held * _held(tapes, group, group.carried, copies=2))
+
+
+def _held(tapes: Sequence[NamedTape], group: Group | None, carried: frozenset[Port], *, copies: int) -> int:
+    """Return the bytes of parameters, buffers and values between tapes: of the first rank, or of one device alone.
+
+    Args:
+        tapes: The tapes.
+        group: Which placements; ``None`` for one device.
+        carried: The values between tapes.
+        copies: How many times parameters count.
+    """
+    found: dict[Port, int] = {}
+    for tape in tapes:
+        for spec, port in zip(tape.program.inputs, tape.inputs, strict=True):
+            if port in carried or port.kind in ("parameter", "buffer"):
+                mine = spec if group is None else local_spec(spec, group.final(port), 0)
+                found[port] = mine.size_bytes * (copies if port.kind == "parameter" else 1)
+    return sum(found.values())
+
+
+def _rank_tape(walk: Walk, rank: int) -> RankTape:
+    """Return what one rank runs: runs of operators between collectives are programs of their own."""
+    known = walk.spmd.locals
+    steps = walk.spmd.needed(walk.outputs)
+    operators: list[Operator] = []
+    ends: set[int] = set()
+    collectives: dict[int, AllReduce | AllGather] = {}
+    for number, step in enumerate(steps):
+        if isinstance(step, Local):
+            operators.append(step.of_rank(rank, known))
+            continue
+        spec = known[step.target][rank]
+        operators.append(Operator(_COLLECTIVE, (Slot(step.source),), {}, (step.target,), (spec,), (), number))
+        ends |= {number - 1, number}
+        if isinstance(step, Reduce):
+            collectives[number] = AllReduce(source=step.source, target=step.target, spec=spec)
+        else:
+            collectives[number] = AllGather(
+                source=step.source, target=step.target, dim=step.dim, parts=known[step.source], spec=spec
+            )
+    inputs = tuple(known[slot][rank] for slot in range(len(walk.program.inputs)))
+    program = Program(inputs, tuple(operators), tuple(walk.outputs), walk.spmd.slots)
+    pieces = split(program, sorted(ends - {-1}))
+    return RankTape(
+        inputs=inputs,
+        steps=tuple(_step(piece, collectives) for piece in pieces),
+        outputs=tuple(walk.outputs),
+        specs=tuple(known[slot][rank] for slot in walk.outputs),
+    )
+
+
+_COLLECTIVE = "collective"
+"""Stands for a collective while a tape is cut into pieces."""
+
+
+def _step(piece: Piece, collectives: Mapping[int, AllReduce | AllGather]) -> RankStep:
+    first = piece.program.operators[0]
+    return collectives[first.position] if first.name == _COLLECTIVE else piece

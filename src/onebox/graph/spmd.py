@@ -1,0 +1,240 @@
+"""One tape for all ranks of a group: the same operators and collectives, with shapes that may differ by rank.
+
+Here a tape is put together step by step; what ranks hold is known by slot. Numbers of slots below those of the whole
+program are the program's own; copies that are placed otherwise get new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onebox.graph.placements import Shard
+from onebox.wire import Many, MemoryFormat, Operator, Slot, TensorSpec, Value, reads
+
+Specs = tuple[TensorSpec, ...]
+"""What each rank holds in one slot."""
+
+_PRODUCTS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
+"""Matrix products, and where their first matrix is."""
+
+
+_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """An argument that differs by rank."""
+
+    values: tuple[Value, ...]
+
+
+Argument = Value | PerRank
+
+
+@dataclass(frozen=True)
+class Local:
+    """An operator that every rank runs on what it holds."""
+
+    name: str
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Value]
+    outs: tuple[int | None, ...]
+    position: int = -1
+
+    def of_rank(self, rank: int, locals_: Mapping[int, Specs]) -> Operator:
+        """Return the operator as one rank runs it."""
+        args = tuple(value.values[rank] if isinstance(value, PerRank) else value for value in self.args)
+        specs = tuple(None if slot is None else locals_[slot][rank] for slot in self.outs)
+        return Operator(self.name, args, dict(self.kwargs), self.outs, specs, (), self.position)
+
+    def reads(self) -> list[int]:
+        """Return the slots that it reads."""
+        plain = tuple(value for value in self.args if not isinstance(value, PerRank))
+        return reads(Operator(self.name, plain, dict(self.kwargs), (), ()))
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The sum of what all ranks hold in ``source`` goes to ``target`` on each."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What the ranks hold in ``source``, one behind the other along ``dim``, goes to ``target`` on each."""
+
+    source: int
+    target: int
+    dim: int
+
+
+Step = Local | Reduce | Gather
+
+
+@dataclass
+class Spmd:
+    """A tape under construction.
+
+    Args:
+        ranks: Ranks of the group.
+        slots: The next number of a slot.
+        locals: What each rank holds in each slot.
+        steps: The tape.
+        wire_bytes: What one rank sends for its collectives, rings assumed.
+        flops: Multiplications and additions of one rank's products.
+        relaid: Slots that may lie in memory otherwise than the whole program would have them: collectives put their
+            results in the order of the dimensions. Where a view is made of such, it is copied if need be.
+    """
+
+    ranks: int
+    slots: int
+    locals: dict[int, Specs] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    wire_bytes: float = 0.0
+    flops: float = 0.0
+    relaid: set[int] = field(default_factory=set)
+
+    def new(self) -> int:
+        """Return a fresh slot."""
+        self.slots += 1
+        return self.slots - 1
+
+    def run(
+        self,
+        name: str,
+        args: Sequence[Argument],
+        outs: Sequence[tuple[int, Specs] | None],
+        kwargs: Mapping[str, Value] | None = None,
+        position: int = -1,
+    ) -> None:
+        """Append an operator."""
+        for out in outs:
+            if out is not None:
+                self.locals[out[0]] = out[1]
+        kwargs = kwargs or {}
+        if self._may_be_relaid(name, args, kwargs):
+            self.relaid.update(out[0] for out in outs if out is not None)
+            name = "aten.reshape.default" if name in _VIEWS else name
+        step = Local(name, tuple(args), kwargs, tuple(out and out[0] for out in outs), position)
+        self.steps.append(step)
+        self.flops += self._flops(step)
+
+    def reduce(self, source: int) -> int:
+        """Append an all-reduce; return the slot of the sum."""
+        target = self.new()
+        self.locals[target] = self.locals[source]
+        self.relaid.add(target)
+        self.steps.append(Reduce(source, target))
+        self.wire_bytes += reduce_bytes(self.locals[source][0].size_bytes, self.ranks)
+        return target
+
+    def gather(self, source: int, spec: TensorSpec, shard: Shard) -> int:
+        """Append an all-gather; return the slot of the whole.
+
+        Args:
+            source: What each rank has.
+            spec: The whole.
+            shard: How it is split.
+        """
+        dim = shard.dim
+        if shard.blocks > 1:  # rows of a block's share each, so that one gather along the rows makes blocks whole
+            source = self._view(source, [_rows(s, dim, shard.blocks) for s in self.locals[source]])
+            dim += 1
+        target = self.new()
+        whole = spec if shard.blocks == 1 else _rows(spec, shard.dim, shard.blocks)
+        self.locals[target] = (whole,) * self.ranks
+        self.relaid.add(target)
+        self.steps.append(Gather(source, target, dim))
+        self.wire_bytes += gather_bytes(spec.size_bytes, self.ranks)
+        return target if shard.blocks == 1 else self._view(target, [spec] * self.ranks)
+
+    def cut(self, source: int, spec: TensorSpec, shard: Shard, target: int) -> None:
+        """Append what makes each rank's own share, in memory of its own, out of the whole."""
+        dim = shard.dim
+        if shard.blocks > 1:
+            source = self._view(source, [_rows(spec, dim, shard.blocks)] * self.ranks)
+            spec, dim = self.locals[source][0], dim + 1
+        starts = tuple(shard.start(rank) for rank in range(self.ranks))
+        ends = tuple(start + size for start, size in zip(starts, shard.sizes, strict=True))
+        pieces = tuple(TensorSpec(spec.dtype, (*spec.shape[:dim], n, *spec.shape[dim + 1 :])) for n in shard.sizes)
+        view, own = self.new(), target if shard.blocks == 1 else self.new()
+        self.run("aten.slice.Tensor", (Slot(source), dim, PerRank(starts), PerRank(ends)), [(view, pieces)])
+        self.run("aten.clone.default", (Slot(view),), [(own, pieces)])
+        if shard.blocks > 1:
+            merged = [TensorSpec(p.dtype, (*p.shape[: dim - 1], shard.blocks * p.shape[dim], *p.shape[dim + 1 :]))
+                      for p in pieces]  # fmt: skip
+            self._view(own, merged, target)
+
+    def needed(self, outputs: Sequence[int]) -> list[Step]:
+        """Return the steps that some slots need, in order."""
+        wanted, found = set(outputs), list[Step]()
+        for step in reversed(self.steps):
+            if isinstance(step, Local):
+                if wanted.intersection(step.outs):
+                    found.append(step)
+                    wanted.update(step.reads())
+            elif step.target in wanted:
+                found.append(step)
+                wanted.add(step.source)
+        return found[::-1]
+
+    def _view(self, source: int, specs: Sequence[TensorSpec], target: int | None = None) -> int:
+        target = self.new() if target is None else target
+        sizes = PerRank(tuple(Many(spec.shape) for spec in specs))
+        self.run("aten.view.default", (Slot(source), sizes), [(target, tuple(specs))])
+        return target
+
+    def _may_be_relaid(self, name: str, args: Sequence[Argument], kwargs: Mapping[str, Value]) -> bool:
+        """Tell whether what an operator makes lies as its arguments do, and one of them may lie otherwise."""
+        if name in _PRODUCTS or kwargs.get("memory_format") == MemoryFormat("contiguous_format"):
+            return False
+        return not self.relaid.isdisjoint(Local(name, tuple(args), kwargs, ()).reads())
+
+    def _flops(self, step: Local) -> float:
+        """Return what the first rank, which has the most, multiplies and adds."""
+        if step.name in _PRODUCTS and step.outs[0] is not None:
+            first = step.args[_PRODUCTS[step.name]]
+            assert isinstance(first, Slot)
+            inner = self.locals[first.index][0].shape[-1]
+            return 2.0 * inner * _elements(self.locals[step.outs[0]][0])
+        if step.name == "aten.convolution.default" and step.outs[0] is not None:
+            return _convolution(self.locals, step.args[0], step.args[1], self.locals[step.outs[0]][0])
+        if step.name == "aten.convolution_backward.default":
+            made = step.args[0]
+            assert isinstance(made, Slot)
+            once = _convolution(self.locals, step.args[1], step.args[2], self.locals[made.index][0])
+            return once * sum(slot is not None for slot in step.outs[:2])
+        return 0.0
+
+
+def reduce_bytes(size: float, ranks: int) -> float:
+    """Return what each rank of a ring sends for an all-reduce (Patarasuk and Yuan, 2009)."""
+    return 2.0 * size * (ranks - 1) / ranks
+
+
+def gather_bytes(size: float, ranks: int) -> float:
+    """Return what each rank of a ring sends for an all-gather of ``size`` bytes altogether."""
+    return size * (ranks - 1) / ranks
+
+
+def _rows(spec: TensorSpec, dim: int, blocks: int) -> TensorSpec:
+    """Return a tensor with a dimension taken apart into blocks."""
+    return TensorSpec(spec.dtype, (*spec.shape[:dim], blocks, spec.shape[dim] // blocks, *spec.shape[dim + 1 :]))
+
+
+def _elements(spec: TensorSpec) -> int:
+    found = 1
+    for size in spec.shape:
+        found *= size
+    return found
+
+
+def _convolution(locals_: Mapping[int, Specs], x: Argument, weight: Argument, made: TensorSpec) -> float:
+    """Return the operations of one convolution: each element of the weight meets each position of the output."""
+    assert isinstance(x, Slot)
+    assert isinstance(weight, Slot)
+    positions = _elements(made) / made.shape[1]
+    return 2.0 * positions * _elements(locals_[weight.index][0])
