@@ -25,9 +25,22 @@ from onebox.errors import (
     WorkerDied,
     WorkerError,
 )
-from onebox.pool import Fault, Pool, raise_first
+from onebox.pool import Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
-from onebox.wire.messages import Ask, Call, Contribution, Get, Lookup, Put, Receive, Reduce, Scalars, Send, Snapshot
+from onebox.wire.messages import (
+    Ask,
+    Bye,
+    Call,
+    Contribution,
+    Get,
+    Lookup,
+    Put,
+    Receive,
+    Reduce,
+    Scalars,
+    Send,
+    Snapshot,
+)
 from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))
@@ -222,6 +235,38 @@ def test_a_quota_of_nothing_is_refused(open_pool: OpenPool, arguments: dict[str,
 def test_a_quota_is_the_memory_that_a_device_has(open_pool: OpenPool) -> None:
     pool = open_pool(1, memory_bytes=1000)
     assert pool.devices[0].memory_bytes == 1000
+
+
+def test_each_call_to_a_broken_pool_raises_an_error_of_its_own(pool: Pool) -> None:
+    pool.close()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(PoolError, match="the pool is closed") as caught:
+            pool.post(0, [Ask("memory")])
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
+def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switchboard, "_JOIN_S", 0.05)
+    hangs, goes_on = threading.Event(), threading.Event()
+    board = pool._switchboard
+
+    def hung(now_s: float) -> dict[int, str]:
+        hangs.set()
+        assert goes_on.wait(20)
+        return {}
+
+    monkeypatch.setattr(board._liveness, "hung", hung)
+    assert hangs.wait(SOON_S)
+    try:
+        board.stop(Bye())
+        assert not board._context.closed
+    finally:
+        goes_on.set()
+    board._thread.join(SOON_S)
+    assert board._context.closed
+    assert all(line.commands.closed and line.beats.closed for line in board._lines.values())
 
 
 # ---- groups
