@@ -8,7 +8,7 @@ from random import Random
 
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
-from onebox.plan.layout import Layout, Part
+from onebox.plan.layout import Layout, Part, single
 
 _STEPS = (1, 2, 4)
 """How many segments a cut is moved by."""
@@ -30,6 +30,26 @@ def climb(judge: Judge, start: Verdict) -> Verdict:
         if better is None:
             return at
         at = better
+    return at
+
+
+def descend(judge: Judge, start: Layout, effort: int) -> Layout:
+    """Move cuts as long as that lowers the bound, which takes a small part of a simulation's time.
+
+    Other changes are left to the simulator: a bound knows too little of what they do to a schedule.
+
+    Args:
+        judge: Knows bounds.
+        start: Where to begin.
+        effort: How much may be spent.
+    """
+    at, value, limit = start, judge.bound(start), judge.left - effort
+    while not judge.spent and judge.left > limit:
+        moved = ((judge.bound(change), change) for change in _moved_cuts(at))
+        better = next(((found, change) for found, change in moved if found < value * (1 - 1e-6)), None)
+        if better is None:
+            return at
+        value, at = better
     return at
 
 
@@ -56,6 +76,7 @@ def neighbours(judge: Judge, layout: Layout) -> Iterator[Layout]:
             _other_schedules(problem, layout),
             _merged(layout),
             _split(layout, unused),
+            _shared(layout),
         ]
     if problem.replicable:
         changes.append(_replicated(judge, layout, unused))
@@ -167,9 +188,23 @@ def _split(layout: Layout, unused: list[int]) -> Iterator[Layout]:
             continue
         one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
         for device in unused:
-            there = {"devices": (device,), "shares": (1.0,)}
-            yield _with(layout, index, one._replace(**there), other, until=index + 1)
-            yield _with(layout, index, one, other._replace(**there), until=index + 1)
+            for pair in ((single(one.segments, device), other), (one, single(other.segments, device))):
+                yield _with(layout, index, *pair, until=index + 1)
+
+
+def _shared(layout: Layout) -> Iterator[Layout]:
+    """A stage gives half of its segments, as a stage of their own, to a device that has a stage nearby or at an end."""
+    parts = layout.parts
+    for index, part in enumerate(parts):
+        middle = len(part.segments) // 2
+        near = {0, len(parts) - 1, max(index - 1, 0), min(index + 1, len(parts) - 1)} - {index}
+        if not middle:
+            continue
+        one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
+        for place in sorted(near):
+            _, devices, shares = parts[place]
+            yield _with(layout, index, one._replace(devices=devices, shares=shares), other, until=index + 1)
+            yield _with(layout, index, one, other._replace(devices=devices, shares=shares), until=index + 1)
 
 
 def _replicated(judge: Judge, layout: Layout, unused: list[int]) -> Iterator[Layout]:

@@ -16,8 +16,8 @@ from onebox.plan.shares import deal
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.work import Work
 
-_BOUND_EFFORT = 80
-"""What a bound costs, in actions simulated."""
+_BOUND_EFFORT = 20
+"""What a bound costs for each stage, in actions simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Judge:
         split = layout.schedule in SPLIT
         key = (*layout[:2], split)
         if key not in self._bounds:
-            self.left -= _BOUND_EFFORT
+            self.left -= _BOUND_EFFORT * (len(layout.parts) + 3)
             case = self.case(layout)
             caps = self.problem.capacity_bytes
             if any(need > caps.get(device, need) for device, need in least_bytes(case.work, case.routes).items()):

@@ -6,6 +6,8 @@ many segments as T, its memory and its links allow. T is found by bisection. Goi
 is known, and with it the micro-batches that 1F1B keeps in flight. Where there are more states than the beam is wide,
 those are kept whose remaining devices have most time to spare for the remaining segments; otherwise the result is exact
 but for ties between devices of a class.
+
+What is placed are units: single devices, or several that are replicas of whatever stage they get.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
@@ -21,6 +24,7 @@ import numpy as np
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import DeviceSpec
 from onebox.plan.layout import Part
+from onebox.plan.shares import apportion
 
 _PRECISION = 0.01
 """Relative precision of the bisection; the local search that follows moves whole segments anyway."""
@@ -45,6 +49,9 @@ class _Laid(NamedTuple):
     behind: _Laid | None
 
 
+_MORE = 1
+"""How many stages more than the fewest possible ones are laid out for a T."""
+
 _States = dict[tuple[tuple[int, ...], int], _Laid | None]
 """By how many devices of each class are used, and the class used last: the stage laid last."""
 
@@ -54,10 +61,11 @@ class Limits:
     """What the stages must keep to.
 
     Args:
+        units: Classes of units that are alike; each unit is the devices that hold a stage as its replicas.
         samples: Samples of a micro-batch.
         count: Micro-batches of a step.
         in_flight: Most micro-batches that a stage holds; 1F1B's own number of stages from here to the last if less.
-        replicas: Allowed numbers of replicas of a stage.
+        joined: So many units of a class may hold a stage together.
         stages: Most stages.
         beam: States that are kept for each number of stages.
     """
@@ -65,7 +73,8 @@ class Limits:
     samples: int
     count: int
     in_flight: int
-    replicas: tuple[int, ...]
+    units: Sequence[Sequence[tuple[int, ...]]]
+    joined: tuple[int, ...]
     stages: int
     beam: int = 64
 
@@ -81,35 +90,44 @@ def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple
     Returns:
         Stages in order of the chain, for each T and number of stages; empty if none fits.
     """
-    chain = _Chain(costs, order, limits)
-    low = chain.least_s()
+    program = _Chain(costs, order, limits)
+    low = program.least_s()
     high = low
-    found = chain.lay(low, first=True)
-    while not found and high < chain.most_s():
+    found = program.lay(low, first=True)
+    while not found and high < program.most_s():
         low, high = high, high * 1.5
-        found = chain.lay(high, first=True)
+        found = program.lay(high, first=True)
     if not found:
         return []
     while high > low * (1 + _PRECISION):
         middle = (low * high) ** 0.5
-        if chain.lay(middle, first=True):
+        if program.lay(middle, first=True):
             high = middle
         else:
             low = middle
     results: dict[tuple[Part, ...], None] = {}
     for factor in _SPREAD:
-        for last in chain.lay(high * factor):
-            results[chain.parts(last)] = None
+        for last in program.lay(high * factor):
+            results[program.parts(last)] = None
     return list(results)
 
 
-def classes_of(devices: Sequence[DeviceSpec]) -> list[tuple[int, ...]]:
-    """Group devices that are alike: of one type, speed, memory and host."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for device in devices:
-        alike = (device.type, device.speed, device.host, device.capacity_bytes)
-        groups.setdefault(alike, []).append(device.number)
-    return [tuple(group) for group in groups.values()]
+def alike(units: Sequence[tuple[DeviceSpec, ...]]) -> list[list[tuple[int, ...]]]:
+    """Group units whose devices are of the same types, speeds, memories and hosts.
+
+    Args:
+        units: The devices of each unit.
+
+    Returns:
+        For each class the numbers of its units' devices.
+    """
+    groups: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+    for unit in units:
+        # Groups of devices may stand for one another wherever they are; single ones are told apart by their hosts.
+        host = unit[0].host if len(unit) == 1 else ""
+        key = (host, *sorted((device.type, device.speed, device.capacity_bytes or 0) for device in unit))
+        groups.setdefault(key, []).append(tuple(device.number for device in unit))
+    return list(groups.values())
 
 
 class _Chain:
@@ -119,19 +137,34 @@ class _Chain:
         self.costs, self.order, self.limits = costs, tuple(order), limits
         problem = costs.problem
         self.links, self.length = problem.links, len(order)
-        self.classes = classes_of(problem.devices)
+        self.classes = limits.units
         self.call_s = 2 * problem.call_s
-        self.times = [self._times(problem.device[members[0]]) for members in self.classes]
+        self.times = [self._times(units[0]) for units in self.classes]
         self.powers = [self._power(times) for times in self.times]
-        self.room = [problem.device[members[0]].capacity_bytes for members in self.classes]
+        self.room = [
+            min((problem.capacity_bytes[d] for d in units[0] if d in problem.capacity_bytes), default=None)
+            for units in self.classes
+        ]
         self.forward, self.backward, self.kept = self._crossing()
         self._memory: dict[int, list[list[int]]] = {}
 
-    def _times(self, device: DeviceSpec) -> list[float]:
-        """Return prefix sums of a micro-batch's seconds on a device."""
-        one = (self.costs.seconds((index,))[device.type] for index in self.order)
-        each = [sum(fixed + part * self.limits.samples for fixed, part in seconds[:3]) for seconds in one]
-        return [0.0, *(np.cumsum(each) / device.speed).tolist()]
+    def _shares(self, unit: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the shares of a unit's devices, by their speeds."""
+        if len(unit) == 1:
+            return (1.0,)
+        powers = [self.costs.power(number, self.limits.samples) for number in unit]
+        return tuple(power / sum(powers) for power in powers)
+
+    def _times(self, unit: tuple[int, ...]) -> list[float]:
+        """Return prefix sums of a micro-batch's seconds on a unit, as if each segment waited for the slowest device."""
+        turns = apportion(self.limits.count, self._shares(unit))
+        rows = []
+        for number, turn in zip(unit, turns, strict=True):
+            device = self.costs.problem.device[number]
+            one = (self.costs.seconds((index,))[device.type] for index in self.order)
+            each = [sum(fixed + part * self.limits.samples for fixed, part in seconds[:3]) for seconds in one]
+            rows.append(np.array(each) / device.speed * (turn / self.limits.count))
+        return [0.0, *np.cumsum(np.max(rows, axis=0)).tolist()]
 
     def _power(self, times: list[float]) -> float:
         """Return how much quicker than the first class another one is, at the segment where it is so most."""
@@ -196,26 +229,25 @@ class _Chain:
         none = (0,) * len(self.classes)
         frontier: _States = {(none, -1): None}
         extents: dict[tuple[int, int, int, int], int] = {}
-        for behind in range(self.limits.stages):
+        for behind in range(min(self.limits.stages, sum(map(len, self.classes)))):
             level: _States = {}
             for (used, _), last in frontier.items():
-                for number, members in enumerate(self.classes):
-                    for replicas in self.limits.replicas:
-                        if used[number] + replicas > len(members):
+                for number, units in enumerate(self.classes):
+                    for joined in self.limits.joined:
+                        if used[number] + joined > len(units):
                             break
-                        devices = members[used[number] : used[number] + replicas]
-                        laid = self._extend(bottleneck_s, number, devices, last, behind, extents)
+                        devices = tuple(chain.from_iterable(units[used[number] : used[number] + joined]))
+                        laid = self._extend(bottleneck_s, number, devices, joined, last, behind, extents)
                         if laid is None:
                             continue
-                        now = (*used[:number], used[number] + replicas, *used[number + 1 :])
+                        now = (*used[:number], used[number] + joined, *used[number + 1 :])
                         known = level.get((now, number))
                         if known is None or laid.start < known.start:
                             level[(now, number)] = laid
             done = [laid for laid in level.values() if laid is not None and laid.start == 0]
-            if done:
-                complete.append(done[0])
-                if first:
-                    break
+            complete += done[:1]
+            if complete and (first or not done or len(complete) > _MORE):
+                break
             frontier = self._keep(bottleneck_s, level)
             if not frontier:
                 break
@@ -226,6 +258,7 @@ class _Chain:
         bottleneck_s: float,
         number: int,
         devices: tuple[int, ...],
+        joined: int,
         last: _Laid | None,
         behind: int,
         extents: dict[tuple[int, int, int, int], int],
@@ -237,7 +270,7 @@ class _Chain:
                 end += 1  # the stage behind begins later, where less crosses
                 if end >= last.end:
                     return None
-        turns = -(-self.limits.count // len(devices))
+        turns = -(-self.limits.count // joined)
         depth = min(turns, self.limits.in_flight, behind + 1)
         key = (number, end, turns, depth)
         if key not in extents:
@@ -283,6 +316,6 @@ class _Chain:
         found = []
         while laid is not None:
             segments = self.order[laid.start : laid.end]
-            found.append(Part(segments, laid.devices, (1.0,) * len(laid.devices)))
+            found.append(Part(segments, laid.devices, self._shares(laid.devices)))
             laid = laid.behind
         return tuple(found)

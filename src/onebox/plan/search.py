@@ -9,7 +9,7 @@ from random import Random
 
 import msgspec
 
-from onebox.plan.climb import climb, shaken
+from onebox.plan.climb import climb, descend, shaken
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, plan_of
@@ -21,7 +21,7 @@ from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.trivial import trivial_layouts
 
-EFFORT = 1_500_000
+EFFORT = 2_000_000
 """Actions that a search may simulate: about 3 s on a core of a laptop."""
 
 NAMED_BIAS = 0.005
@@ -29,6 +29,18 @@ NAMED_BIAS = 0.005
 
 _STARTS = 3
 """From so many of the best different layouts local search begins."""
+
+_DESCENTS = 6
+"""So many of the best different proposals are improved by their bounds."""
+
+_FRUITLESS = 30
+"""After so many random restarts without a gain the search ends."""
+
+_NEAR = 1.02
+"""Restarts are followed up with the simulator if their bound is within this factor of the best."""
+
+_SYNTHESIS_S = 0.4
+"""Nominal seconds for each synthesised schedule."""
 
 _HOPELESS = 50
 """So many layouts that cannot fit are simulated where none fits, to say what came closest."""
@@ -67,7 +79,7 @@ class SearchResult:
     Args:
         plan: The best plan, with what is predicted of it.
         simulation: Its step.
-        candidates: Notable plans, the trivial ones among them, those that may be chosen first and the quickest first.
+        candidates: Notable plans, the trivial ones among them: the chosen one first, then by time; last what may not.
         simulated: How many layouts were simulated.
         complete: Whether the search ended by itself, not for lack of effort or time.
     """
@@ -107,13 +119,17 @@ def search(
     Raises:
         PlanError: Nothing that was tried fits the memory; it says what misses by how much, and what would help.
     """
-    end = clock() + budget_s
-    judge = Judge(problem, effort=effort, expired=lambda: clock() >= end)
+    begin = clock()
+    judge = Judge(problem, effort=effort, expired=lambda: clock() >= begin + 0.7 * budget_s)
     trivial = {label: _best(judge, layouts) for label, layouts in trivial_layouts(judge.costs) if layouts}
-    complete = _enumerate(judge) if few(problem) else _propose(judge, Random(seed))
-    if judge.best is None or judge.best.over_bytes:
+    if few(problem):
+        _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
+    _explore(judge, Random(seed))
+    best, complete = judge.best, not judge.spent
+    if best is not None and "auto" in problem.schedules:
+        best = _synthesise(judge, best, lambda: clock() >= begin + 0.9 * budget_s)
+    if best is None or best.over_bytes:
         raise misfit(judge)
-    best = _synthesise(judge, judge.best) if "auto" in problem.schedules else judge.best
     return SearchResult(
         plan=_finished(problem, best),
         simulation=best.simulation,
@@ -127,86 +143,75 @@ def _best(judge: Judge, layouts: Iterable[Layout]) -> Verdict:
     return min((judge.judge(layout) for layout in layouts), key=lambda verdict: verdict.rank)
 
 
-def _enumerate(judge: Judge) -> bool:
-    """Look at all layouts of single devices, the most promising first, then at what is near the best ones."""
-    complete = _by_bound(judge, every_layout(judge.problem))
-    _climb(judge)
-    return complete and not judge.spent
-
-
-def _propose(judge: Judge, random: Random) -> bool:
+def _explore(judge: Judge, random: Random) -> None:
     """Look at what dynamic programming proposes, improve the best, and go on from random changes of the best."""
-    _by_bound(judge, proposed(judge.costs, _sizes(judge)), judge.left // 4)
-    _climb(judge)
-    while not judge.spent and judge.best is not None:
-        before = judge.simulated
-        layout = shaken(judge, judge.best.layout, random)
+    bounds = _bounds(judge, proposed(judge))
+    share = judge.left // 4
+    starts = _first_of_each(sorted(bounds, key=bounds.__getitem__), _DESCENTS)
+    bounds |= _bounds(judge, [descend(judge, layout, share // _DESCENTS) for layout in starts])
+    _simulate(judge, bounds, share)
+    for layout in _first_of_each(_ranked(judge), _STARTS):
         climb(judge, judge.judge(layout))
-        if judge.simulated == before:
-            judge.left -= 1000  # nothing new nearby: also that comes to an end
-    return False
+    fruitless = 0
+    while not judge.spent and judge.best is not None and fruitless < _FRUITLESS:
+        before = judge.best
+        layout = descend(judge, shaken(judge, before.layout, random), share // _DESCENTS)
+        if before.over_bytes or judge.bound(layout) < before.simulation.step_s * _NEAR:
+            climb(judge, judge.judge(layout))
+        fruitless = fruitless + 1 if judge.best is before else 0
 
 
-def _sizes(judge: Judge) -> list[int]:
-    """Return the micro-batches worth a dynamic program: of those allowed, up to four, well apart."""
-    sizes = sorted(set(judge.problem.micro_batches), reverse=True)
-    stages = min(len(judge.problem.devices), len(judge.problem.segments))
-    # With too few micro-batches a pipeline is mostly bubble; with very many, mostly overhead.
-    useful = [size for size in sizes if stages <= 2 * judge.problem.batch // size] or sizes[-1:]
-    step = max(1, -(-len(useful) // 4))
-    return useful[::step]
-
-
-def _by_bound(judge: Judge, layouts: Iterable[Layout], effort: int | None = None) -> bool:
-    """Simulate layouts in the order of their bounds, until none can be better; say whether that was reached."""
-    limit = judge.left - effort if effort is not None else 0
+def _bounds(judge: Judge, layouts: Iterable[Layout]) -> dict[Layout, float]:
+    """Return the bounds of layouts that are allowed."""
     bounds: dict[Layout, float] = {}
     for layout in layouts:
         if judge.spent:
             break
         if layout not in bounds and judge.allows(layout):
             bounds[layout] = judge.bound(layout)
-    hopeless = 0
+    return bounds
+
+
+def _simulate(judge: Judge, bounds: Mapping[Layout, float], effort: int) -> None:
+    """Simulate layouts in the order of their bounds, until none can be better or the effort is used up."""
+    limit, hopeless = judge.left - effort, 0
     for layout in sorted(bounds, key=bounds.__getitem__):
         best = judge.best
         if best is not None and not best.over_bytes and bounds[layout] >= best.simulation.step_s:
-            return True
+            return
         hopeless += bounds[layout] == float("inf")
         if judge.spent or judge.left < limit or hopeless > _HOPELESS:
-            return False
+            return
         judge.judge(layout)
-    return True
 
 
-def _climb(judge: Judge) -> None:
-    """Improve the best layouts found so far."""
-    for verdict in _different(judge, _STARTS):
-        climb(judge, verdict)
+def _ranked(judge: Judge) -> list[Layout]:
+    """Return the layouts that were simulated and are allowed, the best first."""
+    found = (verdict for verdict in judge.verdicts.values() if judge.allows(verdict.layout))
+    return [verdict.layout for verdict in sorted(found, key=lambda verdict: verdict.rank)]
 
 
-def _different(judge: Judge, count: int) -> list[Verdict]:
-    """Return the best verdicts, one for each sequence of devices and size of micro-batches."""
-    found: dict[tuple[object, ...], Verdict] = {}
-    for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
-        if judge.allows(verdict.layout):
-            places = tuple(part.devices for part in verdict.layout.parts)
-            found.setdefault((places, verdict.layout.micro_batch), verdict)
-            if len(found) == count:
-                break
+def _first_of_each(layouts: Iterable[Layout], count: int) -> list[Layout]:
+    """Return the first layouts that differ in devices or in the size of micro-batches."""
+    found: dict[tuple[object, ...], Layout] = {}
+    for layout in layouts:
+        found.setdefault((*(part.devices for part in layout.parts), layout.micro_batch), layout)
+        if len(found) == count:
+            break
     return list(found.values())
 
 
-def _synthesise(judge: Judge, best: Verdict) -> Verdict:
+def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdict:
     """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
     found = best
-    for verdict in _different(judge, _SYNTHESISED):
-        case = verdict.case
-        if len(case.routes) == 1 or verdict.case.actions * 20 > max(judge.left, 60_000):
+    for layout in _first_of_each(_ranked(judge), _SYNTHESISED):
+        if len(layout.parts) == 1 or late():
             continue
-        schedule = auto_schedule(case.routes, case.work, case.sizes)
-        made = judge.judge(verdict.layout._replace(schedule="auto"), schedule)
-        limit = best.simulation.step_s * (1 - NAMED_BIAS)
-        if not made.over_bytes and made.simulation.step_s < min(limit, found.simulation.step_s):
+        case = judge.case(layout)
+        schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+        made = judge.judge(layout._replace(schedule="auto"), schedule)
+        bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS
+        if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):
             found = made
     return found
 
@@ -237,4 +242,5 @@ def _notable(judge: Judge, best: Verdict, trivial: Mapping[str, Verdict]) -> tup
         )
         for label, verdict in named.items()
     ]
-    return tuple(sorted(found, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))
+    first, *others = found
+    return (first, *sorted(others, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))

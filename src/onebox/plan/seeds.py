@@ -7,9 +7,10 @@ from itertools import combinations, permutations
 from math import comb, perm
 
 from onebox.plan.costs import Costs
-from onebox.plan.inputs import Problem
+from onebox.plan.inputs import DeviceSpec, Problem
+from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, single
-from onebox.plan.partition import Limits, partitions
+from onebox.plan.partition import Limits, alike, partitions
 from onebox.plan.trivial import cut, work_of
 
 PLAIN = ("1f1b", "zb-h1", "gpipe")
@@ -98,36 +99,74 @@ def every_layout(problem: Problem) -> Iterator[Layout]:
                         yield from (Layout(parts, size, name) for name in names)
 
 
-def proposed(costs: Costs, sizes: Sequence[int]) -> Iterator[Layout]:
+def proposed(judge: Judge) -> Iterator[Layout]:
     """Yield the layouts that dynamic programming proposes, and those that it leads to.
 
-    Args:
-        costs: Costs of the segments.
-        sizes: Sizes of micro-batches to try.
+    The first program is for a middle size of micro-batches; by the bounds of what it proposes, the two best sizes are
+    chosen, for which the others are.
     """
-    problem = costs.problem
+    problem = judge.problem
+    sizes = sorted(set(problem.micro_batches))
     most = min(len(problem.segments), len(problem.devices), problem.max_stages or len(problem.devices))
-    plain = [name for name in PLAIN if name in problem.schedules]
+    useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
+    middle = useful[len(useful) // 2]
     for order in orders(problem):
-        for samples in sizes:
-            count = -(-problem.batch // samples)
-            for replicas in _replica_choices(problem):
-                # With the memory of 1F1B first; if nothing fits so, with one micro-batch in flight, for the others.
-                for in_flight in (count, 1):
-                    limits = Limits(samples=samples, count=count, in_flight=in_flight, replicas=replicas, stages=most)
-                    found = partitions(costs, order, limits)
-                    for parts in found:
-                        yield from (Layout(parts, samples, name) for name in plain)
-                        if len(replicas) == 1:
-                            yield from chunked(costs, order, parts, samples)
-                    if found:
-                        break
+        first = list(_programmed(judge, order, middle, *systems(problem)[0], most))
+        yield from _derived(judge, order, first)
+        by_size = {
+            size: min((judge.bound(one._replace(micro_batch=size)) for one in first), default=0.0) for size in sizes
+        }
+        for size in sorted(sizes, key=lambda size: (by_size[size], size))[:2]:
+            for number, (units, joined) in enumerate(systems(problem)):
+                if size != middle or number:
+                    yield from _derived(judge, order, list(_programmed(judge, order, size, units, joined, most)))
 
 
-def _replica_choices(problem: Problem) -> list[tuple[int, ...]]:
+def systems(problem: Problem) -> list[tuple[list[list[tuple[int, ...]]], tuple[int, ...]]]:
+    """Return what dynamic programming may place: classes of units, and how many of a class may hold a stage together.
+
+    These are single devices, several of a kind and, whatever their kinds, those of a host together.
+    """
+    single_ones = alike([(device,) for device in problem.devices])
+    found: list[tuple[list[list[tuple[int, ...]]], tuple[int, ...]]] = [(single_ones, (1,))]
     if not problem.replicable:
-        return [(1,)]
-    return [(1,), (1, 2, 4, 8)]
+        return found
+    if max(map(len, single_ones)) > 1:
+        found.append((single_ones, (1, 2, 4, 8)))
+    hosts: dict[str, list[DeviceSpec]] = {}
+    for device in problem.devices:
+        hosts.setdefault(device.host, []).append(device)
+    if max(map(len, hosts.values())) > 1:
+        found.append((alike([tuple(devices) for devices in hosts.values()]), (1,)))
+    return found
+
+
+def _programmed(
+    judge: Judge,
+    order: tuple[int, ...],
+    samples: int,
+    units: list[list[tuple[int, ...]]],
+    joined: tuple[int, ...],
+    most: int,
+) -> Iterator[Layout]:
+    count = -(-judge.problem.batch // samples)
+    # With the memory of 1F1B first; if nothing fits so, with one micro-batch in flight, for synthesised schedules.
+    for in_flight in (count, 1):
+        limits = Limits(units=units, samples=samples, count=count, in_flight=in_flight, joined=joined, stages=most)
+        found = partitions(judge.costs, order, limits)
+        yield from (Layout(parts, samples, "1f1b") for parts in found)
+        if found:
+            return
+
+
+def _derived(judge: Judge, order: tuple[int, ...], layouts: Sequence[Layout]) -> Iterator[Layout]:
+    """Yield layouts under all plain schedules, and with several stages a device where each has one device."""
+    plain = [name for name in PLAIN if name in judge.problem.schedules]
+    for layout in layouts:
+        yield from (layout._replace(schedule=name) for name in plain)
+        if all(len(part.devices) == 1 for part in layout.parts):
+            assert layout.micro_batch is not None
+            yield from chunked(judge.costs, order, layout.parts, layout.micro_batch)
 
 
 def chunked(costs: Costs, order: Sequence[int], parts: Sequence[Part], samples: int) -> Iterator[Layout]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from random import Random
 
 from onebox.plan import Plan, Stage, predict
@@ -109,7 +109,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
         for chosen, schedules in _assignments(numbers, stages):
             for cuts in combinations(range(1, len(names)), stages - 1):
                 bounds = [0, *cuts, len(names)]
-                pieces = [tuple(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+                pieces = [tuple(names[a:b]) for a, b in pairwise(bounds)]
                 made = tuple(
                     Stage(segments=piece if stages > 1 else (), replicas=((device,),), shares=(1.0,))
                     for piece, device in zip(pieces, chosen, strict=True)
