@@ -31,6 +31,14 @@ class Speed:
         """Return the speed of a link."""
         return cls(1e9 * link.latency_s, 1e9 / link.bandwidth_bps)
 
+    @classmethod
+    def slowest(cls, speeds: Sequence[Speed]) -> Speed:
+        """Return the speed of something that waits for all of some links."""
+        return cls(
+            max((speed.latency_ns for speed in speeds), default=0.0),
+            max((speed.ns_per_byte for speed in speeds), default=0.0),
+        )
+
 
 @dataclass
 class Wires:
@@ -50,16 +58,17 @@ class Ring:
     """When collectives end that a group runs one after the other on a ring.
 
     Args:
-        speeds: Of the link from each rank to the next.
+        speeds: Of each rank, the slowest of its links to others. The slowest of all sets the pace: nobody has looked
+            for an order of the ranks that goes round it.
     """
 
     speeds: Sequence[Speed]
+    emulated: bool = field(init=False)
     _free_ns: float = 0.0
 
-    @property
-    def emulated(self) -> bool:
-        """Whether any of the links is."""
-        return any(speed != Speed() for speed in self.speeds)
+    def __post_init__(self) -> None:
+        self._pace = Speed.slowest(self.speeds)
+        self.emulated = self._pace != Speed()
 
     def run(self, arrived_ns: Sequence[int], passes: int, size_bytes: int) -> int:
         """Run a collective and return when it ends.
@@ -70,8 +79,6 @@ class Ring:
             size_bytes: Bytes of its result.
         """
         ranks = len(self.speeds)
-        slowest = max(speed.ns_per_byte for speed in self.speeds)
-        latency = max(speed.latency_ns for speed in self.speeds)
-        cost = passes * (ranks - 1) * (size_bytes / ranks * slowest + latency)
+        cost = passes * (ranks - 1) * (size_bytes / ranks * self._pace.ns_per_byte + self._pace.latency_ns)
         self._free_ns = max(self._free_ns, *arrived_ns) + cost
         return int(self._free_ns)

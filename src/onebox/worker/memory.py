@@ -15,8 +15,9 @@ import errno
 import mmap
 import os
 import platform
-import select
 import time
+import weakref
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ SLICE_S = 0.1
 _LEAST_BYTES = 1 << 26
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
+_MADV_REMOVE = 9
 _PR_SET_TIMERSLACK = 29
 
 
@@ -38,7 +40,7 @@ class PeerLost(Exception):
 
 def supported() -> bool:
     """Tell whether this system has what is needed: Linux on x86-64."""
-    return platform.machine() == "x86_64" and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
 class _Timespec(ctypes.Structure):
@@ -46,6 +48,10 @@ class _Timespec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _futex = _libc.syscall
 _futex.argtypes = (
     ctypes.c_long,
@@ -70,13 +76,13 @@ class Memory:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor: int | None = descriptor
         try:
-            self.map = mmap.mmap(descriptor, size)
-        except BaseException:
+            self.map = _map(descriptor, size)
+        except OSError:
             self.seal()
             raise
-        self.words = memoryview(self.map).cast("q")
+        self.words = memoryview(self.map).cast("B").cast("q")
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
-        self.address = self.bytes.data_ptr()
+        self.address = ctypes.addressof(self.map)
 
     @classmethod
     def make(cls) -> Memory:
@@ -91,7 +97,7 @@ class Memory:
                 raise
             try:
                 return cls(descriptor, size)
-            except (OSError, MemoryError):
+            except OSError:
                 if size <= _LEAST_BYTES:
                     raise
                 size //= 4
@@ -151,7 +157,18 @@ class Memory:
         first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
-            self.map.madvise(mmap.MADV_REMOVE, first, last - first)
+            _libc.madvise(self.address + first, last - first, _MADV_REMOVE)  # the pages stay where this is refused
+
+
+def _map(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    """Map memory for as long as somebody holds what this returns; unlike Python's own mapping, without a descriptor."""
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    mapped = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
+    return mapped
 
 
 class ProcessWatch:
@@ -166,20 +183,22 @@ class ProcessWatch:
 
     def __init__(self, process: int) -> None:
         self.process = process
-        try:
-            self._descriptor = os.pidfd_open(process)
-        except OSError as error:
-            raise PeerLost(f"process {process} has ended") from error
-        self._poll = select.poll()
-        self._poll.register(self._descriptor, select.POLLIN)
+        self._began = self._read()
+        if not self._began:
+            raise PeerLost(f"process {process} has ended")
 
     def ended(self) -> bool:
         """Tell whether it has ended."""
-        return bool(self._poll.poll(0))
+        return self._read() != self._began
 
-    def close(self) -> None:
-        """Stop watching."""
-        os.close(self._descriptor)
+    def _read(self) -> str:
+        """Return when the process began, or nothing if it has ended."""
+        try:
+            stat = Path(f"/proc/{self.process}/stat").read_text()
+        except OSError:
+            return ""
+        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before may hold anything
+        return "" if state in "ZX" else rest[18]
 
 
 def sleep_until(end_ns: int) -> None:

@@ -34,7 +34,7 @@ _COLLECTIVES = -1 << 62
 """The channel of sums and gathers."""
 
 _SPEED = Struct("=2d")
-"""The link to the next rank, in the free words of the control page."""
+"""The slowest of a rank's links, in the free words of its control page."""
 
 
 class SharedGroup:
@@ -121,7 +121,6 @@ class SharedGroup:
             self._outbox = None
             for inbox in self._inboxes:
                 inbox.close()
-            self._close_watches()
 
     # ---- collectives
 
@@ -161,10 +160,10 @@ class SharedGroup:
 
     def _time(self, order: int) -> None:
         """Let the ring run all collectives up to one, whose letters have come."""
-        while self._timed < order:
+        while self._ring.emulated and self._timed < order:
             self._timed += 1
             collective = self._running.get(self._timed)
-            if collective is not None and self._ring.emulated:
+            if collective is not None:
                 letters = collective.letters(self._wait)
                 collective.end_ns = self._ring.run([letter.at_ns for letter in letters], *_load(letters))
 
@@ -201,17 +200,12 @@ class SharedGroup:
         if time.monotonic() > begin_s + self._timeout_s:
             raise PeerLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
 
-    def _close_watches(self) -> None:
-        for watch in self._watches.values():
-            watch.close()
-        self._watches.clear()
-
     # ---- the beginning
 
     def _meet(self, keys: Keys) -> list[Memory]:
         """Return the memories of all ranks, each mapped by everybody."""
         own = Memory.make()
-        _, speed = self._links.get((self._rank + 1) % self._size, (0, Speed()))
+        speed = Speed.slowest([speed for _, speed in self._links.values()])
         _SPEED.pack_into(own.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
         try:
             keys.set(f"memory/{self._rank}", own.name)
@@ -226,7 +220,6 @@ class SharedGroup:
                     self._watch(rank, begin_s)
         except BaseException:
             Outbox(own, self._size).leave()
-            self._close_watches()
             raise
         finally:
             own.seal()
