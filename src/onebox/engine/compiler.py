@@ -187,7 +187,10 @@ class Compiler:
             max_norm: For clipping; 0 for none.
         """
         numbers = Numbers(state=state, optimizer=optimizer, groups=groups, new=self._new)
-        self._lowering = Lowering(self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm)
+        speeds = {worker: self._pool.devices[worker].speed for worker in self._plan.devices}
+        self._lowering = Lowering(
+            self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm, speeds=speeds
+        )
 
     def step(self, batch: Batch) -> Compiled:
         """Return the routines that train with a batch; made once for each shape."""

@@ -32,6 +32,7 @@ class Lowering:
         trained: Names of the trained parameters, in the optimizer's order.
         model: The programs for any size of a micro-batch.
         max_norm: For clipping; 0 for none.
+        speeds: The speed of each worker, as a part of its full one.
 
     Raises:
         CaptureError: A buffer changes in a way that replicas cannot share.
@@ -46,8 +47,10 @@ class Lowering:
         trained: Sequence[str],
         model: ModelPrograms,
         max_norm: float,
+        speeds: Mapping[int, float],
     ) -> None:
         self._plan = plan
+        self._speeds = speeds
         self._holdings = holdings
         self._numbers = numbers
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
@@ -58,7 +61,7 @@ class Lowering:
         tables = _Tables(job, self._numbers.new)
         found = {}
         for worker in self._plan.devices:
-            row = _Row(worker, job, tables, self._plan, self._numbers)
+            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker])
             exchanges = Exchanges(row.builder, worker, self._numbers.groups)
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
@@ -75,7 +78,7 @@ class Lowering:
         tables = _Tables(job, self._numbers.new)
         found = {}
         for worker in self._plan.devices:
-            row = _Row(worker, job, tables, self._plan, self._numbers)
+            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker])
             row.run(None, None)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
@@ -125,7 +128,8 @@ class _Tables:
 class _Row:
     """The routine of one worker under construction: its row of the schedule."""
 
-    def __init__(self, worker: int, job: Job, tables: _Tables, plan: Plan, numbers: Numbers) -> None:
+    def __init__(self, worker: int, job: Job, tables: _Tables, plan: Plan, numbers: Numbers, speed: float) -> None:
+        self._speed = speed
         self.builder = RoutineBuilder(numbers.new)
         self.actions = job.schedule.rows.get(worker, ())
         self.leaves: list[tuple[int, int]] = []
@@ -255,10 +259,15 @@ class _Row:
         return f"{where}{what} {action.micro_batch}"
 
     def _cost_s(self, action: Action) -> float:
-        """Return the seconds that a device that computes nothing is to sleep: what the plan expects."""
+        """Return the seconds, at full speed, that a device that computes nothing sleeps: what the plan expects."""
         if self._plan.predicted is None:
             return 0.0
         forward_s, input_s, weight_s = self._plan.predicted.stages_s[action.stage]
+        if self._plan.predicted.replicas_s:
+            replicas = self._plan.stages[action.stage].replicas
+            place = next(index for index, replica in enumerate(replicas) if self._worker in replica)
+            times = self._plan.predicted.replicas_s[action.stage][place]
+            forward_s, input_s, weight_s = (seconds * self._speed for seconds in times)
         full = self._plan.micro_batch or max(part.size for part in self._job.micro_batches)
         seconds = {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}[action.kind]
         return seconds * self._job.micro_batches[action.micro_batch].size / full

@@ -70,7 +70,9 @@ class Prediction(_Part, frozen=True):
         step_s: Seconds of a step.
         bubble: Part of the devices' time in which they have nothing to do, from 0 to 1.
         peak_bytes: Memory of each device of the plan, in the order of its devices.
-        stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch.
+        stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch, on the
+            slowest of its replicas.
+        replicas_s: For each stage and each of its replicas likewise; empty where all are alike.
     """
 
     batch: int
@@ -78,6 +80,7 @@ class Prediction(_Part, frozen=True):
     bubble: float
     peak_bytes: tuple[int, ...]
     stages_s: tuple[tuple[float, float, float], ...]
+    replicas_s: tuple[tuple[tuple[float, float, float], ...], ...] = ()
 
 
 class Plan(_Part, frozen=True):

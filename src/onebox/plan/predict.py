@@ -12,7 +12,7 @@ from onebox.plan.schedule import Routes, Schedule
 from onebox.plan.schedules import named_schedule
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.synthesis import auto_schedule
-from onebox.plan.work import Work
+from onebox.plan.work import StageWork, Work
 
 
 def predict(problem: Problem, plan: Plan) -> tuple[Prediction, Simulation]:
@@ -61,4 +61,16 @@ def prediction_of(plan: Plan, batch: int, work: Work, simulation: Simulation) ->
             (max(stage.forward_s.values()), max(stage.input_s.values()), max(stage.weight_s.values()))
             for stage in work.stages
         ),
+        replicas_s=tuple(
+            tuple(_slowest(work.stages[number], replica) for replica in stage.replicas)
+            for number, stage in enumerate(plan.stages)
+        ),
     )
+
+
+def _slowest(stage: StageWork, replica: Sequence[int]) -> tuple[float, float, float]:
+    """Return the times of a stage on the slowest device of a replica."""
+    forward_s, input_s, weight_s = (
+        max(times[device] for device in replica) for times in (stage.forward_s, stage.input_s, stage.weight_s)
+    )
+    return forward_s, input_s, weight_s
