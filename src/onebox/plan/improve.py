@@ -28,7 +28,7 @@ class Search:
         self.instance = instance
         self.left_s = budget_s
         self.rows: Rows = []
-        self.score: tuple[int, float] = (0, float("inf"))
+        self.score: tuple[float, float] = (float("inf"), float("inf"))
         self.actions = 3 * sum(len(instance.slots[slot].members) for slot in instance.slot_of)
         self._state = state_bytes(instance)
         self._capacity = [instance.work.capacity_bytes.get(device) for device in instance.devices]
