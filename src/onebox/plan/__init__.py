@@ -1,13 +1,19 @@
 """Plans: which device computes what part of the model and of the batch, and in which order."""
 
+from onebox.plan.costs import stage_work
+from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
+from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
 from onebox.plan.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, Sync, as_data
+from onebox.plan.predict import predict
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
+from onebox.plan.search import Candidate, SearchResult, search
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.theory import theory
+from onebox.plan.trivial import even_plan
 from onebox.plan.validate import validate
 from onebox.plan.work import Edge, Links, StageWork, Work
 
@@ -15,30 +21,43 @@ __all__ = [
     "NAMED",
     "SCHEDULES",
     "Action",
+    "Candidate",
+    "DeviceSpec",
     "Edge",
     "Kind",
     "Links",
     "MicroBatch",
     "Plan",
     "Prediction",
+    "Problem",
     "Routes",
     "Schedule",
+    "SearchResult",
+    "Segment",
+    "Shortfall",
     "Simulation",
     "Span",
     "Stage",
     "StageWork",
     "Sync",
+    "Tie",
+    "Time",
     "Transfer",
     "Update",
+    "Value",
     "Work",
     "apportion",
     "as_data",
     "auto_schedule",
     "deal",
+    "even_plan",
     "named_schedule",
     "picture",
+    "predict",
+    "search",
     "shares_from_speeds",
     "simulate",
+    "stage_work",
     "theory",
     "validate",
 ]

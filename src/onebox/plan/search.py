@@ -33,7 +33,7 @@ _STARTS = 3
 _DESCENTS = 6
 """So many of the best different proposals are improved by their bounds."""
 
-_FRUITLESS = 30
+_FRUITLESS = 50
 """After so many random restarts without a gain the search ends."""
 
 _NEAR = 1.02
