@@ -6,7 +6,6 @@ ranks hold (:data:`PARTIAL`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -162,12 +161,16 @@ def reshaped(before: Sequence[int], after: Sequence[int], shard: Shard) -> Shard
 
 
 def cuts_of(before: Sequence[int], after: Sequence[int]) -> dict[int, set[int]]:
-    """Return which sizes a view takes apart and where: for a size, the lengths of runs that it becomes rows of."""
+    """Return which dimensions a view takes apart (or puts together) and where: for a size, lengths of runs in it."""
     if not prod(before) or not prod(after):
         return {}
-    steps = sorted({prod(shape[dim:]) for shape in (before, after) for dim in range(len(shape) + 1)})
     found: dict[int, set[int]] = {}
-    for low, middle, high in itertools.combinations(steps, 3):
-        if high % low == 0 and middle % low == 0 and high % middle == 0:
-            found.setdefault(high // low, set()).add(middle // low)
+    steps = {prod(shape[dim:]) for shape in (before, after) for dim in range(len(shape) + 1)}
+    for shape in (before, after):
+        for dim, size in enumerate(shape):
+            low = prod(shape[dim + 1 :])
+            runs = {step // low for step in steps if low < step < low * size and step % low == 0}
+            runs = {run for run in runs if size % run == 0}
+            if runs:
+                found.setdefault(size, set()).update(runs)
     return found

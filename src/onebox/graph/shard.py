@@ -1,10 +1,10 @@
 """Splitting within layers: the tapes of a stage become tapes of a group of ranks that share its parameters and work.
 
-Weights of products and convolutions are split by output or by input feature, so that features that one layer
-makes in shares are what the next one takes in shares (Krizhevsky, "One weird trick", 2014, for feature maps; Shoeybi et
-al., "Megatron-LM", 2019, for pairs of columns and rows). What is split, and how, is found by comparing whole tapes: what
-the ranks send, what they compute, and what they hold. All ranks run the same steps; only shapes differ, where a
-dimension does not divide evenly. Every rank ends with the same bits wherever a value is whole.
+Weights of products and convolutions are split by output or by input feature, so that features that one layer makes in
+shares are what the next one takes in shares (Krizhevsky, "One weird trick", 2014, for feature maps; Shoeybi et al.,
+"Megatron-LM", 2019, for pairs of columns and rows). What is split, and how, is found by comparing whole tapes: what the
+ranks send, what they compute, and what they hold. All ranks run the same steps; only shapes differ, where a dimension
+does not divide evenly. Every rank ends with the same bits wherever a value is whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 from onebox.errors import UsageError
 from onebox.graph.joint import Port
 from onebox.graph.placements import Placement, local_spec
-from onebox.graph.shard_state import Group, Key, Prices, Rules
+from onebox.graph.shard_state import Group, Key, Prices, Sights
 from onebox.graph.shard_walk import Walk
 from onebox.graph.split import Piece, split
 from onebox.graph.spmd import Local, Reduce
@@ -191,8 +191,8 @@ class _Trial:
 
 def _search(tapes: Sequence[NamedTape], ranks: int, prices: Prices, carried: frozenset[Port]) -> _Trial:
     """Improve one choice after the other, in the order in which they come up, until none of them gets better."""
-    rules: Rules = {}
-    best = _try(tapes, Group(ranks, prices, {}, carried, rules), prices)
+    sights: Sights = {}
+    best = _try(tapes, Group(ranks, prices, {}, carried, sights), prices)
     improved = True
     while improved:
         improved = False
@@ -203,7 +203,7 @@ def _search(tapes: Sequence[NamedTape], ranks: int, prices: Prices, carried: fro
             taken, choices = best.group.taken[key], best.group.choices
             for choice in best.group.met[key]:
                 if choice != taken:
-                    trial = _try(tapes, Group(ranks, prices, {**choices, key: choice}, carried, rules), prices)
+                    trial = _try(tapes, Group(ranks, prices, {**choices, key: choice}, carried, sights), prices)
                     if trial.cost < best.cost * (1 - 1e-9):
                         best, improved = trial, True
     return best

@@ -18,7 +18,8 @@ from onebox.graph.placements import (
     local_spec,
     reshaped,
 )
-from onebox.graph.shard_rules import FOLLOWS_WEIGHT, MOVES, RESHAPES, Rule, order
+from onebox.graph.shard_rules import FOLLOWS_WEIGHT, MOVES, RESHAPES, order
+from onebox.graph.shard_sight import Sight
 from onebox.graph.spmd import Argument, PerRank, Spmd, gather_bytes, reduce_bytes
 from onebox.wire import Many, Operator, Program, Slot, TensorSpec, Value, reads, specs_by_slot
 
@@ -43,8 +44,8 @@ Key = tuple[object, ...]
 """What layers have in common that are split alike: the operator, its shapes and how its inputs are placed."""
 
 
-Rules = dict[int, Rule | None]
-"""Rules of operators that are met again and again, by identity of the operator."""
+Sights = dict[int, Sight]
+"""What is known of operators that are met again and again, by identity of the operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Group:
         prices: See there.
         choices: Choices that are made already; for others, what looks cheapest at the operator itself.
         carried: Ports that one tape of the stage hands to another one, and nobody else reads.
-        rules: Rules that have been looked up, of operators that live as long.
+        sights: What has been found out of the tapes' operators.
         placements: Of every port that is decided.
         met: Every choice that there was, with its alternatives.
         taken: What was chosen.
@@ -81,7 +82,7 @@ class Group:
     prices: Prices
     choices: Mapping[Key, Choice]
     carried: frozenset[Port]
-    rules: Rules = field(default_factory=dict)
+    sights: Sights = field(default_factory=dict)
     placements: dict[Port, Placement] = field(default_factory=dict)
     met: dict[Key, list[Choice]] = field(default_factory=dict)
     taken: dict[Key, Choice] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from onebox.graph.joint import Port
 from onebox.graph.placements import PARTIAL, REPLICATE, Placement, Shard, apportion, cuts_of, reshaped
@@ -17,8 +16,9 @@ from onebox.graph.shard_rules import (
     WHOLE,
     Rule,
     order,
-    rule_of,
+    slot_of,
 )
+from onebox.graph.shard_sight import Sight, look
 from onebox.graph.shard_special import along_blocks, dropout
 from onebox.graph.shard_state import Choice, Group, Placing
 from onebox.graph.spmd import PerRank, reduce_bytes
@@ -48,35 +48,35 @@ class Walk(Placing):
 
     def operator(self, operator: Operator) -> None:
         """Append one operator of the whole program, in whatever way it can be shared."""
-        slots = reads(operator)
-        natives = [self.native[slot] for slot in slots]
+        sight = self._sight(operator)
+        natives = [self.native[slot] for slot in sight.slots]
         if operator.name in FOLLOWS_WEIGHT and natives == [None]:
             out = operator.outs[0]
             assert out is not None
             self.native[out], self._deferred[out] = None, operator
-        elif self._keeps_terms(operator, natives):
-            self.emit(operator, [PARTIAL] * len(slots), [PARTIAL])
+        elif self._keeps_terms(sight, natives):
+            self.emit(operator, [PARTIAL] * len(natives), [PARTIAL])
         elif operator.name in RESHAPES | MOVES and isinstance(natives[0], Shard):
             self._view(operator, natives[0])
-        elif not along_blocks(self, operator) and not dropout(self, operator):
-            rule = self._rule(operator)
-            if rule is None:
-                self._whole(operator)
-            else:
-                self._share(operator, rule)
+        elif along_blocks(self, operator) or dropout(self, operator):
+            pass
+        elif sight.rule is None:
+            self._whole(sight)
+        else:
+            self._share(sight, sight.rule)
 
-    def _rule(self, operator: Operator) -> Rule | None:
-        """Return the rule of an operator; those of the whole program are looked up once."""
+    def _sight(self, operator: Operator) -> Sight:
+        """Return what is known of an operator; for those of the whole program it is found once."""
         if id(operator) not in self._own:
-            return rule_of(operator, self.specs)
-        rules = self.group.rules
-        if id(operator) not in rules:
-            rules[id(operator)] = rule_of(operator, self.specs)
-        return rules[id(operator)]
+            return look(operator, self.specs)
+        sights = self.group.sights
+        if id(operator) not in sights:
+            sights[id(operator)] = look(operator, self.specs)
+        return sights[id(operator)]
 
-    def _keeps_terms(self, operator: Operator, natives: Sequence[Placement | None]) -> bool:
+    def _keeps_terms(self, sight: Sight, natives: Sequence[Placement | None]) -> bool:
         """Tell whether an operator can work on terms of a sum that nobody else reads."""
-        slots = reads(operator)
+        operator, slots = sight.operator, sight.slots
         if not natives or any(native != PARTIAL for native in natives) or any(self.uses[slot] > 1 for slot in slots):
             return False
         first = bool(operator.args) and isinstance(operator.args[0], Slot)
@@ -91,40 +91,42 @@ class Walk(Placing):
         else:
             placed = reshaped(self.specs[reads(operator)[0]].shape, made.shape, native)
         if placed is None:
-            self._whole(operator)
+            self._whole(self._sight(operator))
         else:
             self.emit(operator, [native], [placed], {1: 0} if operator.name in SAME_SIZES else {})
 
-    def _whole(self, operator: Operator) -> None:
+    def _whole(self, sight: Sight) -> None:
         """Every rank runs it on whole arguments; of an argument that only names a type, any part will do."""
-        slots = reads(operator)
+        operator, slots = sight.operator, sight.slots
         if operator.name.startswith("aten.new_") and self.native[slots[0]] is not None:
             wanted = [self.native[slot] or REPLICATE for slot in slots]
         else:
             wanted = [REPLICATE] * len(slots)
         self.emit(operator, wanted, [REPLICATE] * len(operator.outs))
 
-    def _share(self, operator: Operator, rule: Rule) -> None:
+    def _share(self, sight: Sight, rule: Rule) -> None:
         """Choose a letter of a rule that the ranks share, and append what that takes."""
-        letters = _letters(operator, rule)
-        choices = self._choices(operator, rule, letters)
-        best = min(choices, key=lambda choice: self._price(operator, rule, letters, choice))
-        if any(self._is_weight(operator, position) for position in rule.factors):
-            placed = tuple(self.native[slot] for slot in reads(operator))
-            key = (operator.name, tuple(self.specs[slot] for slot in reads(operator)), placed)
+        layer = any(self._is_weight(sight.operator, position) for position in rule.factors)
+        choices = self._choices(sight, rule)
+        best = min(choices, key=lambda choice: self._price(sight, rule, choice, layer)) if choices[1:] else choices[0]
+        if layer:
+            specs = tuple(self.specs[slot] for slot in sight.slots)
+            key = (sight.operator.name, specs, tuple(self.native[slot] for slot in sight.slots))
             chosen = self.group.choices.get(key, best)
             best = chosen if chosen in choices else best
             self.group.met.setdefault(key, choices)
             self.group.taken.setdefault(key, best)
         terms = best.letter and best.letter in rule.outputs[0].sums
-        if terms and rule.factors and self._bias(operator) is not None:
-            self._without_bias(operator, rule, best)
+        if terms and rule.factors and _bias(sight.operator) is not None:
+            self._without_bias(sight.operator, best)
         else:
-            self._apply(operator, rule, letters, best)
+            self._apply(sight, rule, best)
 
-    def _choices(self, operator: Operator, rule: Rule, letters: Sequence[str]) -> list[Choice]:
+    def _choices(self, sight: Sight, rule: Rule) -> list[Choice]:
+        """Return how the ranks can share an operator, the whole on each first."""
+        operator = sight.operator
         found = [Choice()]
-        for slot, names in zip(reads(operator), letters, strict=True):
+        for slot, names in zip(sight.slots, sight.letters, strict=True):
             native = self.native[slot]
             if isinstance(native, Shard):
                 found.append(Choice(names[native.dim], native.sizes, native.blocks))
@@ -132,31 +134,35 @@ class Walk(Placing):
             goal = None if out is None else self.goals.get(out)
             if goal is not None:
                 found.append(Choice(output.letters[goal.dim], goal.sizes, goal.blocks))
-        weights = [position for position in rule.factors if self._is_weight(operator, position)]
-        for position in weights:
-            slot = _slot(operator, position)
-            names = str(rule.inputs[position])
-            if self.specs[slot].size_bytes < self.group.prices.minimum_bytes:
-                self.settle(slot, REPLICATE)
-                continue
-            for name, size in zip(names, self.specs[slot].shape, strict=True):
-                found += [Choice(name, sizes, blocks) for sizes, blocks in self._splits(size)]
-            scattered = [choice for choice in found if choice.letter and choice.letter in rule.outputs[0].sums]
-            found += [choice._replace(scatter=True) for choice in scattered]
-        return [choice for choice in dict.fromkeys(found) if self._fits(operator, rule, letters, choice)]
+        for position in rule.factors:
+            if self._is_weight(operator, position):
+                found += self._layer_choices(operator, rule, position, found)
+        return [choice for choice in dict.fromkeys(found) if self._fits(sight, rule, choice)]
 
-    def _fits(self, operator: Operator, rule: Rule, letters: Sequence[str], choice: Choice) -> bool:
+    def _layer_choices(self, operator: Operator, rule: Rule, position: int, given: Sequence[Choice]) -> list[Choice]:
+        """Return ways to split a weight that is still to be placed, those of its product that are given among them."""
+        slot = slot_of(operator, position)
+        if self.specs[slot].size_bytes < self.group.prices.minimum_bytes:
+            self.settle(slot, REPLICATE)
+            return []
+        found = list(given)
+        for name, size in zip(str(rule.inputs[position]), self.specs[slot].shape, strict=True):
+            found += [Choice(name, sizes, blocks) for sizes, blocks in self._splits(size)]
+        terms = [choice for choice in found if choice.letter and choice.letter in rule.outputs[0].sums]
+        return found + [choice._replace(scatter=True) for choice in terms]
+
+    def _fits(self, sight: Sight, rule: Rule, choice: Choice) -> bool:
         """Tell whether all dimensions of a letter can be split so."""
         if not choice.letter:
             return True
-        if choice.letter == WHOLE or (operator.kwargs and rule.factors and choice.letter in rule.outputs[0].sums):
+        if choice.letter == WHOLE or (sight.operator.kwargs and rule.factors and choice.letter in rule.outputs[0].sums):
             return False
-        sizes = [
+        sizes = {
             self.specs[slot].shape[names.index(choice.letter)]
-            for slot, names in zip(reads(operator), letters, strict=True)
+            for slot, names in zip(sight.slots, sight.letters, strict=True)
             if choice.letter in names
-        ]
-        return bool(sizes) and set(sizes) == {choice.blocks * sum(choice.sizes)}
+        }
+        return sizes == {choice.blocks * sum(choice.sizes)}
 
     def _splits(self, size: int) -> list[tuple[tuple[int, ...], int]]:
         """Return ways to split features that the views of the program suggest: heads stay whole, packed parts apart."""
@@ -172,48 +178,35 @@ class Walk(Placing):
         value = operator.args[position]
         return isinstance(value, Slot) and self.native[value.index] is None
 
-    def _price(self, operator: Operator, rule: Rule, letters: Sequence[str], choice: Choice) -> float:
-        """Estimate what a choice costs at this operator."""
-        ranks, prices = self.group.ranks, self.group.prices
+    def _price(self, sight: Sight, rule: Rule, choice: Choice, layer: bool) -> float:
+        """Estimate what a choice costs at this operator; of a layer, what is held counts too."""
+        ranks, prices, letter = self.group.ranks, self.group.prices, choice.letter or "none"
         share = 1.0 / ranks if choice.letter else 1.0
-        total, work = 0.0, 0.0
-        for slot, names in zip(reads(operator), letters, strict=True):
+        total = share * sight.flops / prices.flops_per_byte
+        for slot, names in zip(sight.slots, sight.letters, strict=True):
             total += self.cost(slot, _placed(names, choice))
             if self.native[slot] is None:
-                held = 2 * self.specs[slot].size_bytes * (share if choice.letter in names else 1.0)
-                total += prices.held * held
-        for spec, output in zip(operator.specs, rule.outputs, strict=False):
-            if spec is None:
-                continue
-            work += prod(spec.shape)
-            split = choice.scatter or (choice.letter and choice.letter in output.letters)
-            if choice.letter and choice.letter in output.sums:
-                total += reduce_bytes(spec.size_bytes, ranks)
-            if any(self._is_weight(operator, position) for position in rule.factors):
-                total += prices.held * spec.size_bytes * (1.0 / ranks if split else 1.0)
-        return total + share * work * self._inner(operator, rule) / prices.flops_per_byte
+                total += prices.held * 2 * self.specs[slot].size_bytes * (share if letter in names else 1.0)
+        for spec, output in zip(sight.operator.specs, rule.outputs, strict=False):
+            if spec is not None:
+                total += reduce_bytes(spec.size_bytes, ranks) if letter in output.sums else 0.0
+                split = choice.scatter or letter in output.letters
+                total += prices.held * spec.size_bytes * (share if split else 1.0) if layer else 0.0
+        return total
 
-    def _inner(self, operator: Operator, rule: Rule) -> float:
-        """Return how many operations there are for an element of output."""
-        if not rule.factors:
-            return 1.0
-        factor = rule.factors[-1]
-        named = zip(str(rule.inputs[factor]), self.specs[_slot(operator, factor)].shape, strict=True)
-        return 2.0 * prod(size for name, size in named if name not in rule.outputs[0].letters.replace(WHOLE, ""))
-
-    def _apply(self, operator: Operator, rule: Rule, letters: Sequence[str], choice: Choice) -> None:
-        placed: list[Placement] = [_placed(names, choice) for names in letters]
+    def _apply(self, sight: Sight, rule: Rule, choice: Choice) -> None:
         made: list[Placement] = []
         for output in rule.outputs:
             if choice.letter and choice.letter in output.letters:
                 made.append(Shard(output.letters.index(choice.letter), choice.sizes, choice.blocks))
             else:
                 made.append(PARTIAL if choice.letter and choice.letter in output.sums else REPLICATE)
-        fixed = {at: PerRank(tuple(n * choice.blocks for n in choice.sizes)) for at, letter in rule.counts.items()
-                 if letter == choice.letter}  # fmt: skip
-        self.emit(operator, placed, made, rule.sizes, fixed)
+        counted = PerRank(tuple(size * choice.blocks for size in choice.sizes))
+        fixed = {position: counted for position, letter in rule.counts.items() if letter == choice.letter}
+        placed = [_placed(names, choice) for names in sight.letters]
+        self.emit(sight.operator, placed, made, rule.sizes, fixed)
         if choice.scatter:
-            self._scatter(operator)
+            self._scatter(sight.operator)
 
     def _scatter(self, operator: Operator) -> None:
         """Keep of a sum just completed each rank's features: the last dimension of a matrix, channels of an image."""
@@ -226,15 +219,9 @@ class Walk(Placing):
             self.want(slot, shard)
             self.native[slot] = shard
 
-    def _bias(self, operator: Operator) -> Slot | None:
-        """Return the bias of a product, if it has one."""
-        at = {"aten.addmm.default": 0, "aten.baddbmm.default": 0, "aten.convolution.default": 2}.get(operator.name)
-        value = None if at is None else operator.args[at]
-        return value if isinstance(value, Slot) else None
-
-    def _without_bias(self, operator: Operator, rule: Rule, choice: Choice) -> None:
+    def _without_bias(self, operator: Operator, choice: Choice) -> None:
         """Sum the ranks' terms of a product first, and add the bias once."""
-        bias, made = self._bias(operator), operator.specs[0]
+        bias, made = _bias(operator), operator.specs[0]
         assert bias is not None
         assert made is not None
         product = self.add(made)
@@ -248,31 +235,17 @@ class Walk(Placing):
             bias = Slot(column)
         else:
             name, args = operator.name.replace("addmm", "mm").replace("baddbmm", "bmm"), operator.args[1:]
-        bare = Operator(name, args, {}, (product,), (made,))
-        bare_rule = rule_of(bare, self.specs)
-        assert bare_rule is not None
-        self._apply(bare, bare_rule, _letters(bare, bare_rule), choice)
+        bare = self._sight(Operator(name, args, {}, (product,), (made,)))
+        assert bare.rule is not None
+        self._apply(bare, bare.rule, choice)
         self.operator(Operator("aten.add.Tensor", (Slot(product), bias), {}, operator.outs, operator.specs))
 
 
-def _letters(operator: Operator, rule: Rule) -> list[str]:
-    """Return the letters of each tensor that an operator reads, in that order."""
-    found: list[str] = []
-    arguments: list[tuple[int | str, Value]] = [*enumerate(operator.args), *operator.kwargs.items()]
-    for key, value in arguments:
-        names = rule.inputs.get(key)
-        if isinstance(value, Slot):
-            found.append(str(names) if names is not None else "")
-        elif isinstance(value, Many):
-            count = sum(isinstance(item, Slot) for item in value.items)
-            found += list(names)[:count] if names is not None else [""] * count
-    return found
-
-
-def _slot(operator: Operator, position: int) -> int:
-    value = operator.args[position]
-    assert isinstance(value, Slot)
-    return value.index
+def _bias(operator: Operator) -> Slot | None:
+    """Return the bias of a product, if it has one."""
+    position = {"aten.addmm.default": 0, "aten.baddbmm.default": 0, "aten.convolution.default": 2}.get(operator.name)
+    value = None if position is None else operator.args[position]
+    return value if isinstance(value, Slot) else None
 
 
 def _placed(letters: str, choice: Choice) -> Placement:
