@@ -18,7 +18,7 @@ from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool import pool as pool_module
 from onebox.pool.failures import Place
-from onebox.wire import encode
+from onebox.wire import encode, send
 from onebox.wire.messages import Bye, Envelope, Saying
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
@@ -40,7 +40,7 @@ class EndableServer(Server):
     def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
         while True:
             try:
-                self._socket.send_multipart([encode(saying), *frames], zmq.NOBLOCK)
+                send(self._socket, [encode(saying), *frames], zmq.NOBLOCK)
                 return
             except zmq.Again:  # the client has gone: sending would wait for ever
                 if self.ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,31 @@ START_S = 90.0
 """How long a worker may take until it has bound its ports: importing torch is most of it."""
 
 _LAST_WORDS = 4000
+
+_LONGEST = 70
+"""Bytes of a folder's path that leave room for the name of ours and of a socket in it."""
+
+
+class SocketFolder:
+    """A folder that only this user can enter, in which workers of this machine bind their sockets.
+
+    Its path is short, because that of a socket has 107 bytes at most (``unix(7)``).
+
+    Raises:
+        PoolError: No such folder can be made.
+    """
+
+    def __init__(self) -> None:
+        places = [place for place in (tempfile.gettempdir(), "/tmp", "/dev/shm") if len(place) < _LONGEST]
+        for place in places:
+            with contextlib.suppress(OSError):
+                self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # with mode 0700
+                return
+        raise PoolError(f"no folder for sockets can be made in {', '.join(places)}: let one of them be writable")
+
+    def close(self) -> None:
+        """Remove the folder; who is connected stays so. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class WorkerProcess:
@@ -56,7 +82,7 @@ class WorkerProcess:
         return self._process.pid
 
     def ports(self) -> Ports:
-        """Wait until the worker has bound its ports.
+        """Wait until the worker has bound its sockets.
 
         Raises:
             WorkerDied: It ended instead.

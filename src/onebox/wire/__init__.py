@@ -1,6 +1,17 @@
 """Message types, tensor framing and the encrypted channel between a client and its workers."""
 
-from onebox.wire.channel import KeyPair, check_frames, configure, decode_envelope, decode_saying, encode, new_keys
+from onebox.wire.channel import (
+    KeyPair,
+    check_frames,
+    configure,
+    decode_envelope,
+    decode_saying,
+    encode,
+    listen,
+    new_keys,
+    receive,
+    send,
+)
 from onebox.wire.operators import is_random, overload, shares_memory
 from onebox.wire.program import (
     DType,
@@ -43,9 +54,12 @@ __all__ = [
     "encode",
     "from_frame",
     "is_random",
+    "listen",
     "new_keys",
     "overload",
     "reads",
+    "receive",
+    "send",
     "shares_memory",
     "spec_of",
     "specs_by_slot",

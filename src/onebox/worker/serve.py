@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +19,7 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
-from onebox.wire import KeyPair, configure, decode_envelope, encode
+from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive, send
 from onebox.wire.messages import (
     PROTOCOL,
     Bye,
@@ -38,6 +41,11 @@ from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
 from onebox.worker.watch import Watcher
 
+SAY_S = 300.0
+"""How long a client may leave unread what a worker says; one that is gone for good ends the worker in other ways."""
+
+_PR_SET_PDEATHSIG = 1
+
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent of a worker writes to its standard input, as one line of JSON.
@@ -48,10 +56,11 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         public: The worker's public key.
         secret: Its secret key.
         client: The public key of the one client.
-        address: The address to bind.
+        address: Where to bind: an IP address, for TCP; or a folder of this machine, for sockets in it.
         quota_bytes: The most bytes that buffers may take; 0 for no limit.
         faults: For tests.
         speed: Fraction of its full speed that a CPU works at; of ``sim``, what costs are divided by.
+        owner: The process that started it and with which it ends; 0 for whichever its parent is.
     """
 
     device: str
@@ -63,16 +72,17 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: int = 0
     faults: tuple[Fault, ...] = ()
     speed: float = 1.0
+    owner: int = 0
 
     def __repr__(self) -> str:  # never with the secret
         return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
 
 
 class Ports(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker answers on its standard output, as one line of JSON: the ports that it bound."""
+    """What a worker answers on its standard output, as one line of JSON: the endpoints that it bound."""
 
-    commands: int
-    beats: int
+    commands: str
+    beats: str
 
 
 class Server:
@@ -100,7 +110,8 @@ class Server:
         )
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, keys, server_key=None)
-        self.ports = Ports(self._socket.bind_to_random_port(f"tcp://{config.address}"), self._watcher.port)
+        self._socket.sndtimeo = int(SAY_S * 1000)
+        self.ports = Ports(listen(self._socket, config.address), self._watcher.endpoint)
         self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
         self._answers: dict[int, tuple[Rendezvous | Reduced | Gone, Sequence[Any]]] = {}
         self._tickets = 0
@@ -110,8 +121,18 @@ class Server:
     # ---- what groups need (ClientChannel)
 
     def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
-        """Send something to the client."""
-        self._socket.send_multipart([encode(saying), *frames])
+        """Send something to the client; end this worker where the client has taken nothing for :data:`SAY_S`."""
+        parts = [encode(saying), *frames]
+        try:
+            send(self._socket, parts, zmq.NOBLOCK)
+            return
+        except zmq.Again:  # no room, or nobody there yet
+            pass
+        with self.machine.progress.wait():
+            try:
+                send(self._socket, parts)
+            except zmq.Again:
+                raise SystemExit(f"the client has taken nothing for {SAY_S:.0f} s; this worker ends") from None
 
     def new_ticket(self) -> int:
         """Return a number that no other ticket of this worker has."""
@@ -124,9 +145,10 @@ class Server:
         Raises:
             PeerLost: It will not come, or did not come in time.
         """
+        end_s = time.monotonic() + timeout_s
         with self.machine.progress.wait():
             while ticket not in self._answers:
-                if not self._socket.poll(int(timeout_s * 1000)):
+                if not self._socket.poll(max(0, int((end_s - time.monotonic()) * 1000))):
                     raise PeerLost(f"the others of the group did not come within {timeout_s:.0f} s")
                 self._sort(*self._receive())
         answer, frames = self._answers.pop(ticket)
@@ -169,9 +191,8 @@ class Server:
         return self._deferred.popleft()
 
     def _receive(self) -> tuple[Envelope, Sequence[Any]]:
-        frames = self._socket.recv_multipart(copy=False)
         try:
-            return decode_envelope([frame.buffer for frame in frames])
+            return decode_envelope(receive(self._socket))
         except WireError as error:
             self.say(Reply(0, (), Failure("protocol", "receive", str(error))))  # whose number is not known
             return Envelope(0, False, ()), ()
@@ -218,14 +239,34 @@ def main() -> None:
     """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
     faulthandler.enable()  # a crash in a library says where
+    wake_with_owner()
     owner = os.pidfd_open(os.getppid())  # a fork of the owner holds standard input open
     lifelines = (sys.stdin.fileno(), owner)
     config = msgspec.json.decode(_first_line(lifelines[0]), type=WorkerConfig)
+    if config.owner not in (0, os.getppid()):
+        raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     server = Server(config, lifelines)
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads on: what a library prints must not fill the pipe
-    server.serve()
-    os._exit(0)  # libraries' own threads must not hold up the end
+    status = 1
+    try:
+        server.serve()
+        status = 0
+    except SystemExit as error:
+        print(f"onebox worker: {error}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # libraries' own threads must not hold up the end
+
+
+def wake_with_owner() -> None:
+    """Ask the kernel to continue this process, should it be stopped, when its owner ends: its watcher then ends it.
+
+    The signal is SIGCONT and not SIGKILL because it comes, too, when only the thread has ended that started this
+    process; to one that runs it does nothing.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0)
 
 
 def _first_line(descriptor: int) -> bytes:

@@ -162,14 +162,14 @@ class SimOptimizer(NativeOptimizer):
     The state is made by a first step of the real class, over tensors without elements.
     """
 
-    def step(self, gradients: list[Tensor], max_norm: float) -> float | None:
+    def step(self, gradients: list[Tensor], max_norm: float, norm: Tensor | None = None) -> float | None:
         """Make the state in the first step; return not-a-number where a norm is asked for."""
         if not self._stepped:
             with _AnyValue():
                 super().step(gradients, 0.0)
         elif len(gradients) != len(self.parameters):
             raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
-        return math.nan if max_norm > 0 else None
+        return None if max_norm <= 0 and norm is None else math.nan
 
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options without the choice of a kernel: there is none for tensors without elements."""

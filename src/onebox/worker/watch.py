@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 import zmq.auth
 
-from onebox.wire import KeyPair, configure, encode
+from onebox.wire import KeyPair, configure, encode, listen
 from onebox.wire.messages import Beat
 from onebox.worker.tape import Progress
 
 BEAT_S = 0.5
 """How often a worker gives a sign of life."""
+
+_FIRST_S = 0.02
+"""How often it tries to until the client has connected, which opens the pool only then."""
 
 _IDLE_SHARE = 0.04
 """A thread that computes uses more of a core than this; the watcher itself uses less."""
@@ -61,7 +63,7 @@ class Watcher:
         context: For its sockets.
         keys: The worker's keys.
         client_key: The one public key that is let in.
-        address: Where to bind.
+        address: Where to bind; see :func:`~onebox.wire.listen`.
         lifelines: Descriptors of which any that becomes readable means that the owner has gone.
         progress: The worker's progress.
     """
@@ -86,7 +88,7 @@ class Watcher:
         self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
         self._beats = context.socket(zmq.DEALER)
         configure(self._beats, keys, server_key=None, queue=4)
-        self.port = self._beats.bind_to_random_port(f"tcp://{address}")
+        self.endpoint = listen(self._beats, address)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
 
     def start(self) -> None:
@@ -117,6 +119,7 @@ class Watcher:
             poller.register(lifeline, zmq.POLLIN)
         stall = Stall()
         next_s = time.monotonic()
+        heard = False
         while True:
             ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
             if any(lifeline in ready for lifeline in self._lifelines):
@@ -126,13 +129,14 @@ class Watcher:
             if zap in ready:
                 asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
             if time.monotonic() >= next_s:
-                next_s = time.monotonic() + BEAT_S
-                self._beat(stall)
+                heard = self._beat(stall) or heard
+                next_s = time.monotonic() + (BEAT_S if heard else min(_FIRST_S, BEAT_S))
         self._authenticator.stop()
         self._beats.close(0)
         self._bell.close(0)
 
-    def _beat(self, stall: Stall) -> None:
+    def _beat(self, stall: Stall) -> bool:
+        """Give a sign of life, and return whether there is somebody to take it."""
         progress = self._progress
         stalled_s = stall.reading(
             executed=progress.executed,
@@ -141,13 +145,11 @@ class Watcher:
             now_s=time.monotonic(),
         )
         beat = encode(Beat(progress.executed, stalled_s, progress.doing))
-        _try(lambda: self._beats.send(beat, zmq.NOBLOCK))
-
-
-def _try(send: Callable[[], object]) -> None:
-    """Drop a beat that nobody is there to take."""
-    with contextlib.suppress(zmq.Again):
-        send()
+        try:
+            self._beats.send(beat, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
 
 class _OneKey:

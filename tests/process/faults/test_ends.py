@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.process.faults.scripts import START_S, Script, gone
+from tests.process.faults.scripts import START_S, Script, gone, happens
 
 INTERRUPTED_S = 5.0
 """An interrupted script has ended within this time."""
@@ -93,6 +95,46 @@ with open_pool("cpu*2", threads=1) as pool:
         script.signal(signal.SIGKILL)
         assert gone(script.workers, ORPHANED_S)
         script.signal(signal.SIGKILL, group=True)
+
+
+def test_stopped_workers_of_a_killed_process_end_too(tmp_path: Path) -> None:
+    body = """
+with open_pool("cpu*2", threads=1) as pool:
+    if os.fork() == 0:
+        time.sleep(60)  # and holds all of its parent's pipes open
+        os._exit(0)
+    ready(pool)
+    time.sleep(60)
+"""
+    with Script(tmp_path, body) as script:
+        script.wait_until_ready()
+        for worker in script.workers:
+            os.kill(worker, signal.SIGSTOP)
+        assert happens(lambda: all(stopped(worker) for worker in script.workers), ORPHANED_S)
+        script.signal(signal.SIGKILL)
+        assert gone(script.workers, ORPHANED_S)
+        script.signal(signal.SIGKILL, group=True)
+
+
+def stopped(process: int) -> bool:
+    """Tell whether a process has been stopped."""
+    return psutil.Process(process).status() == psutil.STATUS_STOPPED
+
+
+def test_workers_stay_when_the_thread_that_opened_their_pool_ends(tmp_path: Path) -> None:
+    body = """
+import threading
+pools = []
+thread = threading.Thread(target=lambda: pools.append(open_pool("cpu*2", threads=1)))
+thread.start()
+thread.join()
+time.sleep(0.5)
+with pools[0] as pool:
+    train(pool, "workers", 2)
+    print("trained")
+"""
+    with Script(tmp_path, body) as script:
+        assert script.end(START_S) == (0, "trained\n", "")
 
 
 def test_forked_children_leave_the_pool_to_their_parent(tmp_path: Path) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 import zmq
 
 import onebox
+from onebox.errors import PoolError
 from onebox.pool import open_pool
 from onebox.pool import pool as pool_module
 from onebox.wire import KeyPair, configure, encode, new_keys
@@ -54,12 +59,12 @@ class Open:
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[Open]:
-    """A pool of two workers."""
+    """A pool of two workers that listen on TCP ports, as workers of another host do."""
     configs: list[WorkerConfig] = []
 
     def start(place: Any, config: WorkerConfig) -> Any:
-        configs.append(config)
-        return process(place, config)
+        configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
+        return process(place, configs[-1])
 
     process = pool_module.WorkerProcess
     with pytest.MonkeyPatch.context() as patch:
@@ -159,10 +164,51 @@ def shout(port: int, junk: bytes) -> bytes:
     return heard
 
 
+FLOOD = """
+import socket, sys
+
+GREETING = bytes([255, *bytes(8), 127, 3, 1]) + b"CURVE".ljust(20, bytes(1)) + bytes(32)
+COMMAND = bytes([6]) + (8 << 30).to_bytes(8, "big")  # a long command of 8 GiB (RFC 37)
+BLOCK = bytes(1 << 20)
+
+sent = 0
+with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=20) as connection:
+    try:
+        connection.sendall(GREETING + COMMAND)
+        for _ in range(512):
+            connection.sendall(BLOCK)
+            sent += 1
+    except OSError as error:
+        print(f"closed: {error}")
+print(f"sent {sent} MiB")
+"""
+"""A stranger that announces much and sends it, before anybody has asked for its key."""
+
+FLOODED_BYTES = 64 << 20
+"""More than what one connection of a stranger can make a worker hold: one part, and the buffers of the kernel."""
+
+
+def test_a_stranger_cannot_fill_the_memory_of_a_worker(opened: Open, working: onebox.Trainer) -> None:
+    for worker in range(len(opened.pool)):
+        process = psutil.Process(opened.pool.process_ids[worker])
+        for port in opened.ports(worker):
+            before = process.memory_info().rss
+            with subprocess.Popen([sys.executable, "-c", FLOOD, str(port)], stdout=subprocess.PIPE, text=True) as flood:
+                grown = [0]
+                while flood.poll() is None:
+                    grown.append(process.memory_info().rss - before)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        flood.wait(0.01)
+                said = flood.communicate()[0]
+            assert max(grown) < FLOODED_BYTES, said
+            assert "closed" in said, said
+    steps(working, working.steps_done + 2)
+
+
 def test_workers_listen_on_loopback_only(opened: Open, working: onebox.Trainer) -> None:
     for worker in range(len(opened.pool)):
         addresses = opened.listening(worker)
-        assert len(addresses) >= 3  # commands, beats, and the group's
+        assert len(addresses) >= 2  # commands and beats; of a group that goes over sockets, also its own
         assert {address.ip for address in addresses} <= {"127.0.0.1", "::1"}
 
 
@@ -202,3 +248,56 @@ def test_who_has_the_keys_would_have_been_let_in(opened: Open) -> None:
             client.connect(f"tcp://127.0.0.1:{port}")
             poller.register(client, zmq.POLLIN)
         assert poller.poll(4 * SILENCE_MS), "no sign of life of the worker"
+
+
+# ---- between processes of one machine
+
+
+@dataclass
+class Seen:
+    """What was there while a pool was being opened."""
+
+    folders: set[Path]
+    modes: set[int]
+    owners: set[int]
+
+
+@pytest.fixture
+def opening(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Look at the folders that workers are told to bind their sockets in."""
+    seen = Seen(set(), set(), set())
+
+    def start(place: Any, config: WorkerConfig) -> Any:
+        folder = Path(config.address)
+        seen.folders.add(folder)
+        seen.modes.add(stat.S_IMODE(folder.stat().st_mode))
+        seen.owners.add(folder.stat().st_uid)
+        return process(place, config)
+
+    process = pool_module.WorkerProcess
+    monkeypatch.setattr(pool_module, "WorkerProcess", start)
+    return seen
+
+
+def test_sockets_of_this_machine_lie_where_nobody_else_comes_and_go_when_all_have_come(opening: Seen) -> None:
+    with open_pool("cpu*2", threads=1) as pool:
+        (folder,) = opening.folders
+        assert opening.modes == {0o700}
+        assert opening.owners == {os.getuid()}
+        assert not folder.exists(), "nobody can connect any more, nor is anything left should this process be killed"
+        for number in pool.process_ids:
+            process = psutil.Process(number)
+            listening = [c for c in process.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+            assert listening == []
+            paths = [Path(c.laddr) for c in process.net_connections(kind="unix") if str(c.laddr).startswith("/")]
+            assert len(paths) >= 2
+            assert not any(path.exists() for path in paths)
+        train(pool, "workers", 2)
+
+
+def test_the_folder_goes_also_when_a_pool_cannot_be_opened(opening: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "PROTOCOL", -1)
+    with pytest.raises(PoolError, match="same versions"):
+        open_pool("cpu", threads=1)
+    (folder,) = opening.folders
+    assert not folder.exists()

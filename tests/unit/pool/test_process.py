@@ -86,12 +86,12 @@ def test_it_is_not_hit_by_ctrl_c_and_has_its_share_of_threads(worker: tuple[Work
 
 def test_ports_are_read_also_in_pieces(worker: tuple[WorkerProcess, Any]) -> None:
     made, started = worker
-    os.write(started.says, b'{"commands": 12, "be')
-    os.write(started.says, b'ats": 34}\n')
-    assert made.ports() == Ports(12, 34)
+    os.write(started.says, b'{"commands": "ipc:///a", "be')
+    os.write(started.says, b'ats": "ipc:///b"}\n')
+    assert made.ports() == Ports("ipc:///a", "ipc:///b")
 
 
-@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": "1", "beats": 2}\n', b"\xff\n"])
+@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "beats": 2}\n', b"\xff\n"])
 def test_something_else_than_ports(worker: tuple[WorkerProcess, Any], line: bytes) -> None:
     made, started = worker
     os.write(started.says, line)

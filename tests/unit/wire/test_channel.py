@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+import zmq.auth
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.auth.thread import ThreadAuthenticator
 
-from onebox.wire import KeyPair, channel, configure, new_keys
+from onebox.errors import WireError
+from onebox.wire import KeyPair, channel, configure, listen, new_keys, receive, send
 
 
 class Socket:
@@ -45,8 +54,8 @@ def test_both_sides_are_encrypted_and_limited(server_key: str | None) -> None:
         assert socket.zap_domain, "without a domain libzmq asks nobody whom to let in"
     else:
         assert socket.curve_serverkey == server_key.encode()
-    assert socket.options[zmq.MAXMSGSIZE] == channel.FRAME_BYTES
-    assert socket.options[zmq.HANDSHAKE_IVL] > 0
+    assert channel.PART_BYTES < socket.options[zmq.MAXMSGSIZE] < 2 * channel.PART_BYTES, "what a stranger can announce"
+    assert 0 < socket.options[zmq.HANDSHAKE_IVL] <= 5000
     assert socket.options[zmq.LINGER] == 0, "a closing process does not wait for a peer"
     assert (socket.options[zmq.SNDHWM], socket.options[zmq.RCVHWM]) == (5, 5)
 
@@ -54,3 +63,103 @@ def test_both_sides_are_encrypted_and_limited(server_key: str | None) -> None:
 def test_a_pair_of_keys_is_immutable() -> None:
     with pytest.raises(AttributeError):
         KeyPair("a", "b").secret = "c"  # type: ignore[misc]
+
+
+# ---- parts
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of three bytes."""
+    monkeypatch.setattr(channel, "PART_BYTES", 3)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize(
+    ("frames", "parts"),
+    [
+        ([b"ab", b""], [b"ab", b""]),
+        ([b"abc"], [b"abc", b""]),
+        ([b"abcd", b"x"], [b"abc", b"d", b"x"]),
+        ([b"", b"abcdef", b"abcdefg"], [b"", b"abc", b"def", b"", b"abc", b"def", b"g"]),
+    ],
+)
+def test_long_frames_travel_in_parts_that_a_shorter_one_ends(frames: list[bytes], parts: list[bytes]) -> None:
+    assert [bytes(part) for part in channel.cut(frames)] == parts
+    assert [bytes(frame) for frame in channel.join(list(parts))] == frames
+
+
+@given(st.lists(st.binary(max_size=14), min_size=1, max_size=6), st.integers(1, 5))
+def test_what_is_cut_is_joined_again(frames: list[bytes], size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "PART_BYTES", size)
+        parts = channel.cut(frames)
+        assert max(map(len, parts)) <= size
+        assert [bytes(frame) for frame in channel.join(parts)] == frames
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("parts", [[b"abc"], [b"a", b"abc"], [b"abc", b"abc"], [b"abc", b"abcd", b""], [b"abcd"]])
+def test_a_message_that_ends_within_a_frame_is_refused(parts: list[bytes]) -> None:
+    with pytest.raises(WireError, match="ends within a frame"):
+        channel.join(parts)
+
+
+def test_whole_frames_are_handed_on_as_they_are() -> None:
+    parts = [memoryview(b"header"), memoryview(bytes(1000))]
+    assert channel.join(channel.cut(parts)) == parts
+
+
+class Pair:
+    """A server that binds an address and lets everybody in who knows its key, and its client."""
+
+    def __init__(self, address: str) -> None:
+        self.context = zmq.Context()
+        self.gate = ThreadAuthenticator(self.context)
+        self.gate.start()
+        self.gate.configure_curve(domain="*", location=zmq.auth.CURVE_ALLOW_ANY)
+        keys = new_keys()
+        self.server, self.client = (self.context.socket(zmq.DEALER) for _ in range(2))
+        configure(self.server, keys, server_key=None)
+        self.endpoint = listen(self.server, address)
+        configure(self.client, new_keys(), server_key=keys.public)
+        self.client.connect(self.endpoint)
+        for socket in (self.server, self.client):
+            socket.rcvtimeo = socket.sndtimeo = 10_000
+
+    def close(self) -> None:
+        self.gate.stop()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair("127.0.0.1" if request.param == "tcp" else str(tmp_path_factory.mktemp("s")))
+    yield made
+    made.close()
+
+
+def test_endpoints_are_of_the_address(pair: Pair) -> None:
+    assert pair.endpoint.startswith(("tcp://127.0.0.1:", "ipc:///"))
+    if pair.endpoint.startswith("ipc"):
+        assert Path(pair.endpoint.removeprefix("ipc://")).is_socket()
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_messages_of_any_size_arrive_whole(pair: Pair, copy: bool) -> None:
+    part = channel.PART_BYTES
+    frames = [b"header", os.urandom(part), os.urandom(3 * part + 5), b"", os.urandom(part - 1), os.urandom(2 * part)]
+    sender = threading.Thread(target=lambda: send(pair.client, frames, copy=copy))
+    sender.start()
+    came = receive(pair.server)
+    sender.join()
+    assert [bytes(frame) for frame in came] == frames
+
+
+def test_what_is_longer_than_a_part_closes_the_connection(pair: Pair) -> None:
+    send(pair.client, [b"first"])
+    assert bytes(receive(pair.server)[0]) == b"first"
+    pair.client.send(bytes(channel.PART_BYTES + 4096))
+    pair.server.rcvtimeo = 300
+    with pytest.raises(zmq.Again):
+        receive(pair.server)

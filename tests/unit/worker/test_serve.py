@@ -36,8 +36,9 @@ from onebox.wire.messages import (
     Scalars,
     Tensors,
 )
-from onebox.worker import WorkerConfig
+from onebox.worker import WorkerConfig, serve
 from onebox.worker.serve import Ports, Server
+from onebox.worker.tape import Progress
 from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))
@@ -57,7 +58,7 @@ class Client:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         configure(self.socket, self.keys, server_key=self.server_keys.public, queue=0)
-        self.socket.connect(f"tcp://127.0.0.1:{self.server.ports.commands}")
+        self.socket.connect(self.server.ports.commands)
         self.number = 0
 
     def tell(self, *instructions: Instruction, frames: Sequence[Any] = (), answer: bool = True) -> int:
@@ -191,6 +192,35 @@ def test_what_comes_while_it_waits_is_done_afterwards_in_order(client: Client) -
     assert [from_frame(SPEC, frames[0]).tolist() for _, frames in replies] == [[3.0, -6.0], [0.0, 0.0], [3.0, -6.0]]
 
 
+def test_the_wait_for_an_answer_ends_although_other_messages_keep_coming(client: Client) -> None:
+    client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 0.2), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+    contribution, _ = client.hear()
+    assert isinstance(contribution, Contribution)
+    for _ in range(500):
+        client.socket.send_multipart([encode(Envelope(0, False, ()))])
+        if client.socket.poll(20):
+            break
+    reply, _ = client.hear(0.0)
+    assert reply.failure.kind == "peer"
+    assert "did not come" in reply.failure.message
+
+
+def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[bool] = []
+
+    def full(socket: Any, frames: Any, flags: int = 0, *, copy: bool = True) -> None:
+        waiting.append(client.server.machine.progress.waiting)
+        raise zmq.Again
+
+    assert 0 < client.server._socket.sndtimeo <= 600_000, "a wait with a bound"
+    with monkeypatch.context() as patch:
+        patch.setattr(serve, "send", full)
+        patch.setattr(client.server.machine, "progress", Progress())  # its own thread waits for messages
+        with pytest.raises(SystemExit, match="has taken nothing"):
+            client.server.say(Left(1))
+    assert waiting == [False, True], "the second is no stall"
+
+
 def test_a_sum_of_another_size_is_refused(client: Client) -> None:
     client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
     contribution, _ = client.hear()
@@ -232,7 +262,11 @@ def test_configuration_and_ports_travel_as_strict_json() -> None:
     text = msgspec.json.encode(config)
     assert msgspec.json.decode(text, type=WorkerConfig) == config
     assert b"\n" not in text
-    for broken in (b'{"commands": 1}', b'{"commands": 1, "beats": 2, "more": 3}', b'{"commands": "1", "beats": 2}'):
+    for broken in (
+        b'{"commands": "a"}',
+        b'{"commands": "a", "beats": "b", "more": 3}',
+        b'{"commands": 1, "beats": ""}',
+    ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(broken, type=Ports)
 

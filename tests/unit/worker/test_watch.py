@@ -91,7 +91,7 @@ class Watched:
             if keys is not None:
                 configure(socket, keys, server_key=server_key or self.keys.public)
             socket.linger = 0
-            socket.connect(f"tcp://127.0.0.1:{self.watcher.port}")
+            socket.connect(self.watcher.endpoint)
             if not socket.poll(int(wait_s * 1000)):
                 return None
             saying, _ = decode_saying(socket.recv_multipart())
