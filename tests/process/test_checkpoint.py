@@ -268,8 +268,7 @@ KILLED = """
         state = {"model.weight": torch.full((4,), float(step))}
         manifest = Manifest(
             format="onebox-checkpoint", version=checkpoint.VERSION, torch="", step=step, seed=0, precision="fp32",
-            clip_grad_norm=None, micro_batch=None, sync="workers", shares=(1.0,), optimizer="SGD", groups=(),
-            numbers=(), extra={},
+            clip_grad_norm=None, plan=None, optimizer="SGD", groups=(), numbers=(), extra={},
         )
         write(folder, Checkpoint(manifest=manifest, state=state, optimizer={}), keep=1)
 

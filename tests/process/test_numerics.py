@@ -102,15 +102,10 @@ def train_here(run: Setting, sizes: list[int]) -> Outcome:
     case = CASES[run.model]
     model = case.model()
     weights = UNEVEN[run.workers] if run.shares == "uneven" else (1.0,) * run.workers
-    plan = Plan(
-        devices=tuple(range(run.workers)),
-        shares=weights,
-        micro_batch=plan_of(run)["micro_batch"],
-        sync="workers",
-    )
+    plan = Plan.data_parallel(range(run.workers), weights, micro_batch=plan_of(run)["micro_batch"])
 
     def cut(size: int) -> list[int]:
-        return [part.size for parts in plan.micro_batches(size) for part in parts]
+        return [part.size for part in plan.micro_batches(size)]
 
     around = drawing(SEED) if run.model == "dropping" else None
     return train(model, case.loss, OPTIMIZERS[run.optimizer](model), case.batches(sizes), cut, around=around)

@@ -19,23 +19,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onebox.engine import checkpoint as module
-from onebox.engine.checkpoint import Checkpoint, GroupEntry, Manifest, NumberEntry, read, saves, write
+from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, NumberEntry, read, saves, write
 from onebox.errors import CheckpointError, UsageError
+from onebox.plan import Plan, Prediction, Stage
 from onebox.wire import DTYPES
+
+STAGED = Plan(
+    stages=(
+        Stage(segments=("a", "b"), replicas=((0,), (1,)), shares=(0.5, 0.5)),
+        Stage(segments=("c",), replicas=((2, 3),), shares=(1.0,)),
+    ),
+    micro_batch=4,
+    schedule="auto",
+    predicted=Prediction(
+        batch=8, step_s=0.5, bubble=0.25, peak_bytes=(1, 2, 3, 4), stages_s=((0.1, 0.2, 0.3), (0.1, 0.2, 0.3))
+    ),
+)
+"""A plan that uses every field of a plan file."""
 
 
 def manifest(**changed: Any) -> Manifest:
     fields: dict[str, Any] = {
         "format": "onebox-checkpoint",
-        "version": 1,
+        "version": VERSION,
         "torch": "2.13.0",
         "step": 20,
         "seed": 7,
         "precision": "fp32",
         "clip_grad_norm": None,
-        "micro_batch": 4,
-        "sync": "workers",
-        "shares": (0.5, 0.5),
+        "plan": STAGED,
         "optimizer": "AdamW",
         "groups": (GroupEntry(("model.w",), {"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "amsgrad": False}),),
         "numbers": (NumberEntry("model.w", "count", 3),),
@@ -100,6 +112,11 @@ def test_it_is_safetensors_and_json_and_nothing_else(tmp_path: Path) -> None:
     assert text["step"] == 20
     assert {entry["name"] for entry in text["files"]} == set(names) - {"manifest.json"}
     assert safetensors.torch.load_file(place / "model.safetensors")["w"].shape == (3, 2)
+
+
+def test_a_save_before_the_first_step_has_no_plan(tmp_path: Path) -> None:
+    write(tmp_path, checkpoint(plan=None), keep=None)
+    assert read(tmp_path).manifest.plan is None
 
 
 # ---- several saves
@@ -317,11 +334,14 @@ def test_a_manifest_that_is_none(place: Path, data: bytes) -> None:
     "changed",
     [
         {"format": "torch"},
-        {"version": 2},
-        {"version": "1"},
+        {"version": VERSION - 1},
+        {"version": VERSION + 1},
+        {"version": str(VERSION)},
         {"unknown": 1},
         {"step": "20"},
         {"precision": "fp8"},
+        {"plan": {"stages": []}},
+        {"plan": {"stages": [{"replicas": [[0]], "shares": [1.0], "unknown": 1}]}},
         {"files": []},
         {"files": [{"name": "../../etc/passwd", "size_bytes": 1, "sha256": ""}] * 3},
         {"groups": [{"parameters": ["a"], "options": {"lr": {"a": 1}}}]},

@@ -174,10 +174,8 @@ def outcome(trainer: onebox.Trainer, data: list[tuple[Tensor, Tensor]]) -> Outco
 
 
 def plan(workers: int, micro_batch: int | None, shares: tuple[float, ...] | None = None) -> Callable[[int], list[int]]:
-    made = Plan(
-        devices=tuple(range(workers)), shares=shares or (1.0,) * workers, micro_batch=micro_batch, sync="workers"
-    )
-    return lambda size: [part.size for parts in made.micro_batches(size) for part in parts]
+    made = Plan.data_parallel(range(workers), shares or (1.0,) * workers, micro_batch=micro_batch)
+    return lambda size: [part.size for part in made.micro_batches(size)]
 
 
 @pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (2, "workers"), (3, "client")])
@@ -397,8 +395,9 @@ def test_measured_shares_train_too(pools: Pools) -> None:
     with trainer:
         float(trainer.step(*batches()[0]))
         assert trainer.plan is not None
-        assert sum(trainer.plan.shares) == pytest.approx(1)
-        assert min(trainer.plan.shares) > 0
+        (stage,) = trainer.plan.stages
+        assert sum(stage.shares) == pytest.approx(1)
+        assert min(stage.shares) > 0
 
 
 def test_a_closed_trainer_says_so(pools: Pools) -> None:
