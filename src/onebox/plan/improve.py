@@ -10,8 +10,8 @@ from onebox.plan.play import Played, play
 from onebox.plan.schedule import Action
 from onebox.plan.simulate import finish
 
-PLAY_S = 1.5e-6
-"""Nominal seconds that the simulator takes for an action, memory included; measured."""
+PLAY_S = 1e-6
+"""Nominal seconds that the simulator takes for an action, memory included; measured on a 2-core virtual machine."""
 
 Rows = list[list[Action]]
 

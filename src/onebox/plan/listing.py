@@ -31,6 +31,8 @@ class Policy:
         device_unfinished: The same, between forward and weight gradient.
         forwards_first: Whether a device does all its forwards before its first gradient.
         capacity: Bytes of each device that may not be exceeded; ``None`` for no limit.
+        patience: A device stays idle, rather than starting a weight gradient, for an input that is to come within this
+            part of the time that the weight gradient takes.
     """
 
     priority: Sequence[float]
@@ -41,6 +43,7 @@ class Policy:
     device_unfinished: Sequence[int]
     forwards_first: bool = False
     capacity: Sequence[int] | None = None
+    patience: float = 0.0
 
 
 def list_schedule(instance: Instance, policy: Policy) -> list[list[Action]]:
@@ -86,6 +89,8 @@ class _Run:
         self.events: list[tuple[float, int, int]] = []
         self.memory = _Memory(self) if policy.capacity is not None else None
         self.keys = keys
+        self.unknown = list(self.needs)
+        self.expected = [0.0] * len(self.needs)
 
     def go(self) -> None:
         """Start what can start, wait for the next event, and so on."""
@@ -176,8 +181,42 @@ class _Run:
                     and (memory is None or memory.may_start(slot, mine[forward]))
                 ):
                     best, choice, chosen = priority[node], node, slot
+        if choice >= 2 * keys and policy.patience and best >= 0:
+            took = self.instance.seconds["W"][chosen] * self.instance.scale[choice % count]
+            if self._comes_before(device, now, now + policy.patience * took):
+                return
         if choice >= 0:
             self._start(choice, chosen, now)
+
+    def _comes_before(self, device: int, now: float, deadline: float) -> bool:
+        """Say whether the last input of what a device does next is on its way and comes soon."""
+        for slot in self.held[device]:
+            mine, first = self.mine[slot], self.instance.slots[slot].stage * self.instance.count
+            forward, inputs = self.forward[slot], self.inputs[slot]
+            if inputs < forward:
+                node = self.keys + first + mine[inputs]
+                if self.needs[node] and not self.unknown[node] and now < self.expected[node] < deadline:
+                    return True
+            if forward < len(mine) and forward - inputs < self.policy.in_flight[slot]:
+                node = first + mine[forward]
+                if self.needs[node] and not self.unknown[node] and now < self.expected[node] < deadline:
+                    return True
+        return False
+
+    def _announce(self, side: int, stage: int, micro_batch: int, end: float) -> None:
+        """Note when the outputs of an action that has been started will be where they are needed."""
+        instance, size = self.instance, len(self.rows)
+        device = instance.first[stage * instance.count + micro_batch]
+        for first, size_bytes in instance.into[stage] if side else instance.out[stage]:
+            node = first + micro_batch
+            arrival, target = end, instance.first[node]
+            if target != device:
+                link = device * size + target
+                arrival = max(self.link_free[link], end) + instance.latency_s[link]
+                arrival += size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
+            node += side * self.keys
+            self.unknown[node] -= 1
+            self.expected[node] = max(self.expected[node], arrival)
 
     def _may_go_back(self, device: int, slot: int, key: int) -> bool:
         if self.policy.forwards_first and self.left[device]:
@@ -205,6 +244,8 @@ class _Run:
             self.memory.start(kind, slot, micro_batch)
         took = instance.work.call_s + instance.seconds[kind][slot] * instance.scale[micro_batch]
         heappush(self.events, (now + took, node, slot))
+        if self.policy.patience and side < 2:
+            self._announce(side, stage, micro_batch, now + took)
 
     def _lift(self, now: float) -> bool:
         """Start the oldest ready action against the limits, when nothing else goes on; say whether there was one."""

