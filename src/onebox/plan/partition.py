@@ -92,13 +92,11 @@ def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple
     """
     program = _Chain(costs, order, limits)
     low = program.least_s()
-    high = low
-    found = program.lay(low, first=True)
-    while not found and high < program.most_s():
-        low, high = high, high * 1.5
-        found = program.lay(high, first=True)
-    if not found:
+    if not program.lay(program.most_s(), first=True):
         return []
+    high = low
+    while not program.lay(high, first=True):
+        low, high = high, high * 1.5
     while high > low * (1 + _PRECISION):
         middle = (low * high) ** 0.5
         if program.lay(middle, first=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -19,7 +19,7 @@ from onebox.plan.predict import prediction_of
 from onebox.plan.seeds import every_layout, few, proposed
 from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
-from onebox.plan.trivial import trivial_layouts
+from onebox.plan.trivial import even_cuts, one_stage
 
 EFFORT = 2_000_000
 """Actions that a search may simulate: about 3 s on a core of a laptop."""
@@ -29,6 +29,12 @@ NAMED_BIAS = 0.005
 
 _STARTS = 3
 """From so many of the best different layouts local search begins."""
+
+_AT_LEAST = 16
+"""So many proposals are made, and simulated until two fit, even if time is up: a busy machine is no excuse."""
+
+_ALIKE = 1.02
+"""Of trivial plans whose bounds are within this factor, the one with the fewest micro-batches is shown."""
 
 _DESCENTS = 6
 """So many of the best different proposals are improved by their bounds."""
@@ -41,6 +47,9 @@ _NEAR = 1.02
 
 _SYNTHESIS_S = 0.4
 """Nominal seconds for each synthesised schedule."""
+
+_LONG = 10_000
+"""Schedules of more actions are synthesised for one layout only, and not chosen for trivial plans."""
 
 _HOPELESS = 50
 """So many layouts that cannot fit are simulated where none fits, to say what came closest."""
@@ -120,14 +129,16 @@ def search(
         PlanError: Nothing that was tried fits the memory; it says what misses by how much, and what would help.
     """
     begin = clock()
-    judge = Judge(problem, effort=effort, expired=lambda: clock() >= begin + 0.7 * budget_s)
-    trivial = {label: _best(judge, layouts) for label, layouts in trivial_layouts(judge.costs) if layouts}
+    judge = Judge(problem, effort=effort, expired=lambda: clock() >= begin + 0.65 * budget_s)
+    trivial = {label: _best(judge, layouts) for label, layouts in one_stage(judge.costs)}
     if few(problem):
         _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
     _explore(judge, Random(seed))
-    best, complete = judge.best, not judge.spent
+    complete = not judge.spent
+    trivial |= {label: _best(judge, layouts) for label, layouts in even_cuts(judge.costs)}
+    best = judge.best
     if best is not None and "auto" in problem.schedules:
-        best = _synthesise(judge, best, lambda: clock() >= begin + 0.9 * budget_s)
+        best = _synthesise(judge, best, lambda: clock() >= begin + 0.85 * budget_s)
     if best is None or best.over_bytes:
         raise misfit(judge)
     return SearchResult(
@@ -139,8 +150,17 @@ def search(
     )
 
 
-def _best(judge: Judge, layouts: Iterable[Layout]) -> Verdict:
-    return min((judge.judge(layout) for layout in layouts), key=lambda verdict: verdict.rank)
+def _best(judge: Judge, layouts: Sequence[Layout]) -> Verdict:
+    """Judge the variant with the least bound or, if that does not fit, the one of the smallest micro-batches."""
+    # A very long schedule gains nothing over a long one, and would take the time of the search.
+    layouts = [one for one in layouts if judge.case(one).actions <= _LONG] or layouts
+    least = min(judge.bound(layout) for layout in layouts)
+    near = [layout for layout in layouts if judge.bound(layout) <= least * _ALIKE]
+    chosen = judge.judge(min(near, key=lambda layout: judge.case(layout).actions))
+    if not chosen.over_bytes:
+        return chosen
+    smallest = min(layouts, key=lambda layout: max(part.size for part in judge.case(layout).micro_batches))
+    return min(chosen, judge.judge(smallest), key=lambda verdict: verdict.rank)
 
 
 def _explore(judge: Judge, random: Random) -> None:
@@ -165,7 +185,7 @@ def _bounds(judge: Judge, layouts: Iterable[Layout]) -> dict[Layout, float]:
     """Return the bounds of layouts that are allowed."""
     bounds: dict[Layout, float] = {}
     for layout in layouts:
-        if judge.spent:
+        if judge.spent and len(bounds) >= _AT_LEAST:
             break
         if layout not in bounds and judge.allows(layout):
             bounds[layout] = judge.bound(layout)
@@ -174,15 +194,16 @@ def _bounds(judge: Judge, layouts: Iterable[Layout]) -> dict[Layout, float]:
 
 def _simulate(judge: Judge, bounds: Mapping[Layout, float], effort: int) -> None:
     """Simulate layouts in the order of their bounds, until none can be better or the effort is used up."""
-    limit, hopeless = judge.left - effort, 0
-    for layout in sorted(bounds, key=bounds.__getitem__):
+    limit, hopeless, fitting = judge.left - effort, 0, 0
+    for turn, layout in enumerate(sorted(bounds, key=bounds.__getitem__)):
         best = judge.best
         if best is not None and not best.over_bytes and bounds[layout] >= best.simulation.step_s:
             return
         hopeless += bounds[layout] == float("inf")
-        if judge.spent or judge.left < limit or hopeless > _HOPELESS:
+        enough = fitting >= 2 or turn >= _AT_LEAST
+        if enough and (judge.spent or judge.left < limit or hopeless > _HOPELESS):
             return
-        judge.judge(layout)
+        fitting += not judge.judge(layout).over_bytes
 
 
 def _ranked(judge: Judge) -> list[Layout]:
@@ -204,10 +225,13 @@ def _first_of_each(layouts: Iterable[Layout], count: int) -> list[Layout]:
 def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdict:
     """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
     found = best
-    for layout in _first_of_each(_ranked(judge), _SYNTHESISED):
+    layouts = _first_of_each(_ranked(judge), _SYNTHESISED)
+    if judge.case(best.layout).actions > _LONG:
+        layouts = layouts[:1]
+    for layout in layouts:
+        case = judge.case(layout)
         if len(layout.parts) == 1 or late():
             continue
-        case = judge.case(layout)
         schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
         made = judge.judge(layout._replace(schedule="auto"), schedule)
         bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS

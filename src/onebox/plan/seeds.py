@@ -19,6 +19,12 @@ PLAIN = ("1f1b", "zb-h1", "gpipe")
 _ALL = 2500
 """So many cuts and assignments are few enough to look at each."""
 
+_MANY = 16
+"""Micro-batches for each stage that are enough: then 1F1B's bubble is about a sixteenth."""
+
+System = tuple[list[list[tuple[int, ...]]], tuple[int, ...]]
+"""What may be placed: classes of units, and how many of a class may hold a stage together."""
+
 _CHUNKS = (2, 3)
 """Stages a device under ``interleaved``."""
 
@@ -102,33 +108,46 @@ def every_layout(problem: Problem) -> Iterator[Layout]:
 def proposed(judge: Judge) -> Iterator[Layout]:
     """Yield the layouts that dynamic programming proposes, and those that it leads to.
 
-    The first program is for a middle size of micro-batches; by the bounds of what it proposes, the two best sizes are
-    chosen, for which the others are.
+    The first program is for a middle size of micro-batches, or the next smaller one that fits in the memory of 1F1B; by
+    the bounds of what it proposes, the two best sizes are chosen, for which the others are. If nothing fits, one
+    micro-batch in flight is allowed for, which synthesised schedules can do with.
     """
     problem = judge.problem
-    sizes = sorted(set(problem.micro_batches))
     most = min(len(problem.segments), len(problem.devices), problem.max_stages or len(problem.devices))
+    sizes = sorted(set(problem.micro_batches))
+    # Beyond so many micro-batches there is hardly any bubble left to save, only calls and planning time to pay.
+    sizes = [size for size in sizes if problem.batch <= size * _MANY * most] or sizes[-1:]
     useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
     middle = useful[len(useful) // 2]
+    choices = systems(problem)
     for order in orders(problem):
-        first = list(_programmed(judge, order, middle, *systems(problem)[0], most))
+        first: list[Layout] = []
+        for size in [one for one in sizes[::-1] if one <= middle]:
+            first = _programmed(judge, order, size, choices[0], most)
+            if first:
+                break
+        if not first:
+            first = _programmed(judge, order, min(problem.micro_batches), choices[0], most, in_flight=1)
         yield from _derived(judge, order, first)
+        begun = first[0].micro_batch if first else None
         by_size = {
-            size: min((judge.bound(one._replace(micro_batch=size)) for one in first), default=0.0) for size in sizes
+            size: min((judge.bound(one._replace(micro_batch=size)) for one in first), default=0.0)
+            for size in sizes
+            if begun in (None, middle) or size <= (begun or size)
         }
-        for size in sorted(sizes, key=lambda size: (by_size[size], size))[:2]:
-            for number, (units, joined) in enumerate(systems(problem)):
-                if size != middle or number:
-                    yield from _derived(judge, order, list(_programmed(judge, order, size, units, joined, most)))
+        for size in sorted(by_size, key=lambda size: (by_size[size], size))[:2]:
+            for number, choice in enumerate(choices):
+                if size != begun or number:
+                    yield from _derived(judge, order, _programmed(judge, order, size, choice, most))
 
 
-def systems(problem: Problem) -> list[tuple[list[list[tuple[int, ...]]], tuple[int, ...]]]:
+def systems(problem: Problem) -> list[System]:
     """Return what dynamic programming may place: classes of units, and how many of a class may hold a stage together.
 
     These are single devices, several of a kind and, whatever their kinds, those of a host together.
     """
     single_ones = alike([(device,) for device in problem.devices])
-    found: list[tuple[list[list[tuple[int, ...]]], tuple[int, ...]]] = [(single_ones, (1,))]
+    found: list[System] = [(single_ones, (1,))]
     if not problem.replicable:
         return found
     if max(map(len, single_ones)) > 1:
@@ -142,21 +161,12 @@ def systems(problem: Problem) -> list[tuple[list[list[tuple[int, ...]]], tuple[i
 
 
 def _programmed(
-    judge: Judge,
-    order: tuple[int, ...],
-    samples: int,
-    units: list[list[tuple[int, ...]]],
-    joined: tuple[int, ...],
-    most: int,
-) -> Iterator[Layout]:
+    judge: Judge, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
+) -> list[Layout]:
+    units, joined = system
     count = -(-judge.problem.batch // samples)
-    # With the memory of 1F1B first; if nothing fits so, with one micro-batch in flight, for synthesised schedules.
-    for in_flight in (count, 1):
-        limits = Limits(units=units, samples=samples, count=count, in_flight=in_flight, joined=joined, stages=most)
-        found = partitions(judge.costs, order, limits)
-        yield from (Layout(parts, samples, "1f1b") for parts in found)
-        if found:
-            return
+    limits = Limits(units=units, samples=samples, count=count, in_flight=in_flight or count, joined=joined, stages=most)
+    return [Layout(parts, samples, "1f1b") for parts in partitions(judge.costs, order, limits)]
 
 
 def _derived(judge: Judge, order: tuple[int, ...], layouts: Sequence[Layout]) -> Iterator[Layout]:

@@ -73,25 +73,35 @@ def cut(work: Sequence[float], weights: Sequence[float]) -> list[tuple[int, int]
     return list(pairwise(ends))
 
 
-def trivial_layouts(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:
-    """Yield what the trivial plans are called, each with its variants: one for each allowed micro-batch."""
+def one_stage(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:
+    """Yield what plans of one stage are called, each with its variants: one for each allowed micro-batch.
+
+    Of devices that are alike, only the first is alone.
+    """
     problem = costs.problem
     every = tuple(range(len(problem.segments)))
     numbers = sorted(problem.device)
+    kinds: dict[tuple[object, ...], int] = {}
     for number in numbers:
-        yield (
-            f"device {number} alone",
-            [Layout((single(every, number),), size, "1f1b") for size in problem.micro_batches],
-        )
+        device = problem.device[number]
+        kinds.setdefault((device.type, device.speed, device.capacity_bytes), number)
+    for number in kinds.values():
+        variants = [Layout((single(every, number),), size, "1f1b") for size in problem.micro_batches]
+        yield f"device {number} alone", variants
     if len(numbers) > 1:
         yield "data parallel, equal shares", _data_parallel(costs, numbers, [1.0] * len(numbers))
         shares = [costs.power(number, max(problem.micro_batches)) for number in numbers]
         total = sum(shares)
         yield "data parallel, shares by speed", _data_parallel(costs, numbers, [share / total for share in shares])
-        count = min(len(numbers), len(every))
+
+
+def even_cuts(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:
+    """Yield what plans of even cuts are called, each with its variants: one for each allowed micro-batch."""
+    problem = costs.problem
+    numbers = sorted(problem.device)[: len(problem.segments)]
+    if len(numbers) > 1:
         for name in ("gpipe", "1f1b"):
-            variants = [even_layout(costs, numbers[:count], name, size) for size in problem.micro_batches]
-            yield f"even cuts, {name}", variants if count > 1 else []
+            yield f"even cuts, {name}", [even_layout(costs, numbers, name, size) for size in problem.micro_batches]
 
 
 def _data_parallel(costs: Costs, numbers: Sequence[int], shares: Sequence[float]) -> list[Layout]:
