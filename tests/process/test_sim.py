@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
+import onebox
 from onebox.errors import DeviceMemoryError, OperatorError, UsageError
 from onebox.pool import Answer, Pool, open_pool, raise_first
 from onebox.wire import TensorSpec, to_frame
@@ -111,3 +113,24 @@ def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:
         assert memory == Memory(3 * SPEC.size_bytes, 3 * SPEC.size_bytes, quota)
         (memory,) = pool.post(1, [Ask("memory")], answer=True).result(30).results
         assert memory == Memory(0, 0, quota)
+
+
+def memory_of_a_run(spec: str) -> list[Memory]:
+    """Train a small model for three steps and return what each device says of its memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    with (
+        open_pool(spec, threads=1) as pool,
+        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, check_every=2) as trainer,
+    ):
+        for _ in range(3):
+            step = trainer.step(torch.randn(32, 8), torch.randint(0, 4, (32,)))
+        assert math.isnan(step.item()) == spec.startswith("sim")
+        return trainer.memory()
+
+
+def test_a_trainer_works_on_sim_devices_and_takes_the_memory_that_it_takes_on_cpus() -> None:
+    for one, other in zip(memory_of_a_run("sim*2"), memory_of_a_run("cpu*2"), strict=True):
+        assert (one.used_bytes, one.peak_bytes) == (other.used_bytes, other.peak_bytes)
+        assert one.peak_bytes > one.used_bytes > 0

@@ -21,6 +21,7 @@ AFTERWARDS = "open another pool and resume from the last checkpoint"
 
 _ADVICE = {
     "operator": "the step is void; if the plain model runs, please report the operator and its shapes",
+    "values": "use a cpu or cuda device where values are needed",
     "memory": "use a smaller micro_batch, or a device or quota with more memory",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",
@@ -48,7 +49,7 @@ def to_error(failure: Failure, place: Place) -> OneboxError:
         return WireError(message)
     if failure.kind == "peer":
         return PeerLost(message, **where)
-    kind = {"memory": DeviceMemoryError, "operator": OperatorError}[failure.kind]
+    kind = DeviceMemoryError if failure.kind == "memory" else OperatorError
     return kind(message, operator=failure.operator, shapes=failure.shapes, **where)
 
 

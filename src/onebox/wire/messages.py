@@ -370,13 +370,14 @@ class Failure(_Message, frozen=True, tag="failure"):
     """The first thing that went wrong.
 
     Args:
-        kind: ``operator``, ``memory``, ``peer`` (another worker of a group went away) or ``protocol``.
+        kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``peer`` (another worker of a group went
+            away) or ``protocol``.
         operator: Operator or instruction that failed.
         message: What it said.
         shapes: Its tensor arguments.
     """
 
-    kind: Literal["operator", "memory", "peer", "protocol"]
+    kind: Literal["operator", "memory", "values", "peer", "protocol"]
     operator: str
     message: str
     shapes: str = ""

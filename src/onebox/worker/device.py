@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import platform
@@ -16,11 +15,9 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.messages import Optimizer, StoredProgram
+from onebox.worker.memory import sleep_until, wake_on_time
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.tape import Progress, Tape
-
-_PR_SET_TIMERSLACK = 29
-"""Of ``prctl(2)``: by how many nanoseconds the kernel may let a sleep of this thread end late; 50,000 by default."""
 
 
 class Device:
@@ -86,7 +83,7 @@ class Device:
             progress: Told that the worker waits meanwhile.
         """
         if self.emulated:
-            sleep_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
+            wait_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
 
     # ---- values
 
@@ -146,20 +143,13 @@ def check_cost(cost_s: float) -> None:
         raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")
 
 
-def wake_on_time() -> None:
-    """Ask the kernel to end sleeps of this thread on time, not up to 50 µs later to save power."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
-
-
-def sleep_until(end_ns: int, progress: Progress) -> None:
+def wait_until(end_ns: int, progress: Progress) -> None:
     """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
 
     Args:
         end_ns: When to go on; at once where that has passed.
         progress: Told that the worker waits, so that it is not taken for one that hangs.
     """
-    if end_ns <= time.monotonic_ns():
-        return
-    with progress.wait():
-        while (left_ns := end_ns - time.monotonic_ns()) > 0:
-            time.sleep(left_ns / 1e9)
+    if end_ns > time.monotonic_ns():
+        with progress.wait():
+            sleep_until(end_ns)

@@ -9,6 +9,7 @@ import torch
 from onebox.errors import WireError
 from onebox.wire.messages import Failure
 from onebox.worker.groups import PeerLost
+from onebox.worker.sim import NoValues
 from onebox.worker.store import QuotaExceeded
 from onebox.worker.tape import OperatorFailed
 
@@ -24,6 +25,8 @@ def explain(error: Exception, doing: str) -> Failure:
         return Failure("protocol", doing, "the message has fewer frames than it needs")
     if isinstance(error, PeerLost):
         return Failure("peer", doing, str(error))
+    if isinstance(error, NoValues):
+        return Failure("values", doing, str(error))
     if isinstance(error, OperatorFailed):
         cause = error.__cause__ or error
         return Failure(_kind(cause), error.operator, _first_lines(cause), error.shapes)

@@ -19,7 +19,8 @@ from onebox.cost import owners
 from onebox.errors import UsageError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.messages import Optimizer, Options, StoredProgram
-from onebox.worker.device import Device, check_cost, sleep_until, wake_on_time
+from onebox.worker.device import Device, check_cost, wait_until
+from onebox.worker.memory import wake_on_time
 from onebox.worker.optimizer import KERNEL_OPTIONS, NativeOptimizer
 from onebox.worker.tape import Progress, Seed, Tape
 
@@ -34,8 +35,8 @@ class NoValues(Exception):
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(
-            f"{spec} on a sim device has no values: the device computes nothing; ask it for times, memory and digests "
-            "of shapes, and use a cpu or cuda device where values are needed"
+            f"{spec} on a sim device has no values: the device computes nothing; allowed are questions about times, "
+            "memory and digests of shapes"
         )
 
 
@@ -76,7 +77,7 @@ class SimDevice(Device):
     def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
         """Sleep until work that began at a time, and costs so much at speed 1, would be done."""
         if cost_s:
-            sleep_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
+            wait_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
 
     def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
         """Return a tensor of a specification, leaving the elements of a fitting frame alone."""

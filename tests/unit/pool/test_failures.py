@@ -20,7 +20,13 @@ CAUSE = OperatorError("worker 2: aten.mm.default failed", worker=2)
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("operator", OperatorError), ("memory", DeviceMemoryError), ("peer", PeerLost), ("protocol", WireError)],
+    [
+        ("operator", OperatorError),
+        ("memory", DeviceMemoryError),
+        ("values", OperatorError),
+        ("peer", PeerLost),
+        ("protocol", WireError),
+    ],
 )
 def test_each_kind_of_failure_is_an_error_of_its_own(kind: Any, expected: type[OneboxError]) -> None:
     error = to_error(Failure(kind, "aten.mm.default", "sizes differ", "float32[2, 3], float32[2, 3]"), PLACE)

@@ -12,7 +12,8 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Call, Define, Optimizer, OptimizerStep, StoredProgram
 from onebox.worker import device as module
-from onebox.worker.device import Device, sleep_until
+from onebox.worker import memory
+from onebox.worker.device import Device, wait_until
 from onebox.worker.tape import Progress
 from tests.unit.machines import Rig, define, elementwise
 
@@ -25,13 +26,13 @@ class Slept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.until_ns: list[int] = []
-        monkeypatch.setattr(module, "sleep_until", lambda end_ns, progress: self.until_ns.append(end_ns))
+        monkeypatch.setattr(module, "wait_until", lambda end_ns, progress: self.until_ns.append(end_ns))
 
 
 @pytest.mark.parametrize("end_s", [0.02, 0.0, -1.0])
 def test_a_sleep_is_never_shorter_than_asked_for(end_s: float) -> None:
     end_ns = time.monotonic_ns() + int(end_s * 1e9)
-    sleep_until(end_ns, Progress())
+    wait_until(end_ns, Progress())
     assert time.monotonic_ns() >= end_ns
 
 
@@ -45,8 +46,9 @@ def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.
         now_ns[0] += int(seconds * 1e9 / 2) + 1
 
     clock: Any = type("Clock", (), {"monotonic_ns": lambda: now_ns[0], "sleep": nap})
-    monkeypatch.setattr(module, "time", clock)
-    sleep_until(1_000_000, progress)
+    for each in (module, memory):
+        monkeypatch.setattr(each, "time", clock)
+    wait_until(1_000_000, progress)
     assert now_ns[0] >= 1_000_000
     assert len(waiting) > 5
     assert all(waiting), "or it would be taken for one that hangs"
