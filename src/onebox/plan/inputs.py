@@ -43,13 +43,16 @@ class Time:
         """
         if not measured or any(samples < 1 or not 0 < seconds < float("inf") for samples, seconds in measured.items()):
             raise UsageError(f"times {dict(measured)}: at least one is needed, of positive samples and seconds")
+        if len(measured) == 1:
+            ((samples, seconds),) = measured.items()
+            return cls(sample_s=seconds / samples)
         weights = {samples: 1 / seconds**2 for samples, seconds in measured.items()}
         scale = sum(weights.values())
         mean_x = sum(weights[x] * x for x in measured) / scale
         mean_y = sum(weights[x] * y for x, y in measured.items()) / scale
         spread = sum(weights[x] * (x - mean_x) ** 2 for x in measured)
         together = sum(weights[x] * (x - mean_x) * (y - mean_y) for x, y in measured.items())
-        slope = max(0.0, together / spread) if spread > 0 else mean_y / mean_x
+        slope = max(0.0, together / spread)
         fixed = mean_y - slope * mean_x
         if fixed >= 0:
             return cls(fixed_s=fixed, sample_s=slope)

@@ -21,7 +21,7 @@ from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.trivial import even_cuts, one_stage
 
-EFFORT = 2_000_000
+EFFORT = 1_700_000
 """Actions that a search may simulate: about 3 s on a core of a laptop."""
 
 NAMED_BIAS = 0.005
@@ -138,7 +138,7 @@ def search(
     trivial |= {label: _best(judge, layouts) for label, layouts in even_cuts(judge.costs)}
     best = judge.best
     if best is not None and "auto" in problem.schedules:
-        best = _synthesise(judge, best, lambda: clock() >= begin + 0.85 * budget_s)
+        best = _synthesise(judge, best, lambda: clock() >= begin + 0.8 * budget_s)
     if best is None or best.over_bytes:
         raise misfit(judge)
     return SearchResult(
