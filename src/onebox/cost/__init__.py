@@ -1,5 +1,23 @@
-"""What things cost: memory from buffer lifetimes."""
+"""What things cost: memory from buffer lifetimes; devices and links as they were measured, and a cache for that."""
 
+from onebox.cost.cache import key_of, load, store
+from onebox.cost.fit import CEILING_BPS, fit_link
 from onebox.cost.lifetimes import Footprint, footprint, owners
+from onebox.cost.profile import DeviceProfile, PoolProfile, Speeds
+from onebox.cost.topology import Groups, near_groups
 
-__all__ = ["Footprint", "footprint", "owners"]
+__all__ = [
+    "CEILING_BPS",
+    "DeviceProfile",
+    "Footprint",
+    "Groups",
+    "PoolProfile",
+    "Speeds",
+    "fit_link",
+    "footprint",
+    "key_of",
+    "load",
+    "near_groups",
+    "owners",
+    "store",
+]

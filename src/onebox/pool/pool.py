@@ -16,10 +16,12 @@ from typing import Any, Literal, Self
 
 import torch
 
+from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.discover import requested_devices
 from onebox.pool.failures import Place, raise_first
 from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
+from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.process import START_S, SocketFolder, WorkerProcess
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire import new_keys
@@ -163,6 +165,36 @@ class Pool:
                 self.leave_group(group, workers)
             raise
         return group
+
+    def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:
+        """Return how fast the devices and the links between them are, and which devices are near to each other.
+
+        Measured once: what is known of such a pool is kept on disk, in the user's folder for caches. Measuring takes a
+        second or two for a few devices; nothing else should run on them meanwhile.
+
+        Args:
+            fresh: Measure even if it is known.
+            cache: Whether to look in the cache and to keep the profile there.
+
+        Raises:
+            UsageError: A device has not enough memory left to be measured.
+            OneboxError: A worker failed or ended.
+
+        Example:
+            >>> import onebox
+            >>> with onebox.open("cpu*2") as pool:
+            ...     profile = pool.profile()  # doctest: +SKIP
+            >>> profile.latency_s[0][1]  # doctest: +SKIP
+            7.1e-05
+        """
+        key = profile_key(self)
+        known = load(key, PoolProfile) if cache and not fresh else None
+        if known is not None:
+            return known
+        measured = measure_pool(self)
+        if cache:
+            store(key, measured)
+        return measured
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""

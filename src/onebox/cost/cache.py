@@ -1,0 +1,154 @@
+"""A small cache on disk for what has been measured: JSON files under the user's cache folder, named by a hash.
+
+Nothing is trusted that is read: a file that is damaged, too large, of another format or type counts as not there.
+Writers and readers may be many at once: a file is put in place whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+FORMAT = 1
+"""Version of the files: another one counts as not there."""
+
+MOST_FILES = 256
+MOST_BYTES = 16 << 20
+"""Of one file."""
+
+_ABANDONED_S = 3600.0
+"""A temporary file that is older was left by a writer that was killed."""
+
+T = TypeVar("T")
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file holds."""
+
+    format: int
+    key: str
+    value: Raw
+
+
+def key_of(*parts: object) -> str:
+    """Return the name under which something is kept that depends on some parts, and on nothing else.
+
+    Args:
+        parts: Anything that msgspec encodes as JSON.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    return hashlib.blake2b(msgspec.json.encode(parts, order="deterministic"), digest_size=16).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Return where files are kept: ``onebox/profiles`` in the user's folder for caches.
+
+    Which one that is follows the XDG base directory specification.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = named if named.is_absolute() else Path.home() / ".cache"  # the specification ignores a relative one
+    return base / "onebox" / "profiles"
+
+
+def load(key: str, kind: type[T]) -> T | None:
+    """Return what has been stored, or ``None`` where nothing whole is found.
+
+    Args:
+        key: From :func:`key_of`.
+        kind: Its type, by which it is checked.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError, msgspec.MsgspecError):
+        path = cache_folder() / f"{key}.json"
+        _own(path.parent)
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) <= MOST_BYTES:
+            found = msgspec.json.decode(content, type=_File)
+            if (found.format, found.key) == (FORMAT, key):
+                return msgspec.json.decode(found.value, type=kind)
+    return None
+
+
+def store(key: str, value: object) -> bool:
+    """Keep something, and forget the oldest where there is too much; nothing is raised where it cannot be kept.
+
+    Args:
+        key: From :func:`key_of`.
+        value: Anything that msgspec encodes as JSON and decodes again.
+
+    Returns:
+        Whether it is kept.
+    """
+    content = msgspec.json.encode(_File(FORMAT, key, Raw(msgspec.json.encode(value))))
+    if len(content) > MOST_BYTES:
+        return False
+    try:
+        folder = cache_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own(folder)
+        _write(folder / f"{key}.json", content)
+    except (OSError, RuntimeError):
+        return False
+    _prune(folder)
+    return True
+
+
+def _own(folder: Path) -> None:
+    """Make sure that nobody else can write to the folder.
+
+    Raises:
+        OSError: It is not there or belongs to somebody else.
+    """
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is no folder of this user")
+    if about.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a file in place whole or not at all; other writers of the same do not disturb."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _prune(folder: Path) -> None:
+    """Delete the oldest files above the limit, and temporary ones that nobody will finish."""
+    with contextlib.suppress(OSError):
+        files = sorted((when, path) for path in folder.glob("*.json") if (when := _modified_s(path)) is not None)
+        for _, path in files[: max(0, len(files) - MOST_FILES)]:
+            path.unlink(missing_ok=True)
+        for path in folder.glob(".*.tmp"):
+            when = _modified_s(path)
+            if when is not None and time.time() - when > _ABANDONED_S:
+                path.unlink(missing_ok=True)
+
+
+def _modified_s(path: Path) -> float | None:
+    """Return when a file was written; ``None`` where another process has deleted it."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,82 @@
+"""A link from the times of a few messages: which sizes to send, and the line through their times. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+CEILING_BPS = 1e15
+"""What is faster counts as this: links without a limit that can be seen, such as those between devices that only sleep.
+A number, because JSON has no infinity."""
+
+SMALLEST_BYTES = 4
+_SECOND_BYTES = 16 << 10
+LARGEST_BYTES = 8 << 20
+
+_ENOUGH_S = 0.003
+"""A message that takes so much longer than the smallest tells the bandwidth: clocks and wake-ups err by some 10 µs."""
+
+_AIM_S = 0.006
+_BUDGET_S = 0.005
+"""For the repeats of one size in one direction."""
+
+_MOST_REPEATS = 16
+
+
+def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Return latency, in seconds, and bandwidth, in bytes per second, that fit times of messages best.
+
+    Least squares of the relative errors of ``latency + bytes / bandwidth``; neither comes out negative.
+
+    Args:
+        seconds: Of one way, by the bytes of the message.
+
+    Raises:
+        ValueError: There are none, or one is not positive and finite.
+    """
+    if not seconds or not all(size >= 0 and 0 < taken < math.inf for size, taken in seconds.items()):
+        raise ValueError(f"times of messages {dict(seconds)}: at least one, of 0 bytes or more and a positive time")
+    rows = [(size / taken, 1 / taken) for size, taken in seconds.items()]  # relative: each is to come out as 1
+    xx, xo, oo = sum(x * x for x, _ in rows), sum(x * o for x, o in rows), sum(o * o for _, o in rows)
+    x1, o1 = sum(x for x, _ in rows), sum(o for _, o in rows)
+    determinant = xx * oo - xo * xo
+    per_byte = (x1 * oo - o1 * xo) / determinant if len(seconds) > 1 and determinant > 0 else 0.0
+    latency = (o1 - per_byte * xo) / oo
+    if latency < 0:
+        latency, per_byte = 0.0, x1 / xx
+    if per_byte <= 1 / CEILING_BPS:
+        return o1 / oo, CEILING_BPS
+    return latency, 1 / per_byte
+
+
+def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> int | None:
+    """Return the size of message to be timed next, or ``None`` where enough is known.
+
+    Sizes go up until a message takes well longer than the smallest, so that slow links are not filled for long, and
+    fast ones are long enough for the clock.
+
+    Args:
+        seconds: Of one way, by the bytes of the message: what is known so far.
+        most_bytes: The largest message that there is room for.
+    """
+    if not seconds:
+        return SMALLEST_BYTES
+    smallest, largest = min(seconds), max(seconds)
+    if largest == smallest:
+        return _whole(min(_SECOND_BYTES, most_bytes), above=largest)
+    if seconds[largest] - seconds[smallest] >= _ENOUGH_S:
+        return None
+    per_byte = max(seconds[largest] - seconds[smallest], 1e-9) / (largest - smallest)
+    wanted = max(2.0 * largest, _AIM_S / per_byte)
+    return _whole(int(min(wanted, LARGEST_BYTES, most_bytes)), above=largest)
+
+
+def repeats(expected_s: float) -> int:
+    """Return how often to send a message whose round trip is expected to take so long."""
+    return max(2, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
+
+
+def _whole(size: int, *, above: int) -> int | None:
+    """Return a size as whole float32 elements, if it is larger than another one."""
+    size -= size % SMALLEST_BYTES
+    return size if size > above else None

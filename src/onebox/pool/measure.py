@@ -1,0 +1,228 @@
+"""Measures what a pool's devices and links can do, by stored programs and traced routines like any other work."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from onebox.cost import PoolProfile, Speeds, key_of, near_groups
+from onebox.cost.kernels import LEAST_BYTES, Kernel, kernels, randoms
+from onebox.cost.profile import FORMAT, DeviceProfile
+from onebox.errors import UsageError
+from onebox.pool.failures import raise_first
+from onebox.pool.pings import LinkSpeeds, measure_links
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Ask, Call, Define, Free, Memory, Routine, Run, Step, StoredProgram
+
+if TYPE_CHECKING:
+    from onebox.pool.pool import Pool
+
+_TOGETHER_S = 0.06
+"""How long each kernel runs on each device, so that slow and fast ones of a host are at work at the same time."""
+
+_BLOCK_S = 0.001
+"""Runs of a kernel are timed in blocks of at least so long: an accelerator is done only when somebody has waited, which
+takes some 10 µs. Longer ones would be cut into by other processes more often."""
+
+_LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
+_ONE = TensorSpec("float32", (1,))
+
+
+def profile_key(pool: Pool) -> str:
+    """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
+    links = sorted((source, target, link) for (source, target), link in pool.links.items())
+    here = platform.node(), len(os.sched_getaffinity(0))
+    return key_of("pool", FORMAT, str(torch.__version__), here, pool.devices, links)
+
+
+def measure_pool(pool: Pool) -> PoolProfile:
+    """Measure all devices, at the same time, and all links, one after the other.
+
+    Raises:
+        UsageError: A device has not enough memory left.
+        OneboxError: A worker failed or ended.
+    """
+    rooms = _rooms(pool)
+    speeds = measure_devices(pool, rooms)
+    links = _all_links(pool, rooms)
+    devices = tuple(
+        DeviceProfile(
+            number=device.number,
+            device=device.device,
+            name=device.name,
+            host=device.host,
+            threads=device.threads,
+            memory_bytes=device.memory_bytes,
+            speed=device.speed,
+            emulated=device.emulated,
+            speeds=found,
+        )
+        for device, found in zip(pool.devices, speeds, strict=True)
+    )
+    latency_s, bandwidth_bps = _tables(links, len(pool))
+    return PoolProfile(
+        devices=devices,
+        latency_s=latency_s,
+        bandwidth_bps=bandwidth_bps,
+        emulated_links=tuple(sorted(pool.links)),
+        groups=near_groups(latency_s, bandwidth_bps),
+        torch=str(torch.__version__),
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _tables(links: LinkSpeeds, count: int) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]:
+    latency_s: dict[int, dict[int, float]] = {source: {} for source in range(count)}
+    bandwidth_bps: dict[int, dict[int, float]] = {source: {} for source in range(count)}
+    for (source, target), (latency, bandwidth) in links.items():
+        latency_s[source][target], bandwidth_bps[source][target] = latency, bandwidth
+    return latency_s, bandwidth_bps
+
+
+def _rooms(pool: Pool) -> list[int]:
+    """Return how many bytes may be used on each device.
+
+    Raises:
+        UsageError: On one there is hardly any memory left.
+    """
+    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
+    hosts = [device.host for device in pool.devices]
+    rooms = []
+    for device, answer in zip(pool.devices, answers, strict=True):
+        (memory,) = answer.results
+        assert isinstance(memory, Memory)
+        limited = memory.quota_bytes - memory.used_bytes
+        room = limited if memory.quota_bytes else device.memory_bytes // (2 * hosts.count(device.host))
+        if room < LEAST_BYTES:
+            raise UsageError(
+                f"device {device.number} ({device.device} on {device.host}) has {max(0, room)} bytes of memory left; "
+                f"measuring needs {LEAST_BYTES}: give it more, or close what uses it"
+            )
+        rooms.append(room)
+    return rooms
+
+
+# ---- devices
+
+
+def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
+    """Return what each device reaches on the fixed kernels, all devices at work at once.
+
+    Args:
+        pool: The pool.
+        rooms: Bytes that may be used on each device.
+    """
+    sets = [kernels(device.kind, room) for device, room in zip(pool.devices, rooms, strict=True)]
+    figures: list[dict[str, float]] = [{} for _ in sets]
+    for place in range(max(map(len, sets))):
+        chosen = {worker: found[place] for worker, found in enumerate(sets) if place < len(found)}
+        for worker, seconds in _time(pool, chosen).items():
+            figures[worker][chosen[worker].name] = chosen[worker].figure(seconds)
+    return [Speeds(**found) for found in figures]
+
+
+def _time(pool: Pool, chosen: Mapping[int, Kernel]) -> dict[int, float]:
+    """Return the median seconds of a run of a kernel on each of some workers."""
+    runs = {worker: _KernelRun(pool, worker, kernel) for worker, kernel in chosen.items()}
+    try:
+        for run in runs.values():
+            run.prepare()
+        first = _all(pool, runs.values(), dict.fromkeys(runs, (2, 1)))
+        plans = {worker: blocks(found[-1]) for worker, found in first.items()}
+        return {worker: statistics.median(found) for worker, found in _all(pool, runs.values(), plans).items()}
+    finally:
+        for run in runs.values():
+            run.clear()
+
+
+def _all(pool: Pool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]) -> dict[int, list[float]]:
+    """Let workers run blocks of calls at once; return for each the seconds of a call in each block."""
+    posted = {run.worker: pool.post(run.worker, run.instructions(*plans[run.worker]), answer=True) for run in runs}
+    answers = dict(zip(posted, raise_first(list(posted.values())), strict=True))
+    return {worker: block_seconds(answer.times_ns, *plans[worker]) for worker, answer in answers.items()}
+
+
+def blocks(call_s: float) -> tuple[int, int]:
+    """Return how many blocks of how many calls to run of what takes so long.
+
+    Args:
+        call_s: Seconds of a call, roughly.
+    """
+    calls = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / call_s)))
+    return max(_LEAST_BLOCKS, min(_MOST_BLOCKS, round(_TOGETHER_S / (calls * call_s)))), calls
+
+
+def block_seconds(times_ns: Sequence[int], count: int, calls: int) -> list[float]:
+    """Return the seconds of a call, as a mean over each block of a trace: calls and a question.
+
+    Args:
+        times_ns: Start and end of each instruction.
+        count: How many blocks there are.
+        calls: Calls of each.
+    """
+    length = 2 * (calls + 1)
+    if len(times_ns) != count * length:
+        raise AssertionError(f"a trace of {len(times_ns)} times for {count} blocks of {calls} calls")
+    ends = [times_ns[(block + 1) * length - 1] for block in range(count)]
+    return [max(1, end - times_ns[block * length]) / calls / 1e9 for block, end in enumerate(ends)]
+
+
+class _KernelRun:
+    """A kernel on a worker: its program, its inputs, and routines that call it.
+
+    Args:
+        pool: The pool.
+        worker: The worker.
+        kernel: The kernel.
+    """
+
+    def __init__(self, pool: Pool, worker: int, kernel: Kernel) -> None:
+        self.worker = worker
+        self._pool = pool
+        self._kernel = kernel
+        self._program, self._maker, self._routine = (pool.new_number() for _ in range(3))
+        self._inputs = tuple(pool.new_number() for _ in kernel.program.inputs)
+        self._output, self._scalar = pool.new_number(), pool.new_number()
+
+    def prepare(self) -> None:
+        """Store the program and make its inputs."""
+        maker = randoms((*self._kernel.program.inputs, _ONE))
+        self._pool.post(
+            self.worker,
+            [
+                Define(self._program, StoredProgram(self._kernel.program)),
+                Define(self._maker, StoredProgram(maker)),
+                Call(self._maker, (), (*self._inputs, self._scalar)),
+            ],
+        )
+
+    def instructions(self, count: int, calls: int) -> list[Define | Run]:
+        """Return what runs blocks of calls, each block ended by a question that is answered when all is done."""
+        call = Call(self._program, self._inputs, (self._output,))
+        block: tuple[Step, ...] = (*(call,) * calls, Ask("scalars", (self._scalar,)))
+        return [Define(self._routine, Routine(block * count, 0)), Run(self._routine, trace=True)]
+
+    def clear(self) -> None:
+        """Leave nothing behind."""
+        buffers = (*self._inputs, self._output, self._scalar)
+        self._pool.post(self.worker, [Free(buffers, (self._program, self._maker, self._routine))])
+
+
+# ---- links
+
+
+def _all_links(pool: Pool, rooms: Sequence[int]) -> LinkSpeeds:
+    """Measure the links between all devices that can send to each other: those that have values, and those without."""
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    sleeping = [device.number for device in pool.devices if device.kind == "sim"]
+    for members in (sleeping, [device.number for device in pool.devices if device.kind != "sim"]):
+        if len(members) > 1:
+            found.update(measure_links(pool, members, rooms))
+    return found

@@ -1,0 +1,156 @@
+"""Measures links: messages go from one worker to another and a small one comes back, timed by the workers' traces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from onebox.cost.fit import LARGEST_BYTES, SMALLEST_BYTES, fit_link, next_size, repeats
+from onebox.cost.kernels import filled, first_element
+from onebox.pool.failures import raise_first
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Ask, Call, Define, Free, Instruction, Receive, Routine, Run, Send, Step, StoredProgram
+
+if TYPE_CHECKING:
+    from onebox.pool.pool import Pool
+
+LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
+"""Latency in seconds and bandwidth in bytes per second, by source and target."""
+
+_STEPS = 4
+"""Instructions of a round trip, on either side."""
+
+_TINY = TensorSpec("float32", (1,))
+
+
+def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> LinkSpeeds:
+    """Measure the links between some devices in both directions, one at a time.
+
+    Args:
+        pool: The pool.
+        members: The devices.
+        rooms: Bytes that may be used on each device of the pool.
+
+    Raises:
+        OneboxError: A worker failed or ended, or the group cannot be formed.
+    """
+    group = pool.form_group(members, "workers")
+    try:
+        found: dict[tuple[int, int], tuple[float, float]] = {}
+        for source, target in itertools.permutations(enumerate(members), 2):
+            room = min(rooms[source[1]], rooms[target[1]])
+            found[source[1], target[1]] = _Way(pool, group, source, target).measure(room)
+        return found
+    finally:
+        pool.leave_group(group, members)
+
+
+def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool, back_s: float | None) -> list[float]:
+    """Return how long messages took, from the traces of round trips; the first of three or more warms up.
+
+    Args:
+        sent_ns: Trace of the sender: send, receive, ask, free, for each round trip.
+        answered_ns: Trace of the other: receive, call (which waits for it), send, free.
+        clock: Whether both traces are by the same clock, and tell when what was waited for was there.
+        back_s: Seconds of the way back, which are taken off where only the whole round trip is known; half of it all
+            where they are not known.
+    """
+    found = []
+    for start in range(0, len(sent_ns), 2 * _STEPS):
+        left_ns, back_ns, there_ns = sent_ns[start], sent_ns[start + 5], answered_ns[start + 2]
+        if clock:
+            found.append((there_ns - left_ns) / 1e9)
+        else:
+            there_and_back_s = (back_ns - left_ns) / 1e9
+            found.append(there_and_back_s / 2 if back_s is None else there_and_back_s - back_s)
+    return [max(seconds, 1e-9) for seconds in (found[1:] if len(found) > 2 else found)]
+
+
+class _Way:
+    """The way from one worker to another.
+
+    Args:
+        pool: The pool.
+        group: A group that both are in.
+        source: The sender's rank and number.
+        target: The receiver's rank and number.
+    """
+
+    def __init__(self, pool: Pool, group: int, source: tuple[int, int], target: tuple[int, int]) -> None:
+        self._pool = pool
+        self._group = group
+        self._source_rank, self._source = source
+        self._target_rank, self._target = target
+        ends = pool.devices[self._source], pool.devices[self._target]
+        self._clock = ends[0].host == ends[1].host and "cuda" not in (ends[0].kind, ends[1].kind)
+
+    def measure(self, room_bytes: int) -> tuple[float, float]:
+        """Return latency and bandwidth.
+
+        The fastest of several messages counts: what else goes on can only make one slower.
+
+        Args:
+            room_bytes: The most that a message and its copies may take.
+        """
+        most = min(LARGEST_BYTES, room_bytes // 4)
+        smallest_s = min(self._trips(SMALLEST_BYTES, 3, None))  # the first of all meets cold paths
+        seconds: dict[int, float] = {}
+        while (size := next_size(seconds, most)) is not None:
+            expected_s = 2 * smallest_s + _more_s(seconds, size)
+            seconds[size] = min(self._trips(size, 1 + repeats(expected_s), seconds.get(SMALLEST_BYTES)))
+        return fit_link(seconds)
+
+    def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
+        """Send a message of a size so many times; return the seconds of each."""
+        spec = TensorSpec("float32", (size // SMALLEST_BYTES,))
+        numbers = [self._pool.new_number() for _ in range(4)]
+        traces = raise_first(
+            [
+                self._pool.post(self._target, self._answering(spec, count, numbers), answer=True),
+                self._pool.post(self._source, self._sending(spec, count, numbers), answer=True),
+            ]
+        )
+        return one_way_s(traces[1].times_ns, traces[0].times_ns, clock=self._clock, back_s=back_s)
+
+    def _sending(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
+        message, back, program, routine = numbers
+        trip: tuple[Step, ...] = (
+            Send(message, self._group, self._target_rank),
+            Receive(back, _TINY, self._group, self._target_rank),
+            Ask("scalars", (back,)),
+            Free((back,)),
+        )
+        return [
+            Define(program, StoredProgram(filled(spec))),
+            Call(program, (), (message,)),
+            *_run(routine, trip, count),
+            Free((message,), (program, routine)),
+        ]
+
+    def _answering(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
+        message, back, program, routine = numbers
+        trip: tuple[Step, ...] = (
+            Receive(message, spec, self._group, self._source_rank),
+            Call(program, (message,), (back,)),
+            Send(back, self._group, self._source_rank),
+            Free((message, back)),
+        )
+        return [
+            Define(program, StoredProgram(first_element(spec))),
+            *_run(routine, trip, count),
+            Free((), (program, routine)),
+        ]
+
+
+def _run(routine: int, trip: tuple[Step, ...], count: int) -> list[Instruction]:
+    assert len(trip) == _STEPS
+    return [Define(routine, Routine(trip * count, 0)), Run(routine, trace=True)]
+
+
+def _more_s(seconds: Mapping[int, float], size: int) -> float:
+    """Return by how much longer a message of a size takes than the smallest, as far as is known."""
+    if len(seconds) < 2:
+        return 0.0
+    smallest, largest = min(seconds), max(seconds)
+    return max(0.0, seconds[largest] - seconds[smallest]) / (largest - smallest) * (size - smallest)
