@@ -24,7 +24,6 @@ from onebox.wire.messages import (
     Get,
     Instruction,
     LeaveGroup,
-    Left,
     Memory,
     OptimizerState,
     OptimizerStep,
@@ -45,11 +44,13 @@ from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.worker.device import Device
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
-from onebox.worker.groups import Bucket, ClientChannel, Group, PeerLost, Wires, form_group
+from onebox.worker.groups import Bucket, ClientChannel
+from onebox.worker.membership import Memberships, groups_of
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.peers import Finish
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, Tape
+from onebox.worker.trace import Trace
 
 Resolve = Callable[[int], int]
 Report = Callable[[Failure], None]
@@ -84,11 +85,9 @@ class Machine:
         self._report = report
         self._faults = faults
         self._definitions: dict[int, Tape | Routine | NativeOptimizer | Failure] = {}
-        self._groups: dict[int, Group] = {}
-        self._lost: dict[int, Failure] = {}  # why a group was left
-        self._wires = Wires()
+        self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._until_ns = 0  # when the instruction's effect is there, where that is later than its end
+        self._trace = Trace()
         self._run = Run(0)
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
@@ -112,9 +111,7 @@ class Machine:
 
     def close(self) -> None:
         """Leave all groups."""
-        for group in self._groups.values():
-            group.close()
-        self._groups.clear()
+        self._groups.close()
 
     # ---- running
 
@@ -128,37 +125,33 @@ class Machine:
             return reference if reference >= 0 else bindings[-1 - reference]
 
         self._run = run
-        times: list[int] = []
-        self.times_ns = times
+        self._trace = trace = Trace(run.trace)
+        self.times_ns = trace.times_ns
         results: list[Result] = []
         nothing: Iterator[Any] = iter(())
         poisoned: Poisoned | None = None
         for step in routine.steps:
-            if run.trace:
-                times.append(time.monotonic_ns())
-                self._until_ns = 0
+            trace.begin()
             try:
                 results += self._guarded(step, nothing, resolve)
             except Poisoned as error:
                 poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
-            if run.trace:
-                end_ns = time.monotonic_ns()
-                times.append(max(end_ns, self._until_ns))
+            trace.end()
         if poisoned is not None:
             raise poisoned
         return results
 
     def _cannot_run(self, run: Run, routine: object) -> list[Result]:
         """Report a routine that cannot run, and leave the groups in which others would wait for it."""
-        groups: Sequence[int] = tuple(self._groups)
+        groups = self._groups.numbers
         failure = Failure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
         if isinstance(routine, Failure):
             failure, groups = routine, self._owed.get(run.routine, groups)
         elif isinstance(routine, Routine):
-            groups = _groups_of(routine)
+            groups = groups_of(routine)
         self._report(failure)
         for number in groups:
-            self._abandon(number, failure)
+            self._groups.abandon(number, failure)
         return []
 
     def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -196,16 +189,10 @@ class Machine:
             self._undefine(instruction.number)
             self._definitions[instruction.number] = failure
             if isinstance(instruction.what, Routine):
-                self._owed[instruction.number] = _groups_of(instruction.what)
+                self._owed[instruction.number] = groups_of(instruction.what)
         if isinstance(instruction, Reduce | Gather | Send | FormGroup):
             self._report(failure)
-            self._abandon(instruction.group, failure)
-
-    def _abandon(self, group: int, failure: Failure) -> None:
-        """Leave a group in which this worker cannot do its part, if it has not been left yet."""
-        if group not in self._lost:
-            self._leave(group)
-            self._lost[group] = failure
+            self._groups.abandon(instruction.group, failure)
 
     def _writes(self, instruction: Instruction) -> Sequence[int]:
         match instruction:
@@ -266,7 +253,7 @@ class Machine:
         if len(call.inputs) != len(tape.program.inputs) or len(call.outputs) != len(tape.program.outputs):
             raise WireError(f"program {call.program} has other inputs or outputs than its call")
         inputs = [store.get(resolve(reference)) for reference in call.inputs]
-        self._begun()
+        self._trace.ready()
         start_ns = time.monotonic_ns()
         need = tape.footprint(call.takes)
         try:
@@ -316,56 +303,41 @@ class Machine:
     def _reduce(self, reduce: Reduce, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         numbers = [resolve(reference) for reference in reduce.buffers]
         tensors = [self.store.get(number) for number in numbers]
-        self._begun()
+        self._trace.ready()
         shapes = [tensor.shape for tensor in tensors]
         size_bytes = sum(tensor.nbytes for tensor in tensors)
-        finish = self._group(reduce.group).reduce(tensors)
+        finish = self._groups.get(reduce.group).reduce(tensors)
         del tensors
-        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, self._timed()))
+        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, self._trace.later()))
         return []
 
     def _gather(self, gather: Gather, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         tensor = self.store.get(resolve(gather.buffer))
-        self._begun()
-        finish = self._group(gather.group).gather(tensor, gather.spec, gather.dim)
+        self._trace.ready()
+        finish = self._groups.get(gather.group).gather(tensor, gather.spec, gather.dim)
         self._promise(resolve(gather.into), gather.spec, finish)
         return []
 
     def _send(self, send: Send, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         tensor = self.store.get(resolve(send.buffer))
-        self._begun()
-        self._until_ns = self._group(send.group).send(tensor, send.peer, send.channel)
+        self._trace.ready()
+        self._trace.until(self._groups.get(send.group).send(tensor, send.peer, send.channel))
         return []
 
     def _receive(self, receive: Receive, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        finish = self._group(receive.group).receive(receive.spec, receive.peer, receive.channel)
+        finish = self._groups.get(receive.group).receive(receive.spec, receive.peer, receive.channel)
         self._promise(resolve(receive.buffer), receive.spec, finish)
         return []
 
     def _promise(self, number: int, spec: TensorSpec, finish: Finish) -> None:
         """Let a buffer be filled when somebody asks for it."""
         shape = torch.Size(spec.shape)
-        self.store.promise([number], Bucket([number], [shape], spec.size_bytes, finish, self._timed()))
-
-    def _begun(self) -> None:
-        """Note that what the instruction reads is there, so that it begins now; for the trace."""
-        if len(self.times_ns) % 2:
-            self.times_ns[-1] = time.monotonic_ns()
-
-    def _timed(self) -> Callable[[int], None]:
-        """Return what notes in the trace when that which the instruction has started was there."""
-        times, place = self.times_ns, len(self.times_ns)
-
-        def done(at_ns: int) -> None:
-            if 0 < place < len(times):
-                times[place] = max(times[place - 1], at_ns)
-
-        return done
+        self.store.promise([number], Bucket([number], [shape], spec.size_bytes, finish, self._trace.later()))
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
-        self._begun()
+        self._trace.ready()
         start_ns = time.monotonic_ns()
         self.frames_out = [bytes(frame) for frame in self.frames_out]  # answers that share memory with parameters
         if self._run.options:
@@ -378,28 +350,12 @@ class Machine:
         return [] if norm is None else [Scalars((norm,))]
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._groups[form.group] = form_group(form, self._channel, self._device.device, self.progress, self._wires)
+        self._groups.form(form)
         return []
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._leave(leave.group)
+        self._groups.leave(leave.group)
         return []
-
-    def _leave(self, number: int) -> None:
-        """Leave a group, and let the client tell those who wait there."""
-        self._lost.pop(number, None)
-        self._channel.say(Left(number))
-        group = self._groups.pop(number, None)
-        if group is not None:
-            group.close()
-
-    def _group(self, number: int) -> Group:
-        group = self._groups.get(number)
-        if number in self._lost:
-            raise Poisoned(self._lost[number])
-        if group is None:
-            raise PeerLost(f"this worker is not, or no longer, in group {number}")
-        return group
 
     def _definition(self, number: int, kind: type[Any]) -> Any:
         found = self._definitions.get(number)
@@ -429,11 +385,6 @@ class Machine:
 
 def _same(reference: int) -> int:
     return reference
-
-
-def _groups_of(routine: Routine) -> tuple[int, ...]:
-    """Return the groups that a routine uses."""
-    return tuple({step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather)})
 
 
 def _frame_count(instruction: Instruction) -> int:

@@ -328,7 +328,7 @@ def trainer(pool: Pool, sync: Any) -> onebox.Trainer:
 @pytest.mark.parametrize("instruction", ["put", "call", "reduce", "optimizerstep"])
 def test_one_clear_error_and_the_pool_is_whole(open_pool: OpenPool, sync: Any, instruction: str) -> None:
     """The first failure is what every later call tells of; another trainer on the same pool works."""
-    pool = open_pool(2, faults={1: [Fault("error", instruction, {"put": 14}.get(instruction, 2))]})
+    pool = open_pool(2, faults={1: [Fault("error", instruction, {"put": 8}.get(instruction, 2))]})
     batch = torch.ones(8, 4), torch.ones(8, 3)
     with trainer(pool, sync) as broken:
         before_s = time.monotonic()

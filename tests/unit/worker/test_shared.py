@@ -71,6 +71,21 @@ def test_every_rank_gets_all_parts(size: int, dtype: str, sizes: list[int], data
         assert torch.equal(result, whole)
 
 
+def test_a_part_stays_until_its_own_rank_has_read_it_too() -> None:
+    def rank(number: int, group: SharedGroup) -> float:
+        first = group.reduce([torch.ones(1000)])
+        if number == 1:
+            total = first().tensor
+            group.send(torch.ones(1), 0, 0)
+        else:
+            group.receive(TensorSpec("float32", (1,)), 1, 0)()  # by now the other has read it
+            group.send(torch.zeros(1000), 1, 0)
+            total = first().tensor
+        return float(total.sum())
+
+    assert run_ranks(2, rank) == [2000.0, 2000.0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8"])
 def test_types_of_sums(dtype: str) -> None:
     values = torch.tensor([1, 2, 3]).to(DTYPES[dtype])
@@ -189,10 +204,10 @@ def test_nobody_waits_to_send_however_much_is_unread() -> None:
 
 def test_what_was_read_is_used_again() -> None:
     def rank(number: int, group: SharedGroup) -> int:
-        spec = TensorSpec("float32", (10_000,))
-        for step in range(200):
+        spec = TensorSpec("float32", (1000,))
+        for step in range(500):
             if number == 0:
-                group.send(torch.full((10_000,), float(step)), 1, 0)
+                group.send(torch.full((1000,), float(step)), 1, 0)
                 group.receive(TensorSpec("bool", ()), 1, 0)()
             else:
                 assert float(group.receive(spec, 0, 0)().tensor[-1]) == step
@@ -200,7 +215,7 @@ def test_what_was_read_is_used_again() -> None:
         assert group._outbox is not None
         return group._outbox._arena.backed_bytes
 
-    assert max(run_ranks(2, rank)) < 4 * 40_000
+    assert max(run_ranks(2, rank)) < 50_000, "a few tensors of 4,000 bytes, and some letters"
 
 
 def test_a_letter_or_sum_that_nobody_waits_for_holds_no_memory() -> None:
@@ -314,6 +329,38 @@ def test_what_a_rank_published_before_it_left_still_counts() -> None:
         return float(wait().tensor)
 
     assert run_ranks(2, rank)[0] == 2.0
+
+
+@pytest.mark.parametrize("moment", ["find", "_watch"])
+def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
+    """The reader has looked and found nothing; then the other sends and leaves, or ends, before the reader gives up."""
+    looked, left = threading.Event(), threading.Event()
+
+    def rank(number: int, group: SharedGroup) -> float:
+        if number == 1:
+            assert looked.wait(10)
+            group.send(torch.ones(1), 0, 0)
+            group.close()
+            left.set()
+            return 0.0
+        inbox = group._inboxes[1]
+        original = getattr(inbox, moment)
+
+        def last_moment(*arguments: int) -> object:
+            found = original(*arguments)
+            if not looked.is_set():
+                looked.set()
+                assert left.wait(10)
+                if moment == "_watch":
+                    raise PeerLost("the process is gone")
+            return found
+
+        finish = group.receive(TensorSpec("float32", (1,)), 1, 0)
+        setattr(inbox, moment, last_moment)
+        inbox.wait(0, 1)
+        return float(finish().tensor)
+
+    assert run_ranks(2, rank)[0] == 1.0
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_allowed() -> None:

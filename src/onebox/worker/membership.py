@@ -1,0 +1,80 @@
+"""The groups that a worker is in, and why it is no longer in others."""
+
+from __future__ import annotations
+
+import torch
+
+from onebox.wire.messages import Failure, FormGroup, Gather, Left, Receive, Reduce, Routine, Send
+from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
+from onebox.worker.store import Poisoned
+from onebox.worker.tape import Progress
+
+
+class Memberships:
+    """Groups by their numbers.
+
+    Args:
+        channel: To the client.
+        device: Where tensors live.
+        progress: Marked during waits.
+    """
+
+    def __init__(self, channel: ClientChannel, device: torch.device, progress: Progress) -> None:
+        self._channel = channel
+        self._device = device
+        self._progress = progress
+        self._groups: dict[int, Group] = {}
+        self._lost: dict[int, Failure] = {}
+        self._wires = Wires()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The groups that this worker is in."""
+        return tuple(self._groups)
+
+    def form(self, form: FormGroup) -> None:
+        """Join a group.
+
+        Raises:
+            PeerLost: The others did not come in time.
+        """
+        self._groups[form.group] = form_group(form, self._channel, self._device, self._progress, self._wires)
+
+    def get(self, number: int) -> Group:
+        """Return a group.
+
+        Raises:
+            Poisoned: This worker has left it because of a failure.
+            PeerLost: It is not in it.
+        """
+        if number in self._lost:
+            raise Poisoned(self._lost[number])
+        group = self._groups.get(number)
+        if group is None:
+            raise PeerLost(f"this worker is not, or no longer, in group {number}")
+        return group
+
+    def leave(self, number: int) -> None:
+        """Leave a group, and let the client tell those who wait there."""
+        self._lost.pop(number, None)
+        self._channel.say(Left(number))
+        group = self._groups.pop(number, None)
+        if group is not None:
+            group.close()
+
+    def abandon(self, number: int, failure: Failure) -> None:
+        """Leave a group in which this worker cannot do its part, unless it has done so before."""
+        if number not in self._lost:
+            self.leave(number)
+            self._lost[number] = failure
+
+    def close(self) -> None:
+        """Leave all groups without a word."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+def groups_of(routine: Routine) -> tuple[int, ...]:
+    """Return the groups that a routine uses."""
+    return tuple({step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather)})
