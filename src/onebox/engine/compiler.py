@@ -15,6 +15,7 @@ from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
 from onebox.engine.routine import StepRoutine
+from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
@@ -79,6 +80,20 @@ class Captures:
             with _CAPTURING:
                 self._traced[key] = self._capture(batch, size, train=train, halves=halves)
         return self._traced[key]
+
+    def segments(self, batch: Batch, size: int) -> tuple[str, ...]:
+        """Return the names of the model's segments."""
+        return self.traced(batch, size, train=True, halves=True).segments
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Parameters whose gradients are wanted."""
+        return self._recipe.trained
+
+    def state_specs(self) -> dict[str, TensorSpec]:
+        """Return what each parameter and buffer of the model and the loss is, by name."""
+        state = named_state(self._recipe.model, self._recipe.loss, lambda: 0)
+        return {name: state.spec(name) for name in state.tensors}
 
     def _capture(self, batch: Batch, size: int, *, train: bool, halves: bool) -> TracedModel:
         recipe = self._recipe
@@ -202,6 +217,15 @@ class Compiler:
         if plan.whole:  # nothing depends on how a batch is divided: each replica takes its part at once
             plan = Plan(stages=plan.stages, sync=plan.sync)
         return self._compile(batch, plan, train=False)
+
+    def constant_bytes(self, batch: Batch) -> dict[int, int]:
+        """Return the bytes of the constants that training with a batch puts on each worker, by number of the buffer."""
+        found: dict[int, int] = {}
+        for size in {part.size for part in self._plan.micro_batches(batch.size)}:
+            tensors = self._model(batch, size, train=True).constants
+            for name, number in self._numbers_of_constants(batch, size, train=True).items():
+                found[number] = tensors[name].nbytes
+        return found
 
     def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
         key = (batch.signature(batch.size), train)

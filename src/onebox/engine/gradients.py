@@ -12,7 +12,7 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import ModelPrograms, NamedProgram, Port, add_all, split, square_norm, zeros
 from onebox.plan import Action
-from onebox.wire import TensorSpec
+from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Free, OptimizerStep, Reduce
 
 
@@ -69,6 +69,13 @@ class Gradients:
             if len(holdings.holders[name]) > 1:
                 shared.setdefault(holdings.holders[name], []).append(name)
         self.buckets = {members: fill_buckets(names, self.specs) for members, names in shared.items()}
+        self._additions: dict[tuple[str, ...], Program] = {}
+
+    def addition(self, names: tuple[str, ...]) -> Program:
+        """Return the program that adds up gradients of some parameters, one for all micro-batches."""
+        if names not in self._additions:
+            self._additions[names] = add_all([self.specs[name] for name in names])
+        return self._additions[names]
 
     def begin(
         self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: Job, exchanges: Exchanges
@@ -209,7 +216,7 @@ class WorkerGradients:
         if again:
             old = [self._shared.sums[name] for name in again]
             new = [self._shared.fresh[name] for name in again]
-            program = add_all([self._shared.specs[name] for name in again])
+            program = self._shared.addition(tuple(again))
             self._builder.call(program, [*old, *new], old, Label("accumulate"), takes=range(2 * len(old)))
         self._begun.update(names)
         for name in names:
@@ -223,15 +230,15 @@ class WorkerGradients:
 
     def finish(self) -> None:
         """Clip and apply the gradients."""
-        if self._shared.max_norm and self._everybody is not None:
-            self._sum_norms(self._everybody)
-        if not self._held:
-            return
-        gradients = tuple(self._shared.sums[name] for name in self._held)
         norm = self._shared.norm if self._everybody is not None and self._shared.max_norm else 0
-        step = OptimizerStep(self._shared.numbers.optimizer, gradients, self._shared.max_norm, norm)
-        self._builder.add(step, Label("optimizer", "compute"))
-        self._builder.add(Free((*gradients, *((norm,) if norm else ()))), Label("free"))
+        if self._everybody is not None and norm:
+            self._sum_norms(self._everybody)
+        gradients = tuple(self._shared.sums[name] for name in self._held)
+        if gradients:
+            step = OptimizerStep(self._shared.numbers.optimizer, gradients, self._shared.max_norm, norm)
+            self._builder.add(step, Label("optimizer", "compute"))
+        if left := (*gradients, *((norm,) if norm else ())):
+            self._builder.add(Free(left), Label("free"))
 
     @property
     def _everybody(self) -> int | None:

@@ -57,7 +57,8 @@ class Holdings:
 
 def find_holdings(plan: Plan, model: ModelPrograms) -> Holdings:
     """Return who holds what under a plan, given the programs of its stages."""
-    stages = tuple(tuple(d for replica in stage.replicas for d in replica) for stage in plan.stages)
+    parts = [{d for replica in stage.replicas for d in replica} for stage in plan.stages]
+    stages = tuple(tuple(d for d in plan.devices if d in part) for part in parts)  # one order for equal sets
     needed: dict[str, set[int]] = {}
     makers: dict[str, set[int]] = {}
     for phase, part in model.phases.items():

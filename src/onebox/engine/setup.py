@@ -11,7 +11,9 @@ from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.compiler import Captures, Compiler
 from onebox.engine.holdings import Members
+from onebox.engine.ledger import peak_of
 from onebox.engine.remote import RemoteState
+from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
 from onebox.plan import Plan, Sync
 from onebox.pool import Pool
@@ -71,6 +73,8 @@ class Ready:
         self, plan: Plan, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch, max_norm: float
     ) -> None:
         self.plan = plan
+        self._remote = remote
+        self._factor, self._fixed_bytes = optimizer_factor(remote.optimizer)
         self.compiler = Compiler(pool, plan, captures, remote.new_number)
         self._pool = pool
         self._groups: dict[Members, int] = {}
@@ -78,6 +82,7 @@ class Ready:
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
         with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
         trained = tuple(name for name in remote.wanted if name in with_gradient)
+        self._holdings, self._trained = holdings, trained
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
         remote.upload(holdings.holders)
         parted = any(holdings.holders[name] != holdings.devices for name in trained)
@@ -98,6 +103,28 @@ class Ready:
                 self.close()
             raise
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = remote.checks()
+
+    def peaks(self, batch: Batch) -> dict[int, int]:
+        """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone."""
+        compiled = self.compiler.step(batch)
+        leaves = {
+            (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
+            for part in compiled.micro_batches
+            for leaf, tensor in enumerate(batch.leaves)
+        }
+        constants = self.compiler.constant_bytes(batch)
+        state = self._remote.named
+        found = {}
+        for worker, routine in compiled.routines.items():
+            held = {state.numbers[n]: state.spec(n).size_bytes for n in self._holdings.held_by(worker, state.tensors)}
+            trained = [state.spec(name).size_bytes for name in self._holdings.held_by(worker, self._trained)]
+            found[worker] = peak_of(
+                routine,
+                held={**held, **constants},
+                leaves=leaves,
+                optimizer_bytes=int(self._factor * sum(trained)) + self._fixed_bytes * len(trained),
+            )
+        return found
 
     def close(self) -> None:
         """Leave the groups."""

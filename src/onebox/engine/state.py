@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,3 +139,22 @@ def state_entries(
         for name, key, value in known
     )
     return entries, [value for _, _, value in known if isinstance(value, Tensor)]
+
+
+def optimizer_factor(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
+    """Return what an optimizer's state takes, by trying it on a parameter.
+
+    Returns:
+        Its bytes as a multiple of those of its parameters, and the bytes that each parameter adds whatever its size.
+    """
+    parameter = nn.Parameter(torch.zeros(1 << 12))
+    group = optimizer.param_groups[0]
+    known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach"}
+    options = {key: group[key] for key in optimizer.defaults if key in group and key in known}
+    tried = type(optimizer)([parameter], **options)
+    parameter.grad = torch.zeros_like(parameter)
+    tried.step()
+    state: Mapping[str, Any] = tried.state[parameter]
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    fixed = sum(value.nbytes for value in tensors if not value.dim())
+    return sum(value.nbytes for value in tensors if value.dim()) / parameter.nbytes, fixed

@@ -42,6 +42,15 @@ class Statistics:
             if len(members) > 1:
                 self._sort(stage)
         self.moved = {name: numbers.new() for names in self.affine.values() for name in names}
+        self._decays: dict[tuple[int, int], Program] = {}
+
+    def decay(self, stage: int, times: int) -> Program:
+        """Return the program that decays the buffers of a stage by so many micro-batches."""
+        if (stage, times) not in self._decays:
+            names = self.affine[stage]
+            factors = [self.model.updates[name].decay ** times for name in names]
+            self._decays[stage, times] = scale_all([self.specs[name] for name in names], factors)
+        return self._decays[stage, times]
 
     def _sort(self, stage: int) -> None:
         """Sort the buffers that a replicated stage changes by the kind of their update."""
@@ -123,8 +132,7 @@ class WorkerStatistics:
         if not times:
             return
         numbers = [self.moved[name] for name in names]
-        factors = [self._shared.model.updates[name].decay ** times for name in names]
-        program = scale_all([self._shared.specs[name] for name in names], factors)
+        program = self._shared.decay(stage, times)
         self._builder.call(program, numbers, numbers, Label("statistics"), takes=range(len(numbers)))
 
     def finish(self) -> None:

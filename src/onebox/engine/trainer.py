@@ -128,7 +128,7 @@ class Trainer:
             device_type="cuda" if "cuda" in kinds else "cpu",
             trained=frozenset(self._remote.wanted),
         )
-        self._captures = Captures(recipe)
+        self.captures = Captures(recipe)
 
     def __enter__(self) -> Self:
         return self
@@ -370,6 +370,17 @@ class Trainer:
         self._require_open()
         return self._remote.memory()
 
+    def predicted_memory(self, inputs: Any, targets: Any) -> dict[int, int]:
+        """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
+
+        Args:
+            inputs: As for :meth:`step`.
+            targets: Likewise.
+        """
+        self._require_open()
+        batch = as_batch(inputs, targets)
+        return self._set_up(batch).peaks(batch)
+
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
         return [event for trace in self._traces for event in trace.events()]
@@ -396,7 +407,7 @@ class Trainer:
         """Plan and compile, with the first batch."""
         if self._ready is None:
             clip = self.clip_grad_norm or 0.0
-            self._ready = set_up(self._request, self.pool, self._captures, self._remote, batch, clip)
+            self._ready = set_up(self._request, self.pool, self.captures, self._remote, batch, clip)
             self.plan = self._ready.plan
         return self._ready
 

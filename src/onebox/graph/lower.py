@@ -131,7 +131,7 @@ class _Builder:
             wanted = node if isinstance(made, Tensor) else _picker(node, index)
             if wanted is None or not isinstance(value, Tensor):
                 outs.append(None)
-                specs.append(None)
+                specs.append(_spec(value, node) if isinstance(value, Tensor) else None)
             else:
                 outs.append(self._slot(wanted))
                 specs.append(_spec(value, node))

@@ -144,7 +144,9 @@ class TracedModel:
                 continue
             stage = place[self._segments.of[node]]
             if node not in self._ahead:  # a gradient goes from later stages to earlier ones
-                stage = min([stage, *(stage_of[source] for source in _behind(node, self._ahead, stage_of))])
+                behind = [stage_of[source] for source in _behind(node, self._ahead, stage_of)]
+                # What adds up the gradients of one value stays where they are made: their sum travels, not each of them.
+                stage = min(behind) if behind and accumulates(node) else min([stage, *behind])
             stage_of[node] = stage
         changed = {str(port.name): canonical(node) for node, port in self._kept if port.kind == "update"}
         owner = {

@@ -1,0 +1,213 @@
+"""Profiling: a model's segments, timed on the devices of a pool by training with each segment as a stage of its own.
+
+There is no second way of running a model: the plan of a profile has as many stages as the model has segments, all on
+one device, and a table that runs them one after the other. All devices of a pool train at once, as they will later, so
+that cores, caches and memory are shared as they will be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from onebox.cost.model import ModelProfile, SegmentTimes
+from onebox.engine.batch import as_batch
+from onebox.engine.compiler import Captures
+from onebox.engine.results import Event
+from onebox.engine.segment_bytes import model_bytes
+from onebox.engine.state import optimizer_factor
+from onebox.engine.trainer import Trainer
+from onebox.errors import UsageError
+from onebox.graph import Loss, Precision
+from onebox.plan import Action, Plan, Schedule, Stage
+from onebox.pool import DeviceInfo, Pool, open_pool
+
+_WARM = 2
+_STEPS = 6
+_MICRO_BATCHES = 2
+"""Of each step; so that gradients are accumulated, as they are in a pipeline."""
+
+_LEAST_S = 1e-7
+"""What nothing takes: a time has to be positive."""
+
+
+def device_type(device: DeviceInfo) -> str:
+    """Return under which name the times of a device are known; a device that only emulates is known as what it is."""
+    if device.kind == "sim":
+        return "cpu"
+    return device.kind if device.kind == "cpu" else device.name
+
+
+def profile_model(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    *,
+    pool: Pool,
+    sizes: Sequence[int],
+    precision: Precision = "fp32",
+) -> ModelProfile:
+    """Measure a model's segments.
+
+    Args:
+        model: The model.
+        loss: The loss.
+        optimizer: Its optimizer; nothing is changed.
+        inputs: A batch, from which micro-batches are cut.
+        targets: Likewise.
+        pool: Where it is measured, on each device. A ``sim`` device is taken for a core of this machine.
+        sizes: Samples of a micro-batch: one or more sizes.
+        precision: As for :class:`~onebox.engine.Trainer`.
+
+    Raises:
+        UsageError: A size is not in the batch.
+        OneboxError: The model cannot be captured, or does not fit.
+    """
+    batch = as_batch(inputs, targets)
+    if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
+        raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
+    measured: dict[str, list[SegmentTimes]] = {}
+    real = [device.number for device in pool.devices if device.kind != "sim"]
+    captures = None
+    for size in sorted(set(sizes)):
+        samples = torch.arange(size * _MICRO_BATCHES) % batch.size
+        small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
+        runs = _Runs(model, loss, optimizer, small, size, precision, captures)
+        captures = runs.captures
+        if real:
+            times = runs.measure(pool, real)
+        else:
+            with open_pool("cpu", threads=1) as own:
+                times = runs.measure(own, [0])
+        for kind, found in times.items():
+            measured.setdefault(kind, []).append(found)
+    return ModelProfile(bytes=runs.bytes(), times={kind: tuple(found) for kind, found in measured.items()})
+
+
+class _Runs:
+    """Profiling runs for one size of a micro-batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        small: tuple[Any, Any],
+        size: int,
+        precision: Precision,
+        captures: Captures | None,
+    ) -> None:
+        self._arguments = (model, loss, optimizer)
+        self._small = small
+        self._size = size
+        self._precision = precision
+        self.captures = captures
+        self._names: tuple[str, ...] = ()
+
+    def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
+        """Train on each device at once; return the times of each type of device."""
+        trainers: list[Trainer] = []
+        try:
+            for device in devices:
+                trainers.append(self._trainer(pool, device))
+            for _ in range(_WARM + _STEPS):
+                running = [trainer.step(*self._small) for trainer in trainers]
+                for loss in running:
+                    loss.values()
+            found: dict[str, list[SegmentTimes]] = {}
+            for trainer, device in zip(trainers, devices, strict=True):
+                info = pool.devices[device]
+                events = [event for event in trainer.events() if event.step >= _WARM]
+                found.setdefault(device_type(info), []).append(self._times(events, info.speed))
+        finally:
+            for trainer in trainers:
+                trainer.close()
+        return {kind: _median_of(times) for kind, times in found.items()}
+
+    def _trainer(self, pool: Pool, device: int) -> Trainer:
+        if self.captures is None:
+            with Trainer(*self._arguments, pool=pool, precision=self._precision) as probe:
+                self.captures = probe.captures
+        self._names = self.captures.segments(as_batch(*self._small), self._size)
+        plan = _one_by_one(self._names, device, self._size)
+        trainer = Trainer(*self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0)
+        trainer.captures = self.captures
+        return trainer
+
+    def _times(self, events: Sequence[Event], speed: float) -> SegmentTimes:
+        by_action: dict[tuple[str, int], list[float]] = {}
+        for event in events:
+            if event.action is not None:
+                key = (event.action.kind, event.action.stage)
+                by_action.setdefault(key, []).append((event.end_ns - event.start_ns) / 1e9 * speed)
+
+        def taken(kind: str, index: int) -> float:
+            return statistics.median(by_action.get((kind, index), [_LEAST_S]))
+
+        updates = [(e.end_ns - e.start_ns) / 1e9 * speed for e in events if e.name == "optimizer"]
+        return SegmentTimes(
+            size=self._size,
+            seconds=tuple(
+                (taken("F", index), taken("I", index), taken("W", index)) for index in range(len(self._names))
+            ),
+            update_s=statistics.median(updates) if updates else 0.0,
+            call_s=_call_s(events),
+        )
+
+    def bytes(self) -> Any:
+        """Return what follows from the graph alone."""
+        assert self.captures is not None
+        batch = as_batch(*self._small)
+        model = self.captures.traced(batch, self._size, train=True, halves=True).divide([[n] for n in self._names])
+        return model_bytes(
+            model,
+            self._names,
+            self._size,
+            state=self.captures.state_specs(),
+            trained=self.captures.trained,
+            optimizer_factor=optimizer_factor(self._arguments[2])[0],
+        )
+
+
+def _one_by_one(names: Sequence[str], device: int, size: int) -> Plan:
+    """Return the plan in which one device runs every segment as a stage."""
+    stages = tuple(Stage(segments=(name,), replicas=((device,),), shares=(1.0,)) for name in names)
+    row: list[Action] = []
+    for micro_batch in range(_MICRO_BATCHES):
+        row += [Action("F", stage, micro_batch) for stage in range(len(names))]
+        for stage in reversed(range(len(names))):
+            row += [Action("I", stage, micro_batch), Action("W", stage, micro_batch)]
+    table = Schedule(rows={device: tuple(row)}).lines()
+    return Plan(stages=stages, micro_batch=size, schedule="table", table=table)
+
+
+def _call_s(events: Iterable[Event]) -> float:
+    """Return the median time between the end of an action and the start of the next."""
+    actions = sorted((e for e in events if e.action is not None), key=lambda e: e.start_ns)
+    gaps = [
+        (later.start_ns - earlier.end_ns) / 1e9
+        for earlier, later in itertools.pairwise(actions)
+        if earlier.step == later.step
+    ]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _median_of(times: Sequence[SegmentTimes]) -> SegmentTimes:
+    """Return the medians over devices of one type."""
+    return SegmentTimes(
+        size=times[0].size,
+        seconds=tuple(
+            tuple(statistics.median(values) for values in zip(*segment, strict=True))
+            for segment in zip(*(found.seconds for found in times), strict=True)
+        ),
+        update_s=statistics.median(found.update_s for found in times),
+        call_s=statistics.median(found.call_s for found in times),
+    )

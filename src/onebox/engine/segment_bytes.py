@@ -1,0 +1,150 @@
+"""What follows from the graph of a model alone: bytes of its segments, and of what goes between them. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from onebox.cost import footprint
+from onebox.cost.model import CrossingValue, ModelBytes, SegmentBytes, TiedParameter
+from onebox.graph import ModelPrograms, NamedProgram, Phase, Port
+from onebox.wire import TensorSpec
+
+_BEHIND = ("I", "W")
+
+
+def model_bytes(
+    model: ModelPrograms,
+    names: tuple[str, ...],
+    size: int,
+    *,
+    state: Mapping[str, TensorSpec],
+    trained: frozenset[str],
+    optimizer_factor: float,
+) -> ModelBytes:
+    """Return the bytes of a model's segments.
+
+    Args:
+        model: Its programs, divided so that each segment is a stage, with backward in halves.
+        names: The segments.
+        size: Samples of the micro-batch that the programs are for.
+        state: What each parameter and buffer is.
+        trained: Parameters that have gradients.
+        optimizer_factor: Bytes of an optimizer's state, as a multiple of those of its parameters.
+    """
+    table = _Table(model)
+    readers: dict[str, set[int]] = defaultdict(set)
+    for phase, part in model.phases.items():
+        for port in (*part.inputs, *part.outputs):
+            if port.kind in ("parameter", "buffer", "gradient", "update"):
+                readers[str(port.name)].add(phase.stage)
+
+    def held(name: str) -> tuple[int, int]:
+        size_bytes = state[name].size_bytes
+        if name not in trained:
+            return 0, size_bytes
+        return size_bytes, int(size_bytes * (2 + optimizer_factor))
+
+    segments = []
+    for index, name in enumerate(names):
+        own = [held(key) for key, found in readers.items() if found == {index}]
+        segments.append(
+            SegmentBytes(
+                name=name,
+                parameter_bytes=sum(parameter for parameter, _ in own),
+                state_bytes=sum(total for _, total in own),
+                saved_bytes=table.saved(index),
+                late_bytes=table.late(index),
+                forward_work_bytes=_work(table.part(index, "F")),
+                backward_work_bytes=max(_work(table.part(index, kind)) for kind in _BEHIND),
+            )
+        )
+    ties = [
+        TiedParameter(name=key, segments=tuple(sorted(found)), parameter_bytes=held(key)[0], state_bytes=held(key)[1])
+        for key, found in sorted(readers.items())
+        if len(found) > 1
+    ]
+    programs = [(phase.stage, phase.kind, part.program) for phase, part in sorted(model.phases.items())]
+    return ModelBytes(
+        graph=hashlib.blake2b(msgspec.msgpack.encode((names, programs)), digest_size=16).hexdigest(),
+        size=size,
+        segments=tuple(segments),
+        values=tuple(table.crossings()),
+        ties=tuple(ties),
+    )
+
+
+def _work(part: NamedProgram) -> int:
+    """Return what a program needs at most beyond its inputs and its outputs."""
+    made = sum(spec.size_bytes for port, spec in part.specs().items() if port.kind != "update")
+    return max(0, footprint(part.program).peak_bytes - made)
+
+
+class _Table:
+    """Who makes and who reads which value."""
+
+    def __init__(self, model: ModelPrograms) -> None:
+        self._model = model
+        self.makers: dict[Port, Phase] = {}
+        self.sizes: dict[Port, int] = {}
+        self.readers: dict[Port, list[Phase]] = defaultdict(list)
+        for phase, part in model.phases.items():
+            if phase.kind == "B":
+                continue
+            for port, spec in part.specs().items():
+                if port.kind == "value":
+                    self.makers[port] = phase
+                    self.sizes[port] = spec.size_bytes
+            for port, spec in zip(part.inputs, part.program.inputs, strict=True):
+                if port.kind in ("value", "leaf"):
+                    self.readers[port].append(phase)
+                    self.sizes.setdefault(port, spec.size_bytes)
+
+    def part(self, index: int, kind: str) -> NamedProgram:
+        """Return a program of a segment."""
+        return self._model.of(index, kind)  # type: ignore[arg-type]
+
+    def saved(self, index: int) -> int:
+        """Return the bytes that a segment's forward makes, or reads of the batch, for backward."""
+        total = 0
+        for port, phases in self.readers.items():
+            behind = any(phase.kind in _BEHIND for phase in phases)
+            made_here = self.makers.get(port) == Phase(index, "F")
+            read_here = port.kind == "leaf" and any(p.stage == index and p.kind in _BEHIND for p in phases)
+            total += self.sizes[port] if behind and (made_here or read_here) else 0
+        return total
+
+    def late(self, index: int) -> int:
+        """Return the bytes that a segment's weight gradient reads."""
+        ports = self.part(index, "W").inputs
+        return sum(self.sizes[port] for port in ports if port.kind in ("value", "leaf"))
+
+    def crossings(self) -> list[CrossingValue]:
+        """Return what goes between segments."""
+        found = []
+        for port, maker in self.makers.items():
+            others = {phase.stage for phase in self.readers[port]} - {maker.stage}
+            if not others:
+                continue
+            size = self.sizes[port]
+            if maker.kind == "F":
+                kept = any(phase.kind in _BEHIND and phase.stage != maker.stage for phase in self.readers[port])
+                later = tuple(sorted(other for other in others if other > maker.stage))
+                if later:
+                    found.append(
+                        CrossingValue(
+                            source=maker.stage, consumers=later, forward_bytes=size, backward_bytes=0, kept=kept
+                        )
+                    )
+            else:
+                found += [
+                    CrossingValue(
+                        source=other, consumers=(maker.stage,), forward_bytes=0, backward_bytes=size, kept=False
+                    )
+                    for other in sorted(others)
+                    if other < maker.stage
+                ]
+        return found
