@@ -39,7 +39,8 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        places = [place for place in (tempfile.gettempdir(), "/tmp", "/dev/shm") if len(place) < _LONGEST]
+        candidates = dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm"))
+        places = [place for place in candidates if len(os.fsencode(place)) <= _LONGEST]
         for place in places:
             with contextlib.suppress(OSError):
                 self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # with mode 0700

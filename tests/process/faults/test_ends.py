@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from onebox.wire import new_keys
+from onebox.worker import WorkerConfig
 from tests.process.faults.scripts import START_S, Script, gone, happens
 
 INTERRUPTED_S = 5.0
@@ -135,6 +140,18 @@ with pools[0] as pool:
 """
     with Script(tmp_path, body) as script:
         assert script.end(START_S) == (0, "trained\n", "")
+
+
+def test_a_worker_whose_owner_has_ended_meanwhile_does_not_start() -> None:
+    """Its owner may end before the worker can watch it; then its parent is another process."""
+    keys = new_keys()
+    config = WorkerConfig("cpu", 1, keys.public, keys.secret, keys.public, owner=1)
+    command = [sys.executable, "-P", "-m", "onebox.worker"]
+    words = msgspec.json.encode(config) + b"\n"
+    ended = subprocess.run(command, input=words, capture_output=True, timeout=START_S, check=False)
+    assert ended.returncode == 1
+    assert b"process 1, which started this worker, has ended" in ended.stderr
+    assert ended.stdout == b""
 
 
 def test_forked_children_leave_the_pool_to_their_parent(tmp_path: Path) -> None:
