@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
 
 from onebox.plan.instance import Instance
 from onebox.plan.memory import peak, state_bytes
@@ -13,7 +15,24 @@ from onebox.plan.simulate import finish
 PLAY_S = 1e-6
 """Nominal seconds that the simulator takes for an action, memory included; measured on a 2-core virtual machine."""
 
+KEPT = 3
+"""Of how many of the best drafts the critical path is worked on."""
+
 Rows = list[list[Action]]
+
+
+class Candidate(NamedTuple):
+    """Rows and what they are worth; the less, the better.
+
+    Args:
+        score: Bytes that are lacking, and seconds of the step.
+        rows: The rows.
+        over: Bytes that each device lacks.
+    """
+
+    score: tuple[float, float]
+    rows: Rows
+    over: list[int]
 
 
 class Search:
@@ -27,30 +46,40 @@ class Search:
     def __init__(self, instance: Instance, budget_s: float) -> None:
         self.instance = instance
         self.left_s = budget_s
-        self.rows: Rows = []
-        self.score: tuple[float, float] = (float("inf"), float("inf"))
         self.actions = 3 * sum(len(instance.slots[slot].members) for slot in instance.slot_of)
+        self._kept: list[Candidate] = []
         self._state = state_bytes(instance)
         self._capacity = [instance.work.capacity_bytes.get(device) for device in instance.devices]
-        self._over: list[int] = []
         self._bound_s = lower_bound_s(instance)
+
+    @property
+    def rows(self) -> Rows:
+        """The best rows."""
+        return self._kept[0].rows
 
     @property
     def perfect(self) -> bool:
         """Whether no schedule can be better."""
-        return self.score[0] == 0 and self.score[1] <= self._bound_s * (1 + 1e-9)
+        return bool(self._kept) and self._kept[0].score <= (0.0, self._bound_s * (1 + 1e-9))
 
     def spend(self, seconds: float) -> None:
         """Take nominal seconds from the budget."""
         self.left_s -= seconds
 
     def consider(self, rows: Sequence[Sequence[Action]]) -> None:
-        """Keep rows if they are better than the best so far: first by the memory that they lack, then by time."""
+        """Keep rows if they are among the best so far: first by the memory that they lack, then by time.
+
+        Args:
+            rows: The actions of each device, which do not wait for ever.
+        """
         self.spend(PLAY_S * self.actions)
         over = [self._lacks(device, row) for device, row in enumerate(rows)]
         score = (sum(over), self._step_s(play(self.instance, rows)))
-        if score < self.score:
-            self.rows, self.score, self._over = [list(row) for row in rows], score, over
+        self._keep(Candidate(score, [list(row) for row in rows], over))
+
+    def _keep(self, candidate: Candidate) -> None:
+        if all(candidate.score != other.score for other in self._kept):
+            self._kept = sorted([*self._kept, candidate], key=lambda kept: kept.score)[:KEPT]
 
     def _lacks(self, device: int, row: Sequence[Action]) -> int:
         capacity = self._capacity[device]
@@ -61,79 +90,99 @@ class Search:
         return max([*played.free, *(update.end_s for update in updates)])
 
     def improve(self) -> None:
-        """Move single actions on the critical path as long as that helps and the budget lasts."""
-        better = True
-        while better and self.left_s > 0 and not self.perfect:
-            better = any(self._try(device, old, new) for device, old, new in self._moves())
-        self._join()
+        """Work on the critical paths of the best candidates, then on changed copies of the best one, while it lasts."""
+        for candidate in tuple(self._kept):
+            self._keep(self._climb(candidate))
+        random = Random(0)  # a schedule is to be the same every time
+        while self.left_s > 0 and not self.perfect and any(len(row) > 1 for row in self.rows):
+            self._keep(self._climb(self._shake(self._kept[0], random)))
+        self._kept = [self._join(self._kept[0])]
 
-    def _try(self, device: int, old: int, new: int) -> bool:
-        """Move an action within its row, and keep that if it is better."""
-        if self.left_s <= 0:
-            return False
-        row = self.rows[device]
-        changed = row[:old] + row[old + 1 :]
-        changed.insert(new, row[old])
-        return self._replace(device, changed)
+    def _climb(self, candidate: Candidate) -> Candidate:
+        """Move single actions on the critical path as long as that helps."""
+        while self.left_s > 0 and not self.perfect:
+            better = next((found for found in self._neighbours(candidate) if found.score < candidate.score), None)
+            if better is None:
+                break
+            candidate = better
+        return candidate
 
-    def _replace(self, device: int, row: list[Action], *, equal: bool = False) -> bool:
-        """Take a row instead of the present one if that is better (or, if wanted, as good)."""
+    def _neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
         self.spend(PLAY_S * self.actions)
-        lacks = self._lacks(device, row)
-        over = self.score[0] - self._over[device] + lacks
-        if over > self.score[0]:
-            return False
-        rows = [*self.rows[:device], row, *self.rows[device + 1 :]]
+        played = play(self.instance, candidate.rows)
+        for device, old, new in moves(self.instance, candidate.rows, played):
+            if self.left_s <= 0:
+                return
+            row = list(candidate.rows[device])
+            row.insert(new, row.pop(old))
+            found = self._replace(candidate, device, row)
+            if found is not None:
+                yield found
+
+    def _shake(self, candidate: Candidate, random: Random) -> Candidate:
+        """Exchange a few random neighbours."""
+        for _ in range(4):
+            device = random.choice([number for number, row in enumerate(candidate.rows) if len(row) > 1])
+            row = list(candidate.rows[device])
+            place = random.randrange(len(row) - 1)
+            if may_swap(self.instance, row[place], row[place + 1]):
+                row[place], row[place + 1] = row[place + 1], row[place]
+                candidate = self._replace(candidate, device, row) or candidate
+        return candidate
+
+    def _replace(self, candidate: Candidate, device: int, row: list[Action]) -> Candidate | None:
+        """Return a candidate with another row; nothing if it would wait for ever or lack more memory."""
+        self.spend(PLAY_S * self.actions)
+        over = list(candidate.over)
+        over[device] = self._lacks(device, row)
+        if sum(over) > candidate.score[0]:
+            return None
+        rows = [*candidate.rows[:device], row, *candidate.rows[device + 1 :]]
         played = play(self.instance, rows)
         if any(done < len(other) for done, other in zip(played.done, rows, strict=True)):
-            return False  # it would wait for ever
-        score = (over, self._step_s(played))
-        if score < self.score or (equal and score <= self.score):
-            self.rows, self.score = rows, score
-            self._over[device] = lacks
-            return True
-        return False
+            return None
+        return Candidate((sum(over), self._step_s(played)), rows, over)
 
-    def _moves(self) -> Iterator[tuple[int, int, int]]:
-        """Yield moves (device, from, to) of an action to the front or the end of its critical block.
-
-        Between neighbours within a block of actions that follow one another without a gap on the critical path, an
-        exchange gains nothing; only one that changes what is first or last there may (Nowicki and Smutnicki 1996,
-        doi:10.1287/mnsc.42.6.797).
-        """
-        played = play(self.instance, self.rows)
-        for device, first, last in critical_blocks(self.instance, self.rows, played):
-            row = self.rows[device]
-            for place in range(first + 1, last + 1):
-                front = place
-                while front > first and may_swap(self.instance, row[front - 1], row[place]):
-                    front -= 1
-                if front < place:
-                    yield device, place, front
-            for place in range(last - 1, first - 1, -1):
-                end = place
-                while end < last and may_swap(self.instance, row[place], row[end + 1]):
-                    end += 1
-                if end > place + (place == first):  # the front's own exchange has been tried from the other side
-                    yield device, place, end
-
-    def _join(self) -> None:
+    def _join(self, candidate: Candidate) -> Candidate:
         """Join input and weight gradients that follow one another into whole backwards, where that costs nothing.
 
         A whole one takes less memory, and the device is asked once instead of twice.
         """
         if self.instance.grouped:
-            return
-        for device in range(len(self.rows)):
+            return candidate
+        for device, old in enumerate(candidate.rows):
             row: list[Action] = []
-            for action in self.rows[device]:
-                kind, stage, micro_batch = action
-                if kind == "W" and row and row[-1] == ("I", stage, micro_batch):
-                    row[-1] = Action("B", stage, micro_batch)
+            for action in old:
+                if action.kind == "W" and row and row[-1] == ("I", action.stage, action.micro_batch):
+                    row[-1] = Action("B", action.stage, action.micro_batch)
                 else:
                     row.append(action)
-            if len(row) < len(self.rows[device]):
-                self._replace(device, row, equal=True)
+            found = self._replace(candidate, device, row) if len(row) < len(old) else None
+            if found is not None and found.score <= candidate.score:
+                candidate = found
+        return candidate
+
+
+def moves(instance: Instance, rows: Rows, played: Played) -> Iterator[tuple[int, int, int]]:
+    """Yield moves (device, from, to) of an action to the front or the end of its block on the critical path.
+
+    A block is a run of actions without a gap on one device. To exchange neighbours within it gains nothing; only a
+    change of what is first or last there may (Nowicki and Smutnicki 1996, doi:10.1287/mnsc.42.6.797).
+    """
+    for device, first, last in critical_blocks(instance, rows, played):
+        row = rows[device]
+        for place in range(first + 1, last + 1):
+            front = place
+            while front > first and may_swap(instance, row[front - 1], row[place]):
+                front -= 1
+            if front < place:
+                yield device, place, front
+        for place in range(last - 1, first - 1, -1):
+            end = place
+            while end < last and may_swap(instance, row[place], row[end + 1]):
+                end += 1
+            if end > place + (place == first):  # the front's own exchange has been tried from the other side
+                yield device, place, end
 
 
 def may_swap(instance: Instance, early: Action, late: Action) -> bool:
@@ -196,13 +245,16 @@ def lower_bound_s(instance: Instance) -> float:
     """
     devices, call_s, smallest = instance.devices, instance.work.call_s, min(instance.scale)
     fastest = [float("inf")] * instance.stages
-    busy = [sum(stage.update_s.get(device, 0.0) for stage in instance.work.stages) for device in devices]
-    for key, slot in enumerate(instance.slot_of):
+    busy = [0.0] * len(devices)
+    for slot in instance.slots:
+        for member in slot.members:
+            busy[member] += instance.work.stages[slot.stage].update_s.get(devices[member], 0.0)
+    for key, number in enumerate(instance.slot_of):
         stage, micro_batch = divmod(key, instance.count)
         size = instance.scale[micro_batch]
-        fastest[stage] = min(fastest[stage], instance.seconds["F"][slot] * smallest + call_s)
-        for member in instance.slots[slot].members:
-            busy[member] += (instance.seconds["F"][slot] + instance.seconds["B"][slot]) * size + 2 * call_s
+        fastest[stage] = min(fastest[stage], instance.seconds["F"][number] * smallest + call_s)
+        for member in instance.slots[number].members:
+            busy[member] += (instance.seconds["F"][number] + instance.seconds["B"][number]) * size + 2 * call_s
     head = [0.0] * instance.stages
     for stage in range(instance.stages):
         ends = (end // instance.count for end, _ in instance.into[stage])

@@ -17,7 +17,7 @@ LIST_S = 4e-6
 
 
 def auto_schedule(
-    routes: Routes, work: Work, sizes: Sequence[float] | None = None, *, budget_s: float = 0.5
+    routes: Routes, work: Work, sizes: Sequence[float] | None = None, *, budget_s: float = 0.25
 ) -> Schedule:
     """Make a schedule for measured times, transfers and memory.
 

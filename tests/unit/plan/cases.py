@@ -120,7 +120,7 @@ def _work(draw: st.DrawFn, routes: Routes, edges: list[tuple[int, int]]) -> Work
         stages.append(
             StageWork(
                 **times,
-                update_s=dict.fromkeys(members, draw(st.sampled_from([0.0, 0.5]))),
+                update_s=dict.fromkeys(devices, draw(st.sampled_from([0.0, 0.5]))),  # also of those that might hold it
                 gradient_bytes=draw(size),
                 **{kind: draw(size) for kind in kinds},
             )
