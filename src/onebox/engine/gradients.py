@@ -10,7 +10,7 @@ from onebox.engine.exchanges import Exchange, Exchanges
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.job import Job, Numbers
 from onebox.engine.routine import Label, RoutineBuilder
-from onebox.graph import ModelPrograms, NamedProgram, Port, add_all, split, square_norm, zeros
+from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Free, OptimizerStep, Reduce
@@ -70,6 +70,14 @@ class Gradients:
                 shared.setdefault(holdings.holders[name], []).append(name)
         self.buckets = {members: fill_buckets(names, self.specs) for members, names in shared.items()}
         self._additions: dict[tuple[str, ...], Program] = {}
+        self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
+
+    def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
+        """Return a backward program in pieces, the same ones for all micro-batches."""
+        key = (id(program), tuple(ends))
+        if key not in self._pieces:
+            self._pieces[key] = (program, split(program, ends))  # kept alive, so that its id stays its own
+        return self._pieces[key][1]
 
     def addition(self, names: tuple[str, ...]) -> Program:
         """Return the program that adds up gradients of some parameters, one for all micro-batches."""
@@ -169,7 +177,7 @@ class WorkerGradients:
         ports = dict(zip(program.outputs, part.outputs, strict=True))
         place = {slot: inputs[port] for slot, port in enumerate(part.inputs)}
         mortal = set(takes)
-        pieces = split(program, self._ends(part, position))
+        pieces = self._shared.pieces(program, self._ends(part, position))
         for index, piece in enumerate(pieces):
             later = {slot for other in pieces[index + 1 :] for slot in other.inputs}
             for slot in piece.outputs:
