@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from onebox.plan import NAMED, Action, Routes, Work, auto_schedule, named_schedule, simulate, validate
 from onebox.plan.improve import lower_bound_s
 from onebox.plan.instance import instance_of
+from onebox.plan.play import play
 from tests.unit.plan.cases import Case, cases, edges_of, equal_links, even, work_for
 
 
@@ -141,3 +144,47 @@ def test_uneven_stages_and_links_gain_over_every_named_schedule() -> None:
     work = work_for(routes, seconds=seconds, size_bytes=1, links=equal_links({0, 1, 2, 3}, latency_s=0.7))
     found = simulate(auto_schedule(routes, work), routes, work, detail=False)
     assert found.step_s < 0.97 * best_named_s(routes, work)
+
+
+def every_row(stage: int, micro_batches: int) -> list[tuple[Action, ...]]:
+    """Return every order in which a device may run one stage, each backward whole or split, each kind ascending."""
+    found: list[tuple[Action, ...]] = []
+
+    def extend(row: tuple[Action, ...], forward: int, back: int, late: tuple[int, ...]) -> None:
+        if forward == back == micro_batches and not late:
+            found.append(row)
+        if forward < micro_batches:
+            extend((*row, Action("F", stage, forward)), forward + 1, back, late)
+        if back < forward:
+            extend((*row, Action("B", stage, back)), forward, back + 1, late)
+            extend((*row, Action("I", stage, back)), forward, back + 1, (*late, back))
+        if late:
+            extend((*row, Action("W", stage, late[0])), forward, back, late[1:])
+
+    extend((), 0, 0, ())
+    return found
+
+
+def best_of_all_s(routes: Routes, work: Work) -> float:
+    """Return the least time over every schedule of a chain with one stage a device."""
+    instance = instance_of(routes, work)
+    count = instance.count
+    best = float("inf")
+    for rows in product(*(every_row(stage, count) for stage in range(len(routes)))):
+        played = play(instance, rows)
+        if all(done == len(row) for done, row in zip(played.done, rows, strict=True)):
+            best = min(best, max(played.free))
+    return best
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.sampled_from([0.5, 1.0, 1.7])] * 3), min_size=2, max_size=3),
+    st.sampled_from([0.0, 0.4, 2.0]),
+)
+def test_near_the_best_of_all_schedules(seconds: list[tuple[float, float, float]], latency_s: float) -> None:
+    routes = even(len(seconds), 2)
+    links = equal_links(set(range(len(seconds))), latency_s=latency_s)
+    work = work_for(routes, seconds=seconds, size_bytes=1, links=links)
+    found = simulate(auto_schedule(routes, work, budget_s=0.02), routes, work, detail=False)
+    assert found.step_s <= 1.02 * best_of_all_s(routes, work)
