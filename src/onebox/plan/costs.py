@@ -74,7 +74,7 @@ class Costs:
     def seconds(self, segments: tuple[int, ...]) -> dict[str, Seconds]:
         """Return the times of some segments by type of device."""
         if segments not in self._seconds:
-            total = self._lines[list(segments)].sum(axis=0).tolist()
+            total = self._lines[sorted(segments)].sum(axis=0).tolist()
             base = 6 * len(self.types)
             self._seconds[segments] = {
                 kind: Seconds(

@@ -54,7 +54,7 @@ def plan_of(problem: Problem, layout: Layout) -> Plan:
         Stage(
             replicas=tuple((device,) for device in part.devices),
             shares=part.shares,
-            segments=() if whole else tuple(problem.segments[index].name for index in part.segments),
+            segments=() if whole else tuple(problem.segments[index].name for index in sorted(part.segments)),
         )
         for part in layout.parts
     )

