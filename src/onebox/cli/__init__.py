@@ -1,4 +1,4 @@
-"""The commands ``onebox train``, ``onebox devices`` and ``onebox env``.
+"""The commands ``onebox train``, ``onebox devices``, ``onebox profile`` and ``onebox env``.
 
 What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
 damaged file), 1 for what failed on the way, 130 after Ctrl-C.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> None:
     """Find the command and run it; each command is imported only when it is called."""
     from onebox.cli.arguments import parse
-    from onebox.cli.config import DevicesConfig, TrainConfig
+    from onebox.cli.config import DevicesConfig, ProfileConfig, TrainConfig
 
     config = parse(arguments)
     if isinstance(config, TrainConfig):
@@ -68,6 +68,10 @@ def _run(arguments: Sequence[str]) -> None:
         from onebox.cli.devices import show_devices
 
         show_devices(config)
+    elif isinstance(config, ProfileConfig):
+        from onebox.cli.profile import show_profile
+
+        show_profile(config)
     else:
         from onebox.cli.env import show_environment
 

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from onebox.cli.config import Config, DevicesConfig, EnvConfig, TrainConfig
+from onebox.cli.config import Config, DevicesConfig, EnvConfig, ProfileConfig, TrainConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
 
 _Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
+    | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]
 )
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."

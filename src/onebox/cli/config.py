@@ -33,6 +33,7 @@ T = TypeVar("T")
 _Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 _Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 _Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
+_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
@@ -169,6 +170,42 @@ class DevicesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Measure how fast the devices of a pool and the links between them are.
+
+    Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
+    each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
+
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        fresh: Measure even what is known, and keep the new figures.
+        no_cache: Measure, and keep nothing.
+        json: Write the profile as JSON into this file; - prints it instead of the tables.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: _Int = None
+    memory: _Bytes = None
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    json: _File = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, threads=self.threads)
+        _ = self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """Show versions, what this machine has, and what is missing.
 
@@ -179,7 +216,7 @@ class EnvConfig:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-Config = TrainConfig | DevicesConfig | EnvConfig
+Config = TrainConfig | DevicesConfig | ProfileConfig | EnvConfig
 
 
 def parse_bytes(flag: str, text: str) -> int:

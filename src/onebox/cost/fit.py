@@ -22,6 +22,9 @@ _BUDGET_S = 0.005
 
 _MOST_REPEATS = 16
 
+_ALIKE = 1.3
+"""By how much the two directions of a link may differ before they are measured again."""
+
 
 def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
     """Return latency, in seconds, and bandwidth, in bytes per second, that fit times of messages best.
@@ -74,6 +77,22 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
 def repeats(expected_s: float) -> int:
     """Return how often to send a message whose round trip is expected to take so long."""
     return max(2, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
+
+
+def is_doubtful(link: tuple[float, float], way_back: tuple[float, float]) -> bool:
+    """Tell whether a link should be measured again, because the way back is much faster.
+
+    Wires are mostly alike in both directions, and what disturbs a measurement only makes it slower.
+
+    Args:
+        link: Latency and bandwidth.
+        way_back: Of the opposite direction.
+    """
+    return any(_seconds(link, size) > _ALIKE * _seconds(way_back, size) for size in (0, LARGEST_BYTES))
+
+
+def _seconds(link: tuple[float, float], size: int) -> float:
+    return link[0] + size / link[1]
 
 
 def _whole(size: int, *, above: int) -> int | None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from onebox.cost.fit import LARGEST_BYTES, SMALLEST_BYTES, fit_link, next_size, repeats
+from onebox.cost.fit import LARGEST_BYTES, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
 from onebox.cost.kernels import filled, first_element
 from onebox.pool.failures import raise_first
 from onebox.wire import TensorSpec
@@ -20,6 +20,9 @@ LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
 
 _STEPS = 4
 """Instructions of a round trip, on either side."""
+
+_MORE_ROUNDS = 3
+"""How often links that are in doubt are measured again, at other moments."""
 
 _TINY = TensorSpec("float32", (1,))
 
@@ -37,11 +40,15 @@ def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> L
     """
     group = pool.form_group(members, "workers")
     try:
-        found: dict[tuple[int, int], tuple[float, float]] = {}
+        ways: dict[tuple[int, int], _Way] = {}
         for source, target in itertools.permutations(enumerate(members), 2):
             room = min(rooms[source[1]], rooms[target[1]])
-            found[source[1], target[1]] = _Way(pool, group, source, target).measure(room)
-        return found
+            ways[source[1], target[1]] = _Way(pool, group, source, target, room)
+        links = {pair: way.measure() for pair, way in ways.items()}
+        for _ in range(_MORE_ROUNDS):
+            for pair in [pair for pair, link in links.items() if is_doubtful(link, links[pair[::-1]])]:
+                links[pair] = ways[pair].measure()
+        return links
     finally:
         pool.leave_group(group, members)
 
@@ -75,31 +82,30 @@ class _Way:
         group: A group that both are in.
         source: The sender's rank and number.
         target: The receiver's rank and number.
+        room_bytes: The most that a message and its copies may take.
     """
 
-    def __init__(self, pool: Pool, group: int, source: tuple[int, int], target: tuple[int, int]) -> None:
+    def __init__(
+        self, pool: Pool, group: int, source: tuple[int, int], target: tuple[int, int], room_bytes: int
+    ) -> None:
         self._pool = pool
         self._group = group
         self._source_rank, self._source = source
         self._target_rank, self._target = target
+        self._most_bytes = min(LARGEST_BYTES, room_bytes // 4)
+        self._fastest_s: dict[int, float] = {}
         ends = pool.devices[self._source], pool.devices[self._target]
         self._clock = ends[0].host == ends[1].host and "cuda" not in (ends[0].kind, ends[1].kind)
 
-    def measure(self, room_bytes: int) -> tuple[float, float]:
-        """Return latency and bandwidth.
-
-        The fastest of several messages counts: what else goes on can only make one slower.
-
-        Args:
-            room_bytes: The most that a message and its copies may take.
-        """
-        most = min(LARGEST_BYTES, room_bytes // 4)
+    def measure(self) -> tuple[float, float]:
+        """Return latency and bandwidth, by the fastest messages of each size so far: nothing makes one too fast."""
         smallest_s = min(self._trips(SMALLEST_BYTES, 3, None))  # the first of all meets cold paths
         seconds: dict[int, float] = {}
-        while (size := next_size(seconds, most)) is not None:
+        while (size := next_size(seconds, self._most_bytes)) is not None:
             expected_s = 2 * smallest_s + _more_s(seconds, size)
             seconds[size] = min(self._trips(size, 1 + repeats(expected_s), seconds.get(SMALLEST_BYTES)))
-        return fit_link(seconds)
+            self._fastest_s[size] = min(seconds[size], self._fastest_s.get(size, seconds[size]))
+        return fit_link(self._fastest_s)
 
     def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
         """Send a message of a size so many times; return the seconds of each."""

@@ -6,6 +6,7 @@ Nothing here starts a thread or touches a global logger.
 from onebox.report.folder import RunFolder
 from onebox.report.metrics import MetricsLog, rewind_metrics
 from onebox.report.progress import Progress
+from onebox.report.speeds import profile_tables
 from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
 
@@ -18,5 +19,6 @@ __all__ = [
     "Timeline",
     "device_table",
     "epoch_line",
+    "profile_tables",
     "rewind_metrics",
 ]

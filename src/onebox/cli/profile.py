@@ -1,0 +1,66 @@
+"""``onebox profile``: how fast the devices of a pool and the links between them are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from onebox.cli.config import ProfileConfig
+from onebox.cli.console import OutputConsole
+from onebox.cli.devices import print_devices
+from onebox.cost import PoolProfile
+from onebox.errors import UsageError
+from onebox.pool import Pool, open_pool
+from onebox.report import profile_tables
+from onebox.report.files import write_atomically
+
+_STANDARD_OUTPUT = Path("-")
+_WIDEST = 10_000
+
+
+def show_profile(config: ProfileConfig) -> None:
+    """Open a pool, measure it or recall what was measured, and show that.
+
+    Raises:
+        UsageError: The pool has not enough memory, or the file cannot be written.
+        OneboxError: The pool cannot be opened, or a worker failed.
+    """
+    if config.json is not None and config.json != _STANDARD_OUTPUT:
+        _check_target(config.json)
+    with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+        profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
+        if config.json == _STANDARD_OUTPUT:
+            print(_to_json(profile).decode(), end="")
+            return
+        _print_tables(pool, profile, OutputConsole(highlight=False))
+    if config.json is not None:
+        _write(config.json, _to_json(profile))
+
+
+def _to_json(profile: PoolProfile) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(profile)) + b"\n"
+
+
+def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
+    print_devices(pool, console)
+    tables = profile_tables(profile)
+    # A matrix that is wider than the terminal goes on over its edge: cut cells would say nothing.
+    unlimited = console.options.update(max_width=_WIDEST)
+    console.width = max(console.width, *(console.measure(table, options=unlimited).maximum for table in tables))
+    for table in tables:
+        console.print(table)
+    console.print(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew", soft_wrap=True)
+
+
+def _check_target(path: Path) -> None:
+    """Require that a file can be there, before minutes are spent on what is to be in it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--json {path}: a file in a folder that is there is needed, or - for standard output")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
