@@ -59,6 +59,11 @@ class Shard:
         """Return the shape of a rank's share of a tensor."""
         return (*shape[: self.dim], self.blocks * self.sizes[rank], *shape[self.dim + 1 :])
 
+    def fits(self, shape: Sequence[int], ranks: int) -> bool:
+        """Tell whether a tensor can be split so over so many ranks."""
+        whole = self.blocks > 0 and min(self.sizes, default=0) > 0 and len(self.sizes) == ranks
+        return whole and 0 <= self.dim < len(shape) and shape[self.dim] == self.blocks * self.block
+
     def start(self, rank: int) -> int:
         """Return where in a block a rank's share starts."""
         return sum(self.sizes[:rank])
@@ -112,7 +117,7 @@ def shard_of(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
     if isinstance(placement, Partial):
         raise UsageError("a whole tensor has no terms: place it as Replicate or Shard")
     dim = placement.dim
-    if dim >= tensor.dim() or tensor.shape[dim] != placement.blocks * placement.block:
+    if not placement.fits(tensor.shape, len(placement.sizes)):
         raise UsageError(f"{placement} does not fit a tensor of shape {list(tensor.shape)}")
     blocks = tensor.unflatten(dim, (placement.blocks, placement.block))
     share = blocks.narrow(dim + 1, placement.start(rank), placement.sizes[rank])

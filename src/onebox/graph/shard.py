@@ -15,8 +15,9 @@ from typing import Protocol
 
 from onebox.errors import UsageError
 from onebox.graph.joint import Port
-from onebox.graph.placements import Placement, local_spec
-from onebox.graph.shard_state import Group, Key, Prices, Sights
+from onebox.graph.placements import Partial, Placement, Shard, local_spec
+from onebox.graph.shard_sight import Tape, study
+from onebox.graph.shard_state import Group, Key, Prices
 from onebox.graph.shard_walk import Walk
 from onebox.graph.split import Piece, split
 from onebox.graph.spmd import Local, Reduce
@@ -28,6 +29,10 @@ tests keep all but their ends split, and transformers keep the sum that runs pas
 
 FLOPS_PER_BYTE = 100.0
 """Default operations that a rank does while it sends a byte: 100 GFLOP/s behind a link of 1 GB/s."""
+
+
+TRIALS = 100
+"""Default bound of the search: a net of twelve equal transformer blocks takes about 60 trials of 0.1 s each."""
 
 
 class NamedTape(Protocol):
@@ -133,6 +138,8 @@ def shard_tapes(
     flops_per_byte: float = FLOPS_PER_BYTE,
     minimum_bytes: int = 0,
     whole: frozenset[Port] = frozenset(),
+    placements: Mapping[Port, Placement] | None = None,
+    trials: int = TRIALS,
 ) -> Sharded:
     """Share the tapes of a stage among ranks.
 
@@ -148,17 +155,23 @@ def shard_tapes(
         flops_per_byte: Operations that a rank does while it sends a byte.
         minimum_bytes: Weights below this stay whole.
         whole: Ports that must be whole though tapes of this stage alone seem to read them: other stages do too.
+        placements: Of parameters and buffers, where that is settled: those of the tapes for training, say, for the
+            tapes for evaluation. Other ports in it do not matter.
+        trials: How many times at most to split all tapes in another way and compare. The first way takes at each
+            operator what looks cheapest there.
 
     Returns:
         What each rank runs and holds.
 
     Raises:
-        UsageError: There are fewer than two ranks.
+        UsageError: There are fewer than two ranks, or a placement does not fit them or its tensor.
     """
     if ranks < 2:
         raise UsageError(f"a layer cannot be split over {ranks} ranks: give at least 2")
     carried = _between(tapes) - whole
-    best = _search(tapes, ranks, Prices(held=held, flops_per_byte=flops_per_byte, minimum_bytes=minimum_bytes), carried)
+    prices = Prices(held=held, flops_per_byte=flops_per_byte, minimum_bytes=minimum_bytes)
+    settled = _settled(tapes, ranks, placements or {})
+    best = _search(tapes, Group(ranks, prices, {}, carried, settled), trials)
     ports = {port for tape in tapes for port in (*tape.inputs, *tape.outputs)}
     return Sharded(
         ranks=ranks,
@@ -168,6 +181,23 @@ def shard_tapes(
         held_bytes=_held(tapes, best.group, carried, copies=1),
         whole_bytes=_held(tapes, None, carried, copies=1),
     )
+
+
+def _settled(tapes: Sequence[NamedTape], ranks: int, given: Mapping[Port, Placement]) -> dict[Port, Placement]:
+    """Return the placements given of parameters and buffers.
+
+    Raises:
+        UsageError: One does not fit.
+    """
+    found: dict[Port, Placement] = {}
+    for tape in tapes:
+        for spec, port in zip(tape.program.inputs, tape.inputs, strict=True):
+            if port.kind not in ("parameter", "buffer") or port not in given:
+                continue
+            placed = found[port] = given[port]
+            if isinstance(placed, Partial) or (isinstance(placed, Shard) and not placed.fits(spec.shape, ranks)):
+                raise UsageError(f"{port.kind} {port.name} ({spec}) cannot be placed as {placed} over {ranks} ranks")
+    return found
 
 
 def _between(tapes: Sequence[NamedTape]) -> frozenset[Port]:
@@ -189,10 +219,10 @@ class _Trial:
     cost: float
 
 
-def _search(tapes: Sequence[NamedTape], ranks: int, prices: Prices, carried: frozenset[Port]) -> _Trial:
+def _search(tapes: Sequence[NamedTape], group: Group, trials: int) -> _Trial:
     """Improve one choice after the other, in the order in which they come up, until none of them gets better."""
-    sights: Sights = {}
-    best = _try(tapes, Group(ranks, prices, {}, carried, sights), prices)
+    known = [study(tape.program) for tape in tapes]
+    best = _try(tapes, known, group)
     improved = True
     while improved:
         improved = False
@@ -200,19 +230,20 @@ def _search(tapes: Sequence[NamedTape], ranks: int, prices: Prices, carried: fro
         while todo := [key for key in best.group.met if key not in done]:
             key = todo[0]
             done.add(key)
-            taken, choices = best.group.taken[key], best.group.choices
-            for choice in best.group.met[key]:
-                if choice != taken:
-                    trial = _try(tapes, Group(ranks, prices, {**choices, key: choice}, carried, sights), prices)
-                    if trial.cost < best.cost * (1 - 1e-9):
-                        best, improved = trial, True
+            for choice in best.group.others(key):
+                if trials <= 0:
+                    return best
+                trials -= 1
+                trial = _try(tapes, known, best.group.with_choice(key, choice))
+                if trial.cost < best.cost * (1 - 1e-9):
+                    best, improved = trial, True
     return best
 
 
-def _try(tapes: Sequence[NamedTape], group: Group, prices: Prices) -> _Trial:
-    walks = [Walk(tape.program, tape.inputs, tape.outputs, group) for tape in tapes]
-    cost = sum(walk.spmd.wire_bytes + walk.spmd.flops / prices.flops_per_byte for walk in walks)
-    return _Trial(walks, group, cost + prices.held * _held(tapes, group, group.carried, copies=2))
+def _try(tapes: Sequence[NamedTape], known: Sequence[Tape], group: Group) -> _Trial:
+    walks = [Walk(seen, tape.inputs, tape.outputs, group) for seen, tape in zip(known, tapes, strict=True)]
+    cost = sum(walk.spmd.wire_bytes + walk.spmd.flops / group.prices.flops_per_byte for walk in walks)
+    return _Trial(walks, group, cost + group.prices.held * _held(tapes, group, group.carried, copies=2))
 
 
 def _held(tapes: Sequence[NamedTape], group: Group | None, carried: frozenset[Port], *, copies: int) -> int:

@@ -1,13 +1,16 @@
-"""What is known of an operator however it is split."""
+"""What is known of a tape and its operators however they are split: found once, read in every trial."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from onebox.graph.shard_rules import WHOLE, Rule, Specs, slot_of
+from onebox.graph.placements import cuts_of
+from onebox.graph.shard_rules import RESHAPES, WHOLE, Rule, Specs, slot_of
 from onebox.graph.shard_table import rule_of
-from onebox.wire import Many, Operator, Slot, Value, reads
+from onebox.wire import Many, Operator, Program, Slot, TensorSpec, Value, reads, specs_by_slot
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,50 @@ def _flops(operator: Operator, rule: Rule, specs: Specs) -> float:
     factor = rule.factors[-1]
     named = zip(str(rule.inputs[factor]), specs[slot_of(operator, factor)].shape, strict=True)
     return 2.0 * elements * prod(size for name, size in named if name == WHOLE or name not in rule.outputs[0].letters)
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A tape, and what is known of it.
+
+    Args:
+        program: The tape.
+        specs: What each slot holds.
+        uses: How often each slot is read, as an output of the tape too.
+        makers: The operator that fills a slot.
+        cuts: For sizes of dimensions, the lengths of the runs that views and splits take them apart into.
+        sights: What is known of each operator, by its identity.
+    """
+
+    program: Program
+    specs: Mapping[int, TensorSpec]
+    uses: Mapping[int, int]
+    makers: Mapping[int, Operator]
+    cuts: Mapping[int, set[int]]
+    sights: Mapping[int, Sight]
+
+
+def study(program: Program) -> Tape:
+    """Find out what is known of a tape."""
+    specs = specs_by_slot(program)
+    sights = {id(operator): look(operator, specs) for operator in program.operators}
+    uses = Counter(slot for sight in sights.values() for slot in sight.slots)
+    uses.update(program.outputs)
+    makers = {slot: operator for operator in program.operators for slot in operator.outs if slot is not None}
+    return Tape(program, specs, uses, makers, _cuts(program, specs), sights)
+
+
+def _cuts(program: Program, specs: Mapping[int, TensorSpec]) -> dict[int, set[int]]:
+    """Return where views and splits of a program take dimensions apart, by size of the dimension."""
+    found: dict[int, set[int]] = {}
+    for operator in program.operators:
+        made = operator.specs[0] if operator.specs else None
+        if operator.name in RESHAPES and made is not None:
+            for size, runs in cuts_of(specs[reads(operator)[0]].shape, made.shape).items():
+                found.setdefault(size, set()).update(runs)
+        elif operator.name == "aten.split.Tensor":
+            dim = operator.args[2] if len(operator.args) > 2 else 0
+            size, run = specs[reads(operator)[0]].shape[dim], operator.args[1]  # type: ignore[index]
+            if isinstance(run, int) and 0 < run < size and size % run == 0:
+                found.setdefault(size, set()).add(run)
+    return found

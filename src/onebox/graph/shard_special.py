@@ -20,11 +20,9 @@ def along_blocks(placing: Placing, operator: Operator) -> bool:
     native = next((n for n in (placing.native[slot] for slot in slots) if isinstance(n, Shard)), None)
     if native is None:
         return False
-    if operator.name in ("aten.split.Tensor", "aten.split_with_sizes.default"):
-        return _split(placing, operator, native)
     if operator.name == "aten.slice.Tensor":
         return _slice(placing, operator, native)
-    return operator.name == "aten.cat.default" and _join(placing, operator, native)
+    return (_join if operator.name == "aten.cat.default" else _split)(placing, operator, native)
 
 
 def _split(placing: Placing, operator: Operator, native: Shard) -> bool:
@@ -80,7 +78,7 @@ def _join(placing: Placing, operator: Operator, native: Shard) -> bool:
     shards = [placing.native[slot] for slot in slots]
     alike = [Shard(native.dim, native.sizes, _blocks(placing, slot, native)) for slot in slots]
     sizes_fit = all(placing.specs[slot].shape[native.dim] % native.block == 0 for slot in slots)
-    if not sizes_fit or any(b not in (a, REPLICATE) for a, b in zip(alike, shards, strict=True)):
+    if not sizes_fit or any(b not in (a, REPLICATE, None) for a, b in zip(alike, shards, strict=True)):
         return False
     placing.emit(operator, alike, [Shard(native.dim, native.sizes, sum(shard.blocks for shard in alike))])
     return True
@@ -104,7 +102,7 @@ def dropout(placing: Placing, operator: Operator) -> bool:
     Returns:
         Whether this is such an operator.
     """
-    native = placing.native[reads(operator)[0]] if operator.name == "aten.native_dropout.default" else None
+    native = placing.native[reads(operator)[0]]
     if not isinstance(native, Shard) or operator.args[2] is False:
         return False
     spec, (_, mask_spec) = placing.specs[reads(operator)[0]], operator.specs
@@ -128,3 +126,13 @@ def dropout(placing: Placing, operator: Operator) -> bool:
     name = "aten.native_dropout_backward.default"  # x * mask * scale, as dropout itself
     placing.emit(Operator(name, kept, {}, (out,), (operator.specs[0],)), [native, native], [native])
     return True
+
+
+SPECIAL = {
+    "aten.split.Tensor": along_blocks,
+    "aten.split_with_sizes.default": along_blocks,
+    "aten.slice.Tensor": along_blocks,
+    "aten.cat.default": along_blocks,
+    "aten.native_dropout.default": dropout,
+}
+"""Which function shares which operator, if it can."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,9 +18,9 @@ from onebox.graph.placements import (
     reshaped,
 )
 from onebox.graph.shard_rules import FOLLOWS_WEIGHT, MOVES, RESHAPES, order
-from onebox.graph.shard_sight import Sight
+from onebox.graph.shard_sight import Sight, Tape, look
 from onebox.graph.spmd import Argument, PerRank, Spmd, gather_bytes, reduce_bytes
-from onebox.wire import Many, Operator, Program, Slot, TensorSpec, Value, reads, specs_by_slot
+from onebox.wire import Many, Operator, Slot, TensorSpec, Value, reads
 
 
 class Choice(NamedTuple):
@@ -42,10 +41,6 @@ class Choice(NamedTuple):
 
 Key = tuple[object, ...]
 """What layers have in common that are split alike: the operator, its shapes and how its inputs are placed."""
-
-
-Sights = dict[int, Sight]
-"""What is known of operators that are met again and again, by identity of the operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ class Group:
         prices: See there.
         choices: Choices that are made already; for others, what looks cheapest at the operator itself.
         carried: Ports that one tape of the stage hands to another one, and nobody else reads.
-        sights: What has been found out of the tapes' operators.
+        settled: Placements of parameters and buffers that are given.
         placements: Of every port that is decided.
         met: Every choice that there was, with its alternatives.
         taken: What was chosen.
@@ -82,10 +77,21 @@ class Group:
     prices: Prices
     choices: Mapping[Key, Choice]
     carried: frozenset[Port]
-    sights: Sights = field(default_factory=dict)
-    placements: dict[Port, Placement] = field(default_factory=dict)
+    settled: Mapping[Port, Placement] = field(default_factory=dict)
+    placements: dict[Port, Placement] = field(init=False)
     met: dict[Key, list[Choice]] = field(default_factory=dict)
     taken: dict[Key, Choice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.placements = dict(self.settled)
+
+    def others(self, key: Key) -> list[Choice]:
+        """Return the alternatives to what was chosen."""
+        return [choice for choice in self.met[key] if choice != self.taken[key]]
+
+    def with_choice(self, key: Key, choice: Choice) -> Group:
+        """Return what a trial with one choice more starts from."""
+        return Group(self.ranks, self.prices, {**self.choices, key: choice}, self.carried, self.settled)
 
     def final(self, port: Port) -> Placement:
         """Return how a port is placed: gradients as their parameters, updates as their buffers."""
@@ -100,21 +106,21 @@ class Placing(abc.ABC):
     """The values of one tape, and the tape of all ranks that grows.
 
     Args:
-        program: The tape.
+        tape: The tape.
         inputs: Ports of its inputs.
         outputs: Ports of its outputs.
         group: Shared with the tapes before and behind.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[Port], outputs: Sequence[Port], group: Group) -> None:
-        self.program = program
+    def __init__(self, tape: Tape, inputs: Sequence[Port], outputs: Sequence[Port], group: Group) -> None:
+        self.tape = tape
+        self.program = program = tape.program
         self.group = group
-        self.specs = specs_by_slot(program)
+        self.specs = dict(tape.specs)
         self.native: dict[int, Placement | None] = {}
         self.versions: dict[int, dict[Placement, int]] = {}
         self.spmd = Spmd(group.ranks, program.slots)
-        self.uses = Counter(slot for operator in program.operators for slot in reads(operator))
-        self.uses.update(program.outputs)
+        self.uses = dict(tape.uses)
         self._deferred: dict[int, Operator] = {}
         self._ports = inputs
         for slot, port in enumerate(inputs):
@@ -137,6 +143,8 @@ class Placing(abc.ABC):
 
     def locals_of(self, spec: TensorSpec, placement: Placement) -> tuple[TensorSpec, ...]:
         """Return what each rank holds of a value."""
+        if not isinstance(placement, Shard):
+            return (spec,) * self.group.ranks
         return tuple(local_spec(spec, placement, rank) for rank in range(self.group.ranks))
 
     def want(self, slot: int, placement: Placement) -> int:
@@ -196,23 +204,20 @@ class Placing(abc.ABC):
         """Return the local slot of an output, placed as its port must be."""
         if port in self.group.carried:
             native = self.native[slot]
-            placement = native if isinstance(native, Shard) else REPLICATE
-            self.group.placements[port] = placement
-        else:
-            placement = self.group.final(port)
-        return self.want(slot, placement)
+            self.group.placements[port] = native if isinstance(native, Shard) else REPLICATE
+        return self.want(slot, self.group.final(port))
 
     def _wanted(self, outputs: Sequence[Port]) -> Iterator[tuple[int, Shard]]:
         """Give slots that should be split, because a gradient is a view of them and its parameter is split."""
-        makers = {slot: operator for operator in self.program.operators for slot in operator.outs}
         for output, port in zip(self.program.outputs, outputs, strict=True):
             slot, placement = output, self.group.final(port)
-            while isinstance(placement, Shard):
+            while isinstance(placement, Shard):  # how a slot should be split for its view to be split right
                 yield slot, placement
-                operator = makers.get(slot)
+                operator = self.tape.makers.get(slot)
                 if operator is None or operator.name not in FOLLOWS_WEIGHT:
                     break
-                placement, slot = self.before(operator, placement) or REPLICATE, reads(operator)[0]
+                before = self.before(operator, placement)
+                slot, placement = reads(operator)[0], before or REPLICATE
 
     def before(self, operator: Operator, shard: Shard) -> Shard | None:
         """Return how the input of a view is split if its output is split so."""
@@ -221,6 +226,10 @@ class Placing(abc.ABC):
         if operator.name in RESHAPES:
             return reshaped(after.shape, before, shard)
         return shard.at(order(operator, self.specs)[shard.dim]) if operator.name in MOVES else shard
+
+    def sight(self, operator: Operator) -> Sight:
+        """Return what is known of an operator."""
+        return self.tape.sights.get(id(operator)) or look(operator, self.specs)
 
     @abc.abstractmethod
     def operator(self, operator: Operator) -> None:
@@ -243,7 +252,8 @@ class Placing(abc.ABC):
             sizes: For arguments that are sizes, the output whose local shape they say.
             fixed: Arguments that replace others.
         """
-        slots = iter([self.want(slot, p) for slot, p in zip(reads(operator), wanted, strict=True)])
+        local = [self.want(slot, p) for slot, p in zip(self.sight(operator).slots, wanted, strict=True)]
+        slots = iter(local)
         args: list[Argument] = [_renamed(value, slots) for value in operator.args]
         kwargs = {key: _renamed(value, slots) for key, value in operator.kwargs.items()}
         for position, output in (sizes or {}).items():
@@ -260,7 +270,7 @@ class Placing(abc.ABC):
             self.specs[out] = spec
             self.place(out, placement)
             outs.append((out, self.locals_of(spec, placement)))
-        self.spmd.run(operator.name, args, outs, kwargs, operator.position)
+        self.spmd.run(operator.name, args, outs, local, kwargs, operator.position)
 
 
 def _renamed(value: Value, slots: Iterator[int]) -> Value:

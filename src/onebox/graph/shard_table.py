@@ -101,7 +101,7 @@ def _convolution(operator: Operator, specs: Specs) -> Rule | None:
     if operator.args[8] != 1:
         if not _depthwise(operator, x, weight, 6):
             return None
-        inputs = {0: "no" + rest, 1: "o-" + rest, 2: "o"}
+        inputs: dict[int | str, str] = {0: "no" + rest, 1: "o-" + rest, 2: "o"}
         return Rule(inputs, [Output("no" + rest)], counts={8: "o"}, factors=(1,))
     kernel = ("io" if operator.args[6] else "oi") + rest
     return Rule({0: "ni" + rest, 1: kernel, 2: "o"}, [Output("no" + rest, "i")], factors=(0, 1))
@@ -137,12 +137,12 @@ def _batch_norm(operator: Operator, specs: Specs) -> Rule:
 def _batch_norm_backward(operator: Operator, specs: Specs) -> Rule:
     """``(gradient, x, weight, running mean, running variance, mean, 1 / deviation, …)`` to three gradients."""
     x = WHOLE + "c" + WHOLE * (len(shape(operator, 0, specs)) - 2)
-    inputs = dict.fromkeys(range(2, 7), "c")
-    for number in inputs:
+    inputs: dict[int | str, str] = {0: x, 1: x}
+    for number in range(2, 7):
         value = operator.args[number]
-        if isinstance(value, Slot) and specs[value.index].shape == (0,):
-            inputs[number] = WHOLE
-    return Rule({0: x, 1: x, **inputs}, [Output(x), Output("c"), Output("c")])
+        missing = isinstance(value, Slot) and specs[value.index].shape == (0,)
+        inputs[number] = WHOLE if missing else "c"
+    return Rule(inputs, [Output(x), Output("c"), Output("c")])
 
 
 def _layer_norm(operator: Operator, specs: Specs) -> Rule:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from onebox.graph.joint import Port
-from onebox.graph.placements import PARTIAL, REPLICATE, Placement, Shard, apportion, cuts_of, reshaped
+from onebox.graph.placements import PARTIAL, REPLICATE, Placement, Shard, apportion, reshaped
 from onebox.graph.shard_rules import (
     ADDITIVE,
     FOLLOWS_WEIGHT,
@@ -18,37 +18,35 @@ from onebox.graph.shard_rules import (
     order,
     slot_of,
 )
-from onebox.graph.shard_sight import Sight, look
-from onebox.graph.shard_special import along_blocks, dropout
+from onebox.graph.shard_sight import Sight, Tape
+from onebox.graph.shard_special import SPECIAL
 from onebox.graph.shard_state import Choice, Group, Placing
 from onebox.graph.spmd import PerRank, reduce_bytes
-from onebox.wire import Many, Operator, Program, Slot, TensorSpec, Value, reads
+from onebox.wire import Many, Operator, Slot, TensorSpec, Value, reads
 
 
 class Walk(Placing):
     """Splits one tape.
 
     Args:
-        program: The tape.
+        tape: The tape.
         inputs: Ports of its inputs.
         outputs: Ports of its outputs.
         group: Shared with the tapes before and behind.
     """
 
-    def __init__(self, program: Program, inputs: Sequence[Port], outputs: Sequence[Port], group: Group) -> None:
-        super().__init__(program, inputs, outputs, group)
-        self._cuts = _cuts(program, self.specs)
-        self._own = {id(operator) for operator in program.operators}
-        for operator in program.operators:
+    def __init__(self, tape: Tape, inputs: Sequence[Port], outputs: Sequence[Port], group: Group) -> None:
+        super().__init__(tape, inputs, outputs, group)
+        for operator in tape.program.operators:
             self.operator(operator)
-        self.outputs = [self.leave(slot, port) for slot, port in zip(program.outputs, outputs, strict=True)]
+        self.outputs = [self.leave(slot, port) for slot, port in zip(tape.program.outputs, outputs, strict=True)]
         for slot in range(len(inputs)):
             if self.native[slot] is None:
                 self.settle(slot, REPLICATE)
 
     def operator(self, operator: Operator) -> None:
         """Append one operator of the whole program, in whatever way it can be shared."""
-        sight = self._sight(operator)
+        sight = self.sight(operator)
         natives = [self.native[slot] for slot in sight.slots]
         if operator.name in FOLLOWS_WEIGHT and natives == [None]:
             out = operator.outs[0]
@@ -58,21 +56,12 @@ class Walk(Placing):
             self.emit(operator, [PARTIAL] * len(natives), [PARTIAL])
         elif operator.name in RESHAPES | MOVES and isinstance(natives[0], Shard):
             self._view(operator, natives[0])
-        elif along_blocks(self, operator) or dropout(self, operator):
+        elif operator.name in SPECIAL and SPECIAL[operator.name](self, operator):
             pass
         elif sight.rule is None:
             self._whole(sight)
         else:
             self._share(sight, sight.rule)
-
-    def _sight(self, operator: Operator) -> Sight:
-        """Return what is known of an operator; for those of the whole program it is found once."""
-        if id(operator) not in self._own:
-            return look(operator, self.specs)
-        sights = self.group.sights
-        if id(operator) not in sights:
-            sights[id(operator)] = look(operator, self.specs)
-        return sights[id(operator)]
 
     def _keeps_terms(self, sight: Sight, natives: Sequence[Placement | None]) -> bool:
         """Tell whether an operator can work on terms of a sum that nobody else reads."""
@@ -91,7 +80,7 @@ class Walk(Placing):
         else:
             placed = reshaped(self.specs[reads(operator)[0]].shape, made.shape, native)
         if placed is None:
-            self._whole(self._sight(operator))
+            self._whole(self.sight(operator))
         else:
             self.emit(operator, [native], [placed], {1: 0} if operator.name in SAME_SIZES else {})
 
@@ -167,8 +156,8 @@ class Walk(Placing):
     def _splits(self, size: int) -> list[tuple[tuple[int, ...], int]]:
         """Return ways to split features that the views of the program suggest: heads stay whole, packed parts apart."""
         found: dict[tuple[tuple[int, ...], int], None] = {}
-        for run in sorted({size} | self._cuts.get(size, set()), reverse=True):
-            for unit in sorted({1} | self._cuts.get(run, set())):
+        for run in sorted({size} | set(self.tape.cuts.get(size, ())), reverse=True):
+            for unit in sorted({1} | set(self.tape.cuts.get(run, ()))):
                 sizes = apportion(run, self.group.ranks, unit)
                 if sizes is not None:
                     found[sizes, size // run] = None
@@ -235,7 +224,7 @@ class Walk(Placing):
             bias = Slot(column)
         else:
             name, args = operator.name.replace("addmm", "mm").replace("baddbmm", "bmm"), operator.args[1:]
-        bare = self._sight(Operator(name, args, {}, (product,), (made,)))
+        bare = self.sight(Operator(name, args, {}, (product,), (made,)))
         assert bare.rule is not None
         self._apply(bare, bare.rule, choice)
         self.operator(Operator("aten.add.Tensor", (Slot(product), bias), {}, operator.outs, operator.specs))
@@ -252,19 +241,3 @@ def _placed(letters: str, choice: Choice) -> Placement:
     if choice.letter and choice.letter in letters:
         return Shard(letters.index(choice.letter), choice.sizes, choice.blocks)
     return REPLICATE
-
-
-def _cuts(program: Program, specs: Mapping[int, TensorSpec]) -> dict[int, set[int]]:
-    """Return where views and splits of a program take dimensions apart, by size of the dimension."""
-    found: dict[int, set[int]] = {}
-    for operator in program.operators:
-        made = operator.specs[0] if operator.specs else None
-        if operator.name in RESHAPES and made is not None:
-            for size, runs in cuts_of(specs[reads(operator)[0]].shape, made.shape).items():
-                found.setdefault(size, set()).update(runs)
-        elif operator.name == "aten.split.Tensor":
-            dim = operator.args[2] if len(operator.args) > 2 else 0
-            size, run = specs[reads(operator)[0]].shape[dim], operator.args[1]  # type: ignore[index]
-            if isinstance(run, int) and 0 < run < size and size % run == 0:
-                found.setdefault(size, set()).add(run)
-    return found

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onebox.graph.placements import Shard
-from onebox.wire import Many, MemoryFormat, Operator, Slot, TensorSpec, Value, reads
+from onebox.wire import Many, MemoryFormat, Operator, Slot, TensorSpec, Value
 
 Specs = tuple[TensorSpec, ...]
 """What each rank holds in one slot."""
@@ -40,6 +40,7 @@ class Local:
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Value]
     outs: tuple[int | None, ...]
+    reads: tuple[int, ...]
     position: int = -1
 
     def of_rank(self, rank: int, locals_: Mapping[int, Specs]) -> Operator:
@@ -47,11 +48,6 @@ class Local:
         args = tuple(value.values[rank] if isinstance(value, PerRank) else value for value in self.args)
         specs = tuple(None if slot is None else locals_[slot][rank] for slot in self.outs)
         return Operator(self.name, args, dict(self.kwargs), self.outs, specs, (), self.position)
-
-    def reads(self) -> list[int]:
-        """Return the slots that it reads."""
-        plain = tuple(value for value in self.args if not isinstance(value, PerRank))
-        return reads(Operator(self.name, plain, dict(self.kwargs), (), ()))
 
 
 @dataclass(frozen=True)
@@ -107,18 +103,28 @@ class Spmd:
         name: str,
         args: Sequence[Argument],
         outs: Sequence[tuple[int, Specs] | None],
+        reads: Sequence[int],
         kwargs: Mapping[str, Value] | None = None,
         position: int = -1,
     ) -> None:
-        """Append an operator."""
+        """Append an operator.
+
+        Args:
+            name: Which.
+            args: Its arguments.
+            outs: For each output its slot and what each rank has of it.
+            reads: The slots that it reads.
+            kwargs: More arguments.
+            position: As in :class:`onebox.wire.Operator`.
+        """
         for out in outs:
             if out is not None:
                 self.locals[out[0]] = out[1]
         kwargs = kwargs or {}
-        if self._may_be_relaid(name, args, kwargs):
+        if self._may_be_relaid(name, reads, kwargs):
             self.relaid.update(out[0] for out in outs if out is not None)
             name = "aten.reshape.default" if name in _VIEWS else name
-        step = Local(name, tuple(args), kwargs, tuple(out and out[0] for out in outs), position)
+        step = Local(name, tuple(args), kwargs, tuple(out and out[0] for out in outs), tuple(reads), position)
         self.steps.append(step)
         self.flops += self._flops(step)
 
@@ -161,8 +167,8 @@ class Spmd:
         ends = tuple(start + size for start, size in zip(starts, shard.sizes, strict=True))
         pieces = tuple(TensorSpec(spec.dtype, (*spec.shape[:dim], n, *spec.shape[dim + 1 :])) for n in shard.sizes)
         view, own = self.new(), target if shard.blocks == 1 else self.new()
-        self.run("aten.slice.Tensor", (Slot(source), dim, PerRank(starts), PerRank(ends)), [(view, pieces)])
-        self.run("aten.clone.default", (Slot(view),), [(own, pieces)])
+        self.run("aten.slice.Tensor", (Slot(source), dim, PerRank(starts), PerRank(ends)), [(view, pieces)], [source])
+        self.run("aten.clone.default", (Slot(view),), [(own, pieces)], [view])
         if shard.blocks > 1:
             merged = [TensorSpec(p.dtype, (*p.shape[: dim - 1], shard.blocks * p.shape[dim], *p.shape[dim + 1 :]))
                       for p in pieces]  # fmt: skip
@@ -175,7 +181,7 @@ class Spmd:
             if isinstance(step, Local):
                 if wanted.intersection(step.outs):
                     found.append(step)
-                    wanted.update(step.reads())
+                    wanted.update(step.reads)
             elif step.target in wanted:
                 found.append(step)
                 wanted.add(step.source)
@@ -184,14 +190,14 @@ class Spmd:
     def _view(self, source: int, specs: Sequence[TensorSpec], target: int | None = None) -> int:
         target = self.new() if target is None else target
         sizes = PerRank(tuple(Many(spec.shape) for spec in specs))
-        self.run("aten.view.default", (Slot(source), sizes), [(target, tuple(specs))])
+        self.run("aten.view.default", (Slot(source), sizes), [(target, tuple(specs))], [source])
         return target
 
-    def _may_be_relaid(self, name: str, args: Sequence[Argument], kwargs: Mapping[str, Value]) -> bool:
+    def _may_be_relaid(self, name: str, reads: Sequence[int], kwargs: Mapping[str, Value]) -> bool:
         """Tell whether what an operator makes lies as its arguments do, and one of them may lie otherwise."""
         if name in _PRODUCTS or kwargs.get("memory_format") == MemoryFormat("contiguous_format"):
             return False
-        return not self.relaid.isdisjoint(Local(name, tuple(args), kwargs, ()).reads())
+        return not self.relaid.isdisjoint(reads)
 
     def _flops(self, step: Local) -> float:
         """Return what the first rank, which has the most, multiplies and adds."""

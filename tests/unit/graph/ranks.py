@@ -60,7 +60,9 @@ def run_ranks(tapes: Sequence[RankTape], inputs: Sequence[Sequence[Tensor]]) -> 
     return [[held[slot] for slot in tape.outputs] for held, tape in zip(slots, tapes, strict=True)]
 
 
-def compare(whole: Sequence[NamedTape], sharded: Sharded, given: Mapping[Port, Tensor], tolerance: float = 1e-10) -> None:
+def compare(
+    whole: Sequence[NamedTape], sharded: Sharded, given: Mapping[Port, Tensor], tolerance: float = 1e-10
+) -> None:
     """Run tapes whole and shared, one after the other, and require that they compute the same.
 
     Args:
