@@ -122,21 +122,20 @@ def _heaviest_path(instance: Instance, weight: Sequence[int]) -> list[int]:
 def _device_warm_up(instance: Instance, name: str) -> list[int]:
     """Return how many micro-batches each device has in flight, over all its stages.
 
-    For ``interleaved`` these are, of a device with `v` stages, the first at position `d` of `D`, with rounds of `r`
-    micro-batches, `2 (D - d - 1) + (v - 1) r + 1`; for ``zbv`` as many as there are stages.
+    For ``zbv`` these are as many as there are stages. For ``interleaved`` it is the way from the device's first stage
+    to the end and back to its last one: of a device with `v` stages, the first at position `d` of `D`, with rounds of
+    `r` micro-batches, `2 (D - d - 1) + (v - 1) r + 1`.
     """
     path = _heaviest_path(instance, [1] * instance.stages)
-    longest = max(path)
-    in_round = ceil(instance.count / _rounds(instance))
+    longest, in_round = max(path), ceil(instance.count / _rounds(instance))
     found = []
     for device in range(len(instance.devices)):
-        mine = [slot for slot in instance.slots if device in slot.members]
+        mine = [path[slot.stage] for slot in instance.slots if device in slot.members]
         if name == "zbv":
             found.append(max(longest, len(mine)))
-            continue
-        across = ceil(longest / len(mine))
-        position = longest - max(path[slot.stage] for slot in mine)
-        found.append(max(2 * (across - position - 1), 0) + (len(mine) - 1) * in_round + 1)
+        else:
+            longer = (len(mine) - 1) * max(0, in_round - ceil(longest / len(mine)))
+            found.append(max(mine) + min(mine) - 1 + longer)
     return found
 
 

@@ -96,6 +96,15 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b(devices: int) -> None:
     assert in_flight(named_schedule("zbv", even(devices, micro_batches, 2, vee=True)), "W") == 2 * devices
 
 
+def test_interleaved_warms_up_as_the_paper_says() -> None:
+    """Device `d` of `D` with `v` stages: `2 (D - d - 1) + (v - 1) D` forwards, and one more before the first backward."""
+    for devices, stages in ((2, 2), (4, 2), (4, 3)):
+        schedule = named_schedule("interleaved", even(devices, 4 * devices, stages))
+        for device, row in schedule.rows.items():
+            forwards = [action.kind for action in row].index("B")
+            assert forwards == 2 * (devices - device - 1) + (stages - 1) * devices + 1
+
+
 def test_replicas_have_as_many_in_flight_as_they_need() -> None:
     # stages of 1, 2 and 1 devices: 4 replicas from the first stage on, 3 from the second, over 2 of its own
     routes = (((0,),) * 8, ((1,), (2,)) * 4, ((3,),) * 8)
