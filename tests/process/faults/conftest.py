@@ -58,7 +58,16 @@ def _descriptors() -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> None:
+def own_folder() -> Iterator[None]:
+    """Give these tests a folder for temporary files of their own: pools of others come and go in the common one."""
+    with tempfile.TemporaryDirectory(prefix="tests-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("TMPDIR", folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def warm(own_folder: None) -> None:
     """Open and close a pool once, so that what libraries open once and for all is open.
 
     That is PyZMQ's thread for frames that are sent without a copy, with its own sockets: hence the wide model.
