@@ -97,7 +97,7 @@ def test_zero_bubble_needs_no_more_memory_than_1f1b(devices: int) -> None:
 
 
 def test_interleaved_warms_up_as_the_paper_says() -> None:
-    """Device `d` of `D` with `v` stages: `2 (D - d - 1) + (v - 1) D` forwards, and one more before the first backward."""
+    """Device `d` of `D`, `v` stages: `2 (D - d - 1) + (v - 1) D` forwards, and one more before the first backward."""
     for devices, stages in ((2, 2), (4, 2), (4, 3)):
         schedule = named_schedule("interleaved", even(devices, 4 * devices, stages))
         for device, row in schedule.rows.items():
