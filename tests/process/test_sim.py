@@ -24,9 +24,12 @@ from onebox.wire.messages import (
     Optimizer,
     OptimizerStep,
     Put,
+    Receive,
+    Reduce,
     Routine,
     Run,
     Scalars,
+    Send,
     StoredProgram,
 )
 from onebox.worker.sim import MEMORY_BYTES
@@ -100,6 +103,20 @@ def test_a_group_of_devices_with_and_without_values_is_refused(pool: Pool) -> No
     for via in ("workers", "client"):
         with pytest.raises(UsageError, match="a group of cpu, sim devices"):
             pool.form_group((0, 2), via)  # type: ignore[arg-type]
+
+
+def test_groups_of_sim_devices_hand_on_shapes_and_the_client_adds_nothing_up(pool: Pool) -> None:
+    group = pool.form_group((0, 1), "workers")
+    for worker in (0, 1):
+        pool.post(worker, [Put((8,), (SPEC,))], [bytes(to_frame(X))])
+    pool.post(0, [Send(8, group, 1)])
+    pool.post(1, [Receive(9, SPEC, group, 0)])
+    asked = [pool.post(w, [Reduce((8,), group), Ask("digest", (8 + w,))], answer=True) for w in (0, 1)]
+    digests = [answer.results for answer in raise_first(asked)]
+    assert digests[0] == digests[1]
+    pool.leave_group(group, (0, 1))
+    with pytest.raises(UsageError, match="no values that a client could add up"):
+        pool.form_group((0, 1), "client")
 
 
 def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:

@@ -143,6 +143,8 @@ class Pool:
                 f"a group of {', '.join(sorted(kinds))} devices: sim devices have no values to give to others; "
                 "let a group be of sim devices only, or of none"
             )
+        if "sim" in kinds and via == "client":
+            raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
         same_host = len({self.devices[worker].host for worker in workers}) == 1 and kinds <= EMULATED_KINDS
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
