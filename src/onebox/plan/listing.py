@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from onebox.plan.instance import Instance
-from onebox.plan.memory import state_bytes
+from onebox.plan.reserve import Reserve
 from onebox.plan.schedule import Action, Kind
 
 UNLIMITED = 1 << 60
+URGENT = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,17 @@ class _Run:
         self.in_flight, self.unfinished = [0] * size, [0] * size
         self.link_free = [0.0] * (size * size)
         self.events: list[tuple[float, int, int]] = []
-        self.memory = _Memory(self) if policy.capacity is not None else None
+        self.memory = None
+        if policy.capacity is not None:
+            self.memory = Reserve(
+                instance,
+                policy.capacity,
+                policy.split,
+                held=self.held,
+                mine=self.mine,
+                forward=self.forward,
+                inputs=self.inputs,
+            )
         self.keys = keys
         self.unknown = list(self.needs)
         self.expected = [0.0] * len(self.needs)
@@ -166,7 +177,7 @@ class _Run:
                     best, choice, chosen = priority[node], node, slot
             if self.weight[slot] < inputs:
                 node = 2 * keys + first + mine[self.weight[slot]]
-                urgent = priority[node] if self.unfinished[device] < policy.device_unfinished[device] else -1.0
+                urgent = priority[node] if self.unfinished[device] < policy.device_unfinished[device] else URGENT
                 if urgent < best:
                     best, choice, chosen = urgent, node, slot
             if forward < len(mine):
@@ -181,7 +192,7 @@ class _Run:
                     and (memory is None or memory.may_start(slot, mine[forward]))
                 ):
                     best, choice, chosen = priority[node], node, slot
-        if choice >= 2 * keys and policy.patience and best >= 0:
+        if choice >= 2 * keys and policy.patience and best > URGENT:
             took = self.instance.seconds["W"][chosen] * self.instance.scale[choice % count]
             if self._comes_before(device, now, now + policy.patience * took):
                 return
@@ -221,7 +232,7 @@ class _Run:
     def _may_go_back(self, device: int, slot: int, key: int) -> bool:
         if self.policy.forwards_first and self.left[device]:
             return False
-        return self.memory is None or self.memory.may_go_back(slot, key)
+        return self.memory is None or self.memory.may_go_back(slot, key % self.instance.count)
 
     def _start(self, node: int, slot: int, now: float) -> None:
         instance = self.instance
@@ -263,76 +274,3 @@ class _Run:
         *_, node, slot = min(ready)
         self._start(node, slot, now)
         return True
-
-
-class _Memory:
-    """Bytes that each device holds during a run, and what may still be started.
-
-    A forward is started only if, afterwards, the device could still take every other forward of its oldest micro-batch
-    and go back through all of it: the oldest one is never locked out by younger ones.
-    """
-
-    def __init__(self, run: _Run) -> None:
-        instance = run.instance
-        self.run, self.slots, self.scale = run, instance.slots, instance.scale
-        self.work = [instance.work.stages[slot.stage] for slot in instance.slots]
-        self.level = [float(held) for held in state_bytes(instance)]
-        assert run.policy.capacity is not None
-        self.capacity = run.policy.capacity
-        split = run.policy.split
-        largest = max(instance.scale)
-        self.back = [
-            max(
-                self.work[slot].backward_work_bytes + split[slot] * self.work[slot].late_bytes * largest
-                for slot in held
-            )
-            for held in run.held
-        ]
-
-    def may_start(self, slot: int, micro_batch: int) -> bool:
-        """Whether the memory allows a forward."""
-        work = self.work[slot]
-        saved = work.saved_bytes * self.scale[micro_batch]
-        for member in self.slots[slot].members:
-            after = self.level[member] + saved
-            if after + work.forward_work_bytes > self.capacity[member]:
-                return False
-            if after + self._reserve(member, slot, micro_batch) + self.back[member] > self.capacity[member]:
-                return False
-        return True
-
-    def _reserve(self, device: int, slot: int, micro_batch: int) -> float:
-        """Bytes that the forwards of the device's oldest micro-batch still need, beside the given one."""
-        run = self.run
-        held = run.held[device]
-        oldest = min(
-            (run.mine[other][run.inputs[other]] for other in held if run.inputs[other] < len(run.mine[other])),
-            default=micro_batch,
-        )
-        return sum(
-            self.work[other].saved_bytes * self.scale[oldest]
-            for other in held
-            if run.forward[other] < len(run.mine[other])
-            and run.mine[other][run.forward[other]] <= oldest
-            and not (other == slot and oldest == micro_batch)
-        )
-
-    def may_go_back(self, slot: int, key: int) -> bool:
-        """Whether the memory allows an input gradient (or a whole backward)."""
-        work = self.work[slot]
-        need = work.backward_work_bytes + 0.0
-        if self.run.policy.split[slot]:
-            need += work.late_bytes * self.scale[key % self.run.instance.count]
-        return all(self.level[member] + need <= self.capacity[member] for member in self.slots[slot].members)
-
-    def start(self, kind: Kind, slot: int, micro_batch: int) -> None:
-        """Note an action; what it gives back at its end is free for whatever the device does next."""
-        work, size = self.work[slot], self.scale[micro_batch]
-        change = {
-            "F": work.saved_bytes,
-            "I": work.late_bytes - work.saved_bytes,
-            "B": -work.saved_bytes,
-            "W": -work.late_bytes,
-        }[kind]
-        for member in self.slots[slot].members:
-            self.level[member] += change * size
