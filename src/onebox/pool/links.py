@@ -21,6 +21,9 @@ class Link:
     What is sent in one direction queues up: S bytes take S / ``bandwidth_bps`` to leave, behind those that were sent
     before, and arrive ``latency_s`` later. Other links, and the way back, are not held up.
 
+    Sums and gathers of a group take as long as on a ring whose links are all like the slowest between two members, one
+    after the other; they and what is sent from device to device do not hold each other up.
+
     Args:
         latency_s: Seconds that everything takes in addition.
         bandwidth_bps: Bytes per second at most; infinite for no cap.

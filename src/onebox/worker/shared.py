@@ -87,8 +87,8 @@ class SharedGroup:
         expected = self._inboxes[peer].expect(channel)
 
         def finish() -> Arrived:
-            letter = self._wait(expected)
             try:
+                letter = self._wait(expected)
                 if letter.spec != spec:
                     raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
                 if self._device.type == "meta":

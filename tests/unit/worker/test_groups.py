@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -141,6 +142,24 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(same_host: bool) -> 
         return [float(finish().tensor.sum()) for finish in finishes]
 
     assert run(2, rank, same_host=same_host)[1] == [0.0, 9.0, 9e10]
+
+
+@both
+def test_what_was_taken_is_not_kept(same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> bool:
+        if number == 1:
+            group.receive(TensorSpec("float32", (1000,)), 0, 0)()
+            return True
+        tensor = torch.ones(1000)
+        kept = weakref.ref(tensor)
+        group.send(tensor, 1, 0)
+        del tensor
+        end_s = time.monotonic() + 10
+        while kept() is not None and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return kept() is None
+
+    assert run(2, rank, same_host=same_host) == [True, True]
 
 
 @both
