@@ -83,6 +83,16 @@ class _Lane:
         self.held: dict[int, Block | None] = {}
 
 
+def check_dimensions(spec: TensorSpec) -> None:
+    """Require that a tensor can travel.
+
+    Raises:
+        WireError: It has too many dimensions.
+    """
+    if len(spec.shape) > DIMENSIONS:
+        raise WireError(f"a tensor of {len(spec.shape)} dimensions cannot travel; at most {DIMENSIONS} are allowed")
+
+
 def _lane(peer: int) -> int:
     return mmap.PAGESIZE + peer * _LANE_BYTES
 
@@ -132,13 +142,11 @@ class Outbox:
             peer: The reader.
             channel: Letters of one channel are read in order.
             block: Elements; ``None`` for a letter without.
-            spec: What it is.
+            spec: What it is; see :func:`check_dimensions`.
             code: For the reader.
             at_ns: When it is there, if later than now.
         """
         memory, lane, shape = self._memory, self._lanes[peer], spec.shape
-        if len(shape) > DIMENSIONS:
-            raise WireError(f"a tensor of {len(shape)} dimensions cannot travel; at most {DIMENSIONS} are allowed")
         cell, lane.cell = lane.cell, self._cell()
         if block is not None:
             block.readers += 1

@@ -25,7 +25,7 @@ from onebox.wire.messages import FormGroup
 from onebox.worker.arena import Block
 from onebox.worker.collective import SUM, Collective
 from onebox.worker.links import Ring, Speed, Wires
-from onebox.worker.mail import FREE, LEFT, READY, Expected, Inbox, Letter, Outbox
+from onebox.worker.mail import FREE, LEFT, READY, Expected, Inbox, Letter, Outbox, check_dimensions
 from onebox.worker.memory import Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
 from onebox.worker.peers import Arrived, Finish, Keys
 from onebox.worker.tape import Progress
@@ -75,6 +75,7 @@ class SharedGroup:
         outbox = self._member(peer)
         begin_ns = time.monotonic_ns()
         spec = spec_of(tensor)
+        check_dimensions(spec)
         block = None if tensor.is_meta else outbox.write([tensor], spec.size_bytes)
         due_ns = 0
         if peer in self._links:
@@ -104,12 +105,16 @@ class SharedGroup:
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        spec = TensorSpec(dtype_name(tensors[0].dtype), (sum(tensor.numel() for tensor in tensors),))
+        kinds = {dtype_name(tensor.dtype) for tensor in tensors}
+        if len(kinds) != 1:
+            raise WireError(f"tensors of {', '.join(sorted(kinds)) or 'no type'} in one sum; they must be of one type")
+        spec = TensorSpec(*kinds, (sum(tensor.numel() for tensor in tensors),))
         return self._start(tensors, spec, SUM, lambda collective, letters: collective.sum(letters))
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension."""
         own = spec_of(tensor)
+        check_dimensions(own)
         if not 0 <= dim < len(own.shape):
             raise WireError(f"{own} has no dimension {dim} to be gathered along")
         return self._start([tensor], own, dim, lambda collective, letters: collective.join(letters, dim, spec))

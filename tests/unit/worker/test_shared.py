@@ -259,6 +259,8 @@ def test_ranks_and_tensors_that_do_not_travel() -> None:
             group.receive(TensorSpec("bool", ()), -1, 0)
         with pytest.raises(WireError, match="30 dimensions"):
             group.send(torch.ones((1,) * 30), 0, 0)
+        with pytest.raises(WireError, match="float32, float64 in one sum"):
+            group.reduce([torch.ones(1), torch.ones(1, dtype=torch.float64)])
         group.send(torch.ones((1,) * 20), 0, 0)
         assert group.receive(TensorSpec("float32", (1,) * 20), 0, 0)().tensor.sum() == 1  # to oneself
 
