@@ -20,8 +20,8 @@ from onebox.graph.shard_sight import Tape, study
 from onebox.graph.shard_state import Group, Key, Prices
 from onebox.graph.shard_walk import Walk
 from onebox.graph.split import Piece, split
-from onebox.graph.spmd import Local, Reduce
-from onebox.wire import Operator, Program, Slot, TensorSpec
+from onebox.graph.spmd import Local, Reduce, product_flops
+from onebox.wire import Operator, Program, Slot, TensorSpec, specs_by_slot
 
 HELD = 4.0
 """Default worth of a byte that a rank need not hold, in bytes that it sends. With it the convolutional nets of the
@@ -120,6 +120,8 @@ class Sharded:
         wire_bytes: What one rank sends in a run of all tapes, rings assumed.
         held_bytes: What the first rank, which has the most, holds of parameters and of values between tapes.
         whole_bytes: The same for one device alone.
+        work_share: The first rank's part of the operations of all products and convolutions; each rank's is one
+            over the number of ranks at best, and 1 where nothing is shared.
     """
 
     ranks: int
@@ -128,6 +130,7 @@ class Sharded:
     wire_bytes: float
     held_bytes: int
     whole_bytes: int
+    work_share: float
 
 
 def shard_tapes(
@@ -180,6 +183,7 @@ def shard_tapes(
         wire_bytes=sum(walk.spmd.wire_bytes for walk in best.walks),
         held_bytes=_held(tapes, best.group, carried, copies=1),
         whole_bytes=_held(tapes, None, carried, copies=1),
+        work_share=_work_share(tapes, best.walks),
     )
 
 
@@ -262,6 +266,17 @@ def _held(tapes: Sequence[NamedTape], group: Group | None, carried: frozenset[Po
                 mine = spec if group is None else local_spec(spec, group.final(port), 0)
                 found[port] = mine.size_bytes * (copies if port.kind == "parameter" else 1)
     return sum(found.values())
+
+
+def _work_share(tapes: Sequence[NamedTape], walks: Sequence[Walk]) -> float:
+    """Return the part that the first rank has of what one device would compute; 1 where there are no products."""
+    alone = 0.0
+    for tape in tapes:
+        specs = specs_by_slot(tape.program)
+        for operator in tape.program.operators:
+            alone += product_flops(operator.name, operator.args, operator.outs, specs.__getitem__)
+    mine = sum(walk.spmd.flops for walk in walks)
+    return mine / alone if alone else 1.0
 
 
 def _rank_tape(walk: Walk, rank: int) -> RankTape:

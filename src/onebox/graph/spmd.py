@@ -6,8 +6,9 @@ program are the program's own; copies that are placed otherwise get new ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from onebox.graph.placements import Shard
 from onebox.wire import Many, MemoryFormat, Operator, Slot, TensorSpec, Value
@@ -126,7 +127,7 @@ class Spmd:
             name = "aten.reshape.default" if name in _VIEWS else name
         step = Local(name, tuple(args), kwargs, tuple(out and out[0] for out in outs), tuple(reads), position)
         self.steps.append(step)
-        self.flops += self._flops(step)
+        self.flops += product_flops(name, args, step.outs, self._first)
 
     def reduce(self, source: int) -> int:
         """Append an all-reduce; return the slot of the sum."""
@@ -193,27 +194,48 @@ class Spmd:
         self.run("aten.view.default", (Slot(source), sizes), [(target, tuple(specs))], [source])
         return target
 
+    def _first(self, slot: int) -> TensorSpec:
+        """Return what the first rank, which has the most, holds in a slot."""
+        return self.locals[slot][0]
+
     def _may_be_relaid(self, name: str, reads: Sequence[int], kwargs: Mapping[str, Value]) -> bool:
         """Tell whether what an operator makes lies as its arguments do, and one of them may lie otherwise."""
         if name in _PRODUCTS or kwargs.get("memory_format") == MemoryFormat("contiguous_format"):
             return False
         return not self.relaid.isdisjoint(reads)
 
-    def _flops(self, step: Local) -> float:
-        """Return what the first rank, which has the most, multiplies and adds."""
-        if step.name in _PRODUCTS and step.outs[0] is not None:
-            first = step.args[_PRODUCTS[step.name]]
-            assert isinstance(first, Slot)
-            inner = self.locals[first.index][0].shape[-1]
-            return 2.0 * inner * _elements(self.locals[step.outs[0]][0])
-        if step.name == "aten.convolution.default" and step.outs[0] is not None:
-            return _convolution(self.locals, step.args[0], step.args[1], self.locals[step.outs[0]][0])
-        if step.name == "aten.convolution_backward.default":
-            made = step.args[0]
-            assert isinstance(made, Slot)
-            once = _convolution(self.locals, step.args[1], step.args[2], self.locals[made.index][0])
-            return once * sum(slot is not None for slot in step.outs[:2])
-        return 0.0
+
+def product_flops(
+    name: str, args: Sequence[Argument], outs: Sequence[int | None], spec_of: Callable[[int], TensorSpec]
+) -> float:
+    """Return the multiplications and additions of a matrix product or convolution, forward or backward; else 0.
+
+    Args:
+        name: The operator.
+        args: Its arguments.
+        outs: The slots of its outputs.
+        spec_of: Gives what a slot holds.
+    """
+    if name in _PRODUCTS and outs[0] is not None:
+        inner = spec_of(_slot(args[_PRODUCTS[name]])).shape[-1]
+        return 2.0 * inner * prod(spec_of(outs[0]).shape)
+    if name == "aten.convolution.default" and outs[0] is not None:
+        x, made = spec_of(_slot(args[0])), spec_of(outs[0])
+        return _convolution(spec_of(_slot(args[1])), x if args[6] else made)
+    if name == "aten.convolution_backward.default":
+        gradient, x, weight = (spec_of(_slot(args[position])) for position in range(3))
+        return _convolution(weight, x if args[7] else gradient) * sum(slot is not None for slot in outs[:2])
+    return 0.0
+
+
+def _convolution(weight: TensorSpec, plane: TensorSpec) -> float:
+    """Each element of the weight meets each position of the output; of the input, if transposed."""
+    return 2.0 * prod(weight.shape) * plane.shape[0] * prod(plane.shape[2:])
+
+
+def _slot(value: Argument) -> int:
+    assert isinstance(value, Slot)
+    return value.index
 
 
 def reduce_bytes(size: float, ranks: int) -> float:
@@ -229,18 +251,3 @@ def gather_bytes(size: float, ranks: int) -> float:
 def _rows(spec: TensorSpec, dim: int, blocks: int) -> TensorSpec:
     """Return a tensor with a dimension taken apart into blocks."""
     return TensorSpec(spec.dtype, (*spec.shape[:dim], blocks, spec.shape[dim] // blocks, *spec.shape[dim + 1 :]))
-
-
-def _elements(spec: TensorSpec) -> int:
-    found = 1
-    for size in spec.shape:
-        found *= size
-    return found
-
-
-def _convolution(locals_: Mapping[int, Specs], x: Argument, weight: Argument, made: TensorSpec) -> float:
-    """Return the operations of one convolution: each element of the weight meets each position of the output."""
-    assert isinstance(x, Slot)
-    assert isinstance(weight, Slot)
-    positions = _elements(made) / made.shape[1]
-    return 2.0 * positions * _elements(locals_[weight.index][0])

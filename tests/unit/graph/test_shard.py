@@ -15,7 +15,7 @@ from onebox.graph import ModelPrograms, NamedProgram, Port, TracedModel, capture
 from onebox.graph.placements import PARTIAL, REPLICATE, Placement, Shard
 from onebox.graph.shard import AllGather, AllReduce, Sharded, shard_tapes
 from tests.models import Case, features
-from tests.unit.graph.ranks import compare
+from tests.unit.graph.ranks import compare, run_tape
 from tests.unit.graph.shard_models import ALL
 
 SAMPLES = 4
@@ -203,12 +203,12 @@ def test_values_that_others_read_are_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ["cnn", "attention"])
-def test_backward_in_halves(name: str) -> None:
+def test_backward_whole_and_in_halves(name: str) -> None:
     case = ALL[name]
     model, (batch,) = case.model(), case.batches([SAMPLES])
     programs = TracedModel(capture(model, case.loss, batch), backward=True, halves=True).divide()
-    tapes = [programs.of(0, kind) for kind in ("F", "I", "W") if (0, kind) in programs.phases]
-    sharded = shard_tapes(tapes, 2, trials=3)
+    tapes = [programs.of(0, "F"), programs.of(0, "B"), programs.of(0, "I"), programs.of(0, "W")]
+    sharded = shard_tapes(tapes, 2, trials=3)  # together, so that either kind of backward takes what forward saved
     compare(tapes, sharded, given(programs, model, batch))
     assert split_parameters(sharded)
 
@@ -279,6 +279,40 @@ def test_a_search_finds_nothing_worse() -> None:
     flops = 1e12  # operations cost nothing
     first = shard_tapes(tapes, 2, trials=0, flops_per_byte=flops)
     assert price(shard_tapes(tapes, 2, trials=30, flops_per_byte=flops)) <= price(first) * 1.0001
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_work_is_shared_too(ranks: int) -> None:
+    for name in ("alexnet", "vgg"):
+        shared = shard_tapes(tapes_of(traced(name)[0]), ranks, trials=0)
+        assert 1 / ranks <= shared.work_share < 1.02 / ranks
+    alone = shard_tapes(tapes_of(traced("vgg")[0]), ranks, minimum_bytes=1 << 30)
+    assert alone.work_share == 1.0
+
+
+@pytest.mark.parametrize("name", ["resnet", "attention"])
+def test_stages_are_split_each_by_itself(name: str) -> None:
+    """Values that go from stage to stage are whole, so that stages need not have as many ranks as their neighbours."""
+    case = ALL[name]
+    model, (batch,) = case.model(), case.batches([SAMPLES])
+    traced_model = TracedModel(capture(model, case.loss, batch), backward=True)
+    half = len(traced_model.segments) // 2
+    programs = traced_model.divide([traced_model.segments[:half], traced_model.segments[half:]])
+    inputs = given(programs, model, batch)
+    known = dict(inputs)
+    for stage, kind in ((0, "F"), (1, "F"), (1, "B"), (0, "B")):
+        tape = programs.of(stage, kind)  # type: ignore[arg-type]
+        made = run_tape(tape.program, [known[port] for port in tape.inputs])
+        known |= dict(zip(tape.outputs, made, strict=True))
+    for stage in (0, 1):
+        tapes = [programs.of(stage, "F"), programs.of(stage, "B")]
+        others = [programs.of(1 - stage, "F"), programs.of(1 - stage, "B")]
+        crossing = frozenset(port for tape in others for port in (*tape.inputs, *tape.outputs) if port.kind == "value")
+        sharded = shard_tapes(tapes, 2 + stage, trials=0, whole=crossing)
+        assert all(sharded.placements.get(port, REPLICATE) == REPLICATE for port in crossing)
+        assert split_parameters(sharded)
+        own = {port for tape in tapes for port in tape.outputs if port.kind == "value"} - crossing
+        compare(tapes, sharded, {port: tensor for port, tensor in known.items() if port not in own})
 
 
 def test_one_rank_is_refused() -> None:

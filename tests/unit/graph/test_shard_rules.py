@@ -374,6 +374,22 @@ def test_random_networks_with_weights_split_at_random(
     compare([tape], shard_tapes([tape], ranks, placements=placements), inputs)
 
 
+def test_a_parameter_that_comes_in_twice_is_placed_once() -> None:
+    maker = Maker([randn(4, 6), randn(6, 6), randn(6, 6)])
+    maker.values[2] = maker.values[1]
+    (a,) = maker.add("aten.mm.default", Slot(0), Slot(1))
+    (turned,) = maker.add("aten.t.default", Slot(2))
+    (out,) = maker.add("aten.mm.default", Slot(a), Slot(turned))
+    ports = (Port("leaf", 0), Port("parameter", "w"), Port("parameter", "w"))
+    tape = NamedProgram(program=maker.program([out]), inputs=ports, outputs=(Port("result", 0),))
+    sharded = shard_tapes([tape], 2)
+    assert isinstance(sharded.placements[ports[1]], Shard)
+    assert sharded.tapes[0][0].inputs[1] == sharded.tapes[0][0].inputs[2]
+    assert sharded.whole_bytes == 6 * 6 * 8
+    assert collectives(sharded) == [AllReduce]
+    compare([tape], sharded, dict(zip(ports, maker.values[:3], strict=True)))
+
+
 def test_an_unknown_operator_runs_on_whole_arguments() -> None:
     maker = Maker([randn(4, 6)])
     (out,) = maker.add("aten.cumprod.default", Slot(0), 0)
