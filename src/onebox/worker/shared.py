@@ -108,7 +108,7 @@ class SharedGroup:
         kinds = {dtype_name(tensor.dtype) for tensor in tensors}
         if len(kinds) != 1:
             raise WireError(f"tensors of {', '.join(sorted(kinds)) or 'no type'} in one sum; they must be of one type")
-        spec = TensorSpec(*kinds, (sum(tensor.numel() for tensor in tensors),))
+        spec = TensorSpec(kinds.pop(), (sum(tensor.numel() for tensor in tensors),))
         return self._start(tensors, spec, SUM, lambda collective, letters: collective.sum(letters))
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
