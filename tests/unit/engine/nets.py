@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onebox.engine.gradients import Gradients
 from onebox.engine.holdings import Holdings, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
@@ -92,7 +93,7 @@ class Lowered:
         trained: The trained parameters.
         job: What was lowered.
         routines: Of each worker.
-        max_norm: For clipping.
+        gradients: What lowering knows of gradients: the buffers of their sums, and of fresh ones.
     """
 
     plan: Plan
@@ -102,7 +103,7 @@ class Lowered:
     trained: tuple[str, ...]
     job: Job
     routines: Mapping[int, StepRoutine]
-    max_norm: float
+    gradients: Gradients
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -137,12 +138,12 @@ def lower(
     job = Job(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
     lowering = Lowering(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,
-        speeds={device: 1.0 for device in plan.devices} | dict(speeds or {}),
+        speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {}),
     )  # fmt: skip
     routines = lowering.train(job) if train else lowering.evaluate(job)
     return Lowered(
         plan=plan, model=model, holdings=holdings, numbers=numbers, trained=trained, job=job, routines=routines,
-        max_norm=max_norm,
+        gradients=lowering._gradients,
     )  # fmt: skip
 
 

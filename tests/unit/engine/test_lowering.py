@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def any_plan(draw: st.DrawFn) -> Plan:
     cuts = sorted(draw(st.sets(st.integers(1, 3), min_size=count - 1, max_size=count - 1)))
     bounds = [0, *cuts, 4]
     made = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         devices = draw(st.permutations(range(4)))[: draw(st.integers(1, 3))]
         shares = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=len(devices), max_size=len(devices)))
         made.append(stage("abcd"[start:end], *devices, shares=shares))
