@@ -98,9 +98,22 @@ def _cuts(program: Program, specs: Mapping[int, TensorSpec]) -> dict[int, set[in
         if operator.name in RESHAPES and made is not None:
             for size, runs in cuts_of(specs[reads(operator)[0]].shape, made.shape).items():
                 found.setdefault(size, set()).update(runs)
-        elif operator.name == "aten.split.Tensor":
-            dim = operator.args[2] if len(operator.args) > 2 else 0
-            size, run = specs[reads(operator)[0]].shape[dim], operator.args[1]  # type: ignore[index]
-            if isinstance(run, int) and 0 < run < size and size % run == 0:
+        else:
+            size, run = _parts(operator, specs)
+            if 0 < run < size and size % run == 0:
                 found.setdefault(size, set()).add(run)
     return found
+
+
+def _parts(operator: Operator, specs: Mapping[int, TensorSpec]) -> tuple[int, int]:
+    """Return the size of a dimension that is taken apart evenly, and the size of a part; zeros for none."""
+    if operator.name == "aten.split.Tensor" and isinstance(operator.args[1], int):
+        dim = operator.args[2] if len(operator.args) > 2 else 0
+        assert isinstance(dim, int)
+        return specs[reads(operator)[0]].shape[dim], operator.args[1]
+    if operator.name == "aten.native_group_norm.default":
+        channels, groups = operator.args[4], operator.args[6]
+        assert isinstance(channels, int)
+        assert isinstance(groups, int)
+        return channels, channels // groups
+    return 0, 0

@@ -1,4 +1,7 @@
-"""Operators that are shared by other means than a letter of a rule: splits along a split dimension, and dropout."""
+"""Operators that are shared by other means than a letter of a rule.
+
+Splits and joins along a split dimension, normalisation of groups of channels, and dropout.
+"""
 
 from __future__ import annotations
 
@@ -128,11 +131,66 @@ def dropout(placing: Placing, operator: Operator) -> bool:
     return True
 
 
+def group_norm(placing: Placing, operator: Operator) -> bool:
+    """Append the normalisation of groups of channels, if every rank has whole groups.
+
+    ``(x, weight, bias, samples, channels, pixels, groups, eps)`` to ``(y, mean, 1 / deviation)``.
+
+    Returns:
+        Whether they have.
+    """
+    shards = _groups(placing, operator, x=0, channels=4)
+    if shards is None:
+        return False
+    x, each, groups, counts = shards
+    wanted = [x, *[each] * (len(reads(operator)) - 1)]
+    placing.emit(operator, wanted, [x, groups, groups], fixed=counts)
+    return True
+
+
+def group_norm_backward(placing: Placing, operator: Operator) -> bool:
+    """Append its gradient.
+
+    ``(gradient, x, mean, 1 / deviation, weight, samples, channels, pixels, groups, mask)`` to those of x, weight, bias.
+
+    Returns:
+        Whether every rank has whole groups.
+    """
+    shards = _groups(placing, operator, x=1, channels=6)
+    if shards is None:
+        return False
+    x, each, groups, counts = shards
+    wanted = [x, x, groups, groups, *[each] * (len(reads(operator)) - 4)]
+    placing.emit(operator, wanted, [x, each, each], fixed=counts)
+    return True
+
+
+def _groups(
+    placing: Placing, operator: Operator, *, x: int, channels: int
+) -> tuple[Shard, Shard, Shard, dict[int, PerRank]] | None:
+    """Return the splits of x, of one number a channel and of one a group, and the counts of channels and groups."""
+    native = placing.native[reads(operator)[x]]
+    every, groups = operator.args[channels], operator.args[channels + 2]
+    assert isinstance(every, int)
+    assert isinstance(groups, int)
+    length = every // groups
+    if not isinstance(native, Shard) or native.dim != 1 or any(size % length for size in native.sizes):
+        return None
+    own = tuple(size // length for size in native.sizes)
+    counts = {
+        channels: PerRank(tuple(size * native.blocks for size in native.sizes)),
+        channels + 2: PerRank(tuple(count * native.blocks for count in own)),
+    }
+    return native, native.at(0), Shard(1, own, native.blocks), counts
+
+
 SPECIAL = {
     "aten.split.Tensor": along_blocks,
     "aten.split_with_sizes.default": along_blocks,
     "aten.slice.Tensor": along_blocks,
     "aten.cat.default": along_blocks,
     "aten.native_dropout.default": dropout,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
 }
 """Which function shares which operator, if it can."""

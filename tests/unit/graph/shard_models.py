@@ -72,6 +72,7 @@ class UNet(nn.Module):
         self.deep = nn.Conv2d(6, 6, 3, padding=1)
         self.wide = nn.Conv2d(12, 8, 3, padding=1)
         self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.norm = nn.GroupNorm(4, 8)
         self.out = nn.Conv2d(14, CLASSES, 1)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class UNet(nn.Module):
         a_BCHW = torch.relu(self.down(x_BCHW))
         b_BCHW = functional.max_pool2d(a_BCHW, 2)
         c_BCHW = functional.interpolate(torch.relu(self.deep(b_BCHW)), scale_factor=2)
-        d_BCHW = torch.tanh(self.wide(torch.cat([a_BCHW, c_BCHW], 1)))
+        d_BCHW = torch.tanh(self.norm(self.wide(torch.cat([a_BCHW, c_BCHW], 1))))
         e_BCHW = self.up(functional.avg_pool2d(d_BCHW, 2))
         return self.out(torch.cat([d_BCHW, functional.leaky_relu(e_BCHW)], 1)).mean((2, 3))
 
