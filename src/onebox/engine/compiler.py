@@ -14,11 +14,13 @@ from onebox.engine.batch import Batch
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
+from onebox.engine.parts import Parts
 from onebox.engine.routine import StepRoutine
 from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
+from onebox.graph.placements import Placement
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
@@ -163,8 +165,9 @@ class Compiler:
         self._new = new
         self._captures = captures
         self._constants = Constants(pool, new)
-        self._models: dict[Hashable, ModelPrograms] = {}
+        self._models: dict[Hashable, Parts] = {}
         self._compiled: dict[Hashable, Compiled] = {}
+        self._settled: dict[str, Placement] = {}
         self._lowering: Lowering | None = None
 
     def first(self, batch: Batch) -> tuple[ModelPrograms, Holdings]:
@@ -176,8 +179,8 @@ class Compiler:
         """
         size = self._plan.micro_batches(batch.size)[0].size
         self._check_segments(self._captures.traced(batch, size, train=True, halves=self._halves).segments)
-        model = self._model(batch, size, train=True)
-        return model, find_holdings(self._plan, model)
+        parts = self._model(batch, size, train=True)
+        return parts.programs, find_holdings(self._plan, parts)
 
     def begin(
         self,
@@ -222,7 +225,7 @@ class Compiler:
         """Return the bytes of the constants that training with a batch puts on each worker, by number of the buffer."""
         found: dict[int, int] = {}
         for size in {part.size for part in self._plan.micro_batches(batch.size)}:
-            tensors = self._model(batch, size, train=True).constants
+            tensors = self._model(batch, size, train=True).programs.constants
             for name, number in self._numbers_of_constants(batch, size, train=True).items():
                 found[number] = tensors[name].nbytes
         return found
@@ -233,7 +236,7 @@ class Compiler:
             assert self._lowering is not None
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._model(batch, part.size, train=train) for part in parts}
-            schedule = make_schedule(plan, parts, routes, next(iter(models.values())))
+            schedule = make_schedule(plan, parts, routes, next(iter(models.values())).programs)
             job = Job(
                 micro_batches=parts,
                 routes=routes,
@@ -248,21 +251,28 @@ class Compiler:
             self._compiled[key] = Compiled(micro_batches=parts, routines=routines)
         return self._compiled[key]
 
-    def _model(self, batch: Batch, size: int, *, train: bool) -> ModelPrograms:
+    def _model(self, batch: Batch, size: int, *, train: bool) -> Parts:
         key = (batch.signature(size), train)
         if key not in self._models:
             traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
-            self._models[key] = traced.divide(stages)
+            programs = traced.divide(stages)
+            self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled)
+            self._settled = self._settled or self._models[key].placements
         return self._models[key]
 
     def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
         key = (batch.signature(size), train)
-        return self._constants.numbers(key, self._models[key].constants, self._plan.devices)
+        return self._constants.numbers(key, self._models[key].programs.constants, self._plan.devices)
 
     @property
     def _halves(self) -> bool:
         return self._plan.schedule in _HALVES and len(self._plan.stages) > 1
+
+    @property
+    def _halved(self) -> range:
+        """The stages whose backward comes in halves where their layers are split."""
+        return range(len(self._plan.stages)) if self._halves else range(0)
 
     def _check_segments(self, known: Sequence[str]) -> None:
         """Refuse a plan for another model."""

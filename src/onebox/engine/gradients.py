@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from onebox.engine.buckets import fill_buckets
+from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchange, Exchanges
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.job import Job, Numbers
+from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
+from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Free, OptimizerStep, Reduce
@@ -21,12 +24,13 @@ class RunBackward(Protocol):
 
     def __call__(
         self,
-        part: NamedProgram,
-        inputs: Mapping[Port, int],
+        part: Part,
+        inputs: Sequence[int],
         values: Mapping[Port, int],
         label: Label,
         *,
         takes: Sequence[int],
+        group: int,
         action: Action,
         position: int,
         cost_s: float,
@@ -66,10 +70,11 @@ class Gradients:
                     made[str(port.name)] = (-stage, order[port])
         shared: dict[Members, list[str]] = {}
         for name in sorted(trained, key=made.__getitem__):
-            if len(holdings.holders[name]) > 1:
-                shared.setdefault(holdings.holders[name], []).append(name)
+            for members in holdings.circles[name]:
+                if len(members) > 1:
+                    shared.setdefault(members, []).append(name)
         self.buckets = {members: fill_buckets(names, self.specs) for members, names in shared.items()}
-        self._additions: dict[tuple[str, ...], Program] = {}
+        self._additions: dict[tuple[TensorSpec, ...], Program] = {}
         self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
 
     def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
@@ -79,11 +84,11 @@ class Gradients:
             self._pieces[key] = (program, split(program, ends))  # kept alive, so that its id stays its own
         return self._pieces[key][1]
 
-    def addition(self, names: tuple[str, ...]) -> Program:
-        """Return the program that adds up gradients of some parameters, one for all micro-batches."""
-        if names not in self._additions:
-            self._additions[names] = add_all([self.specs[name] for name in names])
-        return self._additions[names]
+    def addition(self, specs: tuple[TensorSpec, ...]) -> Program:
+        """Return the program that adds up some gradients, one for all micro-batches."""
+        if specs not in self._additions:
+            self._additions[specs] = add_all(specs)
+        return self._additions[specs]
 
     def begin(
         self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: Job, exchanges: Exchanges
@@ -116,10 +121,11 @@ class WorkerGradients:
         self._worker = worker
         self._exchanges = exchanges
         self._held = shared.holdings.held_by(worker, shared.trained)
+        self._specs = {name: shared.holdings.spec(worker, name, shared.specs[name]) for name in self._held}
         self._begun: set[str] = set()
         self._last: dict[str, int] = {}
         for position, action in enumerate(actions):
-            for port in job.model(action.micro_batch).of(action.stage, action.kind).outputs:
+            for port in job.part(worker, action).outputs:
                 if port.kind == "gradient":
                     self._last[str(port.name)] = position
         self._missing: list[tuple[set[str], Exchange]] = []
@@ -138,10 +144,11 @@ class WorkerGradients:
 
     def _bucket(self, bucket: Sequence[str]) -> tuple[int, ...]:
         """Return the buffers of a bucket, with zeros for what this worker has no part in."""
-        empty = [name for name in bucket if name not in self._begun]
+        silent = self._shared.holdings.silent
+        empty = [name for name in bucket if name not in self._begun or self._worker in silent.get(name, ())]
         if empty:
             self._begun.update(empty)
-            specs = [self._shared.specs[name] for name in empty]
+            specs = [self._specs[name] for name in empty]
             self._builder.call(zeros(specs), [], [self._shared.sums[name] for name in empty], Label("zero"))
         return tuple(self._shared.sums[name] for name in bucket)
 
@@ -149,12 +156,13 @@ class WorkerGradients:
 
     def run(
         self,
-        part: NamedProgram,
-        inputs: Mapping[Port, int],
+        part: Part,
+        inputs: Sequence[int],
         values: Mapping[Port, int],
         label: Label,
         *,
         takes: Sequence[int],
+        group: int,
         action: Action,
         position: int,
         cost_s: float,
@@ -162,61 +170,58 @@ class WorkerGradients:
         """Call a backward program, in pieces where a bucket is complete before its end.
 
         Args:
-            part: The program.
+            part: What the worker runs.
             inputs: The buffer of each input.
             values: The buffer of each value that it gives out.
             label: What it is.
             takes: Positions of inputs that end with it.
+            group: The group of the ranks that split it; 0 where there is one.
             action: The action.
             position: Its place in the worker's row.
             cost_s: What it costs a device that computes nothing.
         """
-        program = part.program
-        if not program.operators:
+        if not part.steps:
             return
-        ports = dict(zip(program.outputs, part.outputs, strict=True))
-        place = {slot: inputs[port] for slot, port in enumerate(part.inputs)}
-        mortal = set(takes)
-        pieces = self._shared.pieces(program, self._ends(part, position))
-        for index, piece in enumerate(pieces):
-            later = {slot for other in pieces[index + 1 :] for slot in other.inputs}
-            for slot in piece.outputs:
-                if slot in ports:
-                    place[slot] = self._place(ports[slot], values)
-                else:
-                    place[slot] = self._builder.new()
-                    mortal.add(slot)
-            self._builder.call(
-                piece.program,
-                [place[slot] for slot in piece.inputs],
-                [place[slot] for slot in piece.outputs],
-                label,
-                takes=[i for i, slot in enumerate(piece.inputs) if slot in mortal and slot not in later],
-                micro_batch=action.micro_batch,
-                cost_s=cost_s * len(piece.program.operators) / len(program.operators),
-            )
-            made = [ports[slot] for slot in piece.outputs if slot in ports]
-            self._accumulate([str(port.name) for port in made if port.kind == "gradient"], position)
+        steps: Sequence[RankStep] = part.steps
+        if part.program is not None:
+            steps = self._shared.pieces(part.program, self._ends(part, part.program, position))
 
-    def _ends(self, part: NamedProgram, position: int) -> list[int]:
+        def number_of(port: Port) -> int:
+            if port.kind == "value":
+                return values[port]
+            name = str(port.name)
+            return self._shared.fresh[name] if name in self._begun else self._shared.sums[name]
+
+        def done(ports: Sequence[Port]) -> None:
+            self._accumulate([str(port.name) for port in ports if port.kind == "gradient"], position)
+
+        emit(
+            self._builder,
+            part,
+            steps,
+            inputs,
+            number_of,
+            label,
+            takes=takes,
+            group=group,
+            micro_batch=action.micro_batch,
+            cost_s=cost_s,
+            done=done,
+        )
+
+    def _ends(self, part: Part, program: Program, position: int) -> list[int]:
         """Return the operators of a program behind which a bucket is complete."""
         last = {name for name, place in self._last.items() if place == position} & set(self._bucket_of)
         if not last:
             return []
-        made = {slot: number for number, o in enumerate(part.program.operators) for slot in o.outs if slot is not None}
+        made = {slot: number for number, o in enumerate(program.operators) for slot in o.outs if slot is not None}
         ends: dict[int, int] = {}
-        for port, slot in zip(part.outputs, part.program.outputs, strict=True):
+        for port, slot in zip(part.outputs, part.slots, strict=True):
             if port.kind == "gradient" and port.name in last:
                 bucket = self._bucket_of[str(port.name)]
                 ends[bucket] = max(ends.get(bucket, -1), made.get(slot, -1))
-        behind = len(part.program.operators) - 1
+        behind = len(program.operators) - 1
         return sorted({end for end in ends.values() if 0 <= end < behind})
-
-    def _place(self, port: Port, values: Mapping[Port, int]) -> int:
-        if port.kind == "value":
-            return values[port]
-        name = str(port.name)
-        return self._shared.fresh[name] if name in self._begun else self._shared.sums[name]
 
     def _accumulate(self, names: Sequence[str], position: int) -> None:
         """Add gradients to those of earlier micro-batches, and begin the exchanges that are complete."""
@@ -224,7 +229,7 @@ class WorkerGradients:
         if again:
             old = [self._shared.sums[name] for name in again]
             new = [self._shared.fresh[name] for name in again]
-            program = self._shared.addition(tuple(again))
+            program = self._shared.addition(tuple(self._specs[name] for name in again))
             self._builder.call(program, [*old, *new], old, Label("accumulate"), takes=range(2 * len(old)))
         self._begun.update(names)
         for name in names:
@@ -252,14 +257,14 @@ class WorkerGradients:
     def _everybody(self) -> int | None:
         """The group over which norms are summed; ``None`` where every worker holds everything."""
         holdings = self._shared.holdings
-        if all(holdings.holders[name] == holdings.devices for name in self._shared.trained):
+        if not holdings.parted(self._shared.trained):
             return None
         return self._shared.numbers.groups[holdings.devices]
 
     def _sum_norms(self, group: int) -> None:
         """Sum the squared norms of all gradients over all workers, each gradient by its first holder."""
         owned = self._shared.holdings.owned_by(self._worker, self._shared.trained)
-        program = square_norm([self._shared.specs[name] for name in owned])
+        program = square_norm([self._specs[name] for name in owned])
         gradients = [self._shared.sums[name] for name in owned]
         self._builder.call(program, gradients, [self._shared.norm], Label("norm"))
         self._builder.add(Reduce((self._shared.norm,), group), Label("reduce", "transfer"))

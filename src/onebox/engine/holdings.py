@@ -2,16 +2,19 @@
 
 A parameter is held by every device of every stage that reads it or makes a part of its gradient: the replicas of a
 stage, and the stages that a tied weight is in, are the same case. Its gradient is summed over its holders, and each of
-them steps it.
+them steps it. Where the layers of a stage are split, each rank holds its share, and the same ranks of all replicas sum
+theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from onebox.graph import ModelPrograms
+from onebox.engine.parts import Parts
+from onebox.graph.placements import REPLICATE, Placement, Shard, local_spec
 from onebox.plan import Plan
+from onebox.wire import TensorSpec
 
 Members = tuple[int, ...]
 """Workers of a group, in the order of the plan."""
@@ -23,23 +26,57 @@ class Holdings:
 
     Args:
         devices: The workers of the plan.
-        holders: For each parameter and buffer that the programs name, the workers that hold it.
-        stages: For each stage, the workers of its replicas.
-        makers: For each parameter, the stages that make a part of its gradient.
+        holders: For each parameter and buffer that the programs name, the workers that hold it or a share of it.
+        circles: For each of them, the sets of workers that hold the same: its holders, or the same ranks.
+        stages: For each stage, its replicas.
+        placements: Of those that are split.
+        ranks: For each worker, its rank in the replica that it is in.
+        silent: For each parameter that several stages hold, the workers that are not to add their gradient, because
+            another rank of their replica adds the same.
     """
 
     devices: Members
     holders: Mapping[str, Members]
-    stages: tuple[Members, ...]
-    makers: Mapping[str, tuple[int, ...]]
+    circles: Mapping[str, tuple[Members, ...]]
+    stages: tuple[tuple[Members, ...], ...]
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    silent: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def held_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
         """Return which of some names a worker holds, in their order."""
         return tuple(name for name in names if worker in self.holders.get(name, ()))
 
     def owned_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
-        """Return which of some names a worker is the first holder of; each name has one."""
-        return tuple(name for name in names if self.holders.get(name, (-1,))[0] == worker)
+        """Return which of some names a worker answers for; each name, or each share of it, has one that does."""
+        return tuple(name for name in names if worker in self.sources(name))
+
+    def sources(self, name: str) -> Members:
+        """Return the workers whose shares are the whole, in the order of their ranks; one where it is not split."""
+        if isinstance(self.placements.get(name), Shard):
+            return tuple(members[0] for members in self.circles[name])
+        return self.holders.get(name, ())[:1]
+
+    def circle(self, worker: int, name: str) -> Members:
+        """Return the workers that hold what a worker holds of a name."""
+        return next(members for members in self.circles[name] if worker in members)
+
+    def placement(self, name: str) -> Placement:
+        """Return how a parameter or buffer is placed."""
+        return self.placements.get(name, REPLICATE)
+
+    def spec(self, worker: int, name: str, whole: TensorSpec) -> TensorSpec:
+        """Return what a worker holds of something."""
+        return local_spec(whole, self.placement(name), self.ranks.get(worker, 0))
+
+    def parted(self, names: Iterable[str]) -> bool:
+        """Tell whether some worker does not hold the whole of some name."""
+        return any(self.circles[name] != (self.devices,) for name in names)
+
+    def members(self, worker: int, stage: int) -> Members:
+        """Return the workers that compute what a worker computes of a stage, on other micro-batches."""
+        rank = self.ranks.get(worker, 0)
+        return tuple(replica[rank] for replica in self.stages[stage])
 
     def groups(self, trained: Iterable[str], changed: Iterable[str], *, everybody: bool) -> list[Members]:
         """Return the sets of workers that exchange anything, the largest first.
@@ -49,27 +86,41 @@ class Holdings:
             changed: Buffers that change with the data.
             everybody: Whether all workers of the plan exchange something: values between stages, or a norm.
         """
-        found = {self.holders[name] for name in (*trained, *changed)}
+        found = {members for name in (*trained, *changed) for members in self.circles[name]}
+        found |= {replica for stage in self.stages for replica in stage}
         if everybody:
             found.add(self.devices)
         return sorted((members for members in found if len(members) > 1), key=lambda members: (-len(members), members))
 
 
-def find_holdings(plan: Plan, model: ModelPrograms) -> Holdings:
-    """Return who holds what under a plan, given the programs of its stages."""
-    parts = [{d for replica in stage.replicas for d in replica} for stage in plan.stages]
-    stages = tuple(tuple(d for d in plan.devices if d in part) for part in parts)  # one order for equal sets
+def find_holdings(plan: Plan, parts: Parts) -> Holdings:
+    """Return who holds what under a plan, given the parts of its stages."""
     needed: dict[str, set[int]] = {}
-    makers: dict[str, set[int]] = {}
-    for phase, part in model.phases.items():
-        for port in (*part.inputs, *part.outputs):
+    for phase, program in parts.programs.phases.items():
+        for port in (*program.inputs, *program.outputs):
             if port.kind in ("parameter", "buffer", "update", "gradient"):
-                needed.setdefault(str(port.name), set()).update(stages[phase.stage])
-            if port.kind == "gradient":
-                makers.setdefault(str(port.name), set()).add(phase.stage)
+                needed.setdefault(str(port.name), set()).add(phase.stage)
+    stages = tuple(stage.replicas for stage in plan.stages)
+    ranks = {d: rank for stage in stages for replica in stage if len(replica) > 1 for rank, d in enumerate(replica)}
+    holders: dict[str, Members] = {}
+    circles: dict[str, tuple[Members, ...]] = {}
+    silent: dict[str, frozenset[int]] = {}
+    for name, found in needed.items():
+        members = {device for stage in found for replica in stages[stage] for device in replica}
+        holders[name] = tuple(device for device in plan.devices if device in members)
+        circles[name] = (holders[name],)
+        if len(found) == 1:
+            (stage,) = found
+            circles[name] = tuple(tuple(same) for same in zip(*stages[stage], strict=True))
+        else:
+            later = {device for stage in found for replica in stages[stage] for device in replica[1:]}
+            silent[name] = frozenset(later)
     return Holdings(
         devices=plan.devices,
-        holders={name: tuple(d for d in plan.devices if d in found) for name, found in needed.items()},
+        holders=holders,
+        circles=circles,
         stages=stages,
-        makers={name: tuple(sorted(found)) for name, found in makers.items()},
+        placements=parts.placements,
+        ranks=ranks,
+        silent=silent,
     )

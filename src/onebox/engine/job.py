@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
+from onebox.engine.parts import Part, Parts
 from onebox.graph import ModelPrograms
-from onebox.plan import MicroBatch, Routes, Schedule
+from onebox.plan import Action, MicroBatch, Routes, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Job:
         micro_batches: Its parts.
         routes: Who computes them.
         schedule: In which order.
-        models: The programs for each size of a micro-batch.
+        models: The parts for each size of a micro-batch.
         constants: For each size, the buffers of the model's constants.
         leaves: Tensors of inputs and targets.
     """
@@ -43,7 +44,7 @@ class Job:
     micro_batches: Sequence[MicroBatch]
     routes: Routes
     schedule: Schedule
-    models: Mapping[int, ModelPrograms]
+    models: Mapping[int, Parts]
     constants: Mapping[int, Mapping[str, int]]
     leaves: int
 
@@ -52,6 +53,10 @@ class Job:
         """Samples of the batch."""
         return sum(part.size for part in self.micro_batches)
 
-    def model(self, micro_batch: int) -> ModelPrograms:
-        """Return the programs for a micro-batch."""
-        return self.models[self.micro_batches[micro_batch].size]
+    def part(self, worker: int, action: Action) -> Part:
+        """Return what a worker runs in an action."""
+        return self.models[self.micro_batches[action.micro_batch].size].of(worker, action.stage, action.kind)
+
+    def programs(self, micro_batch: int) -> ModelPrograms:
+        """Return the programs of the stages for a micro-batch."""
+        return self.models[self.micro_batches[micro_batch].size].programs

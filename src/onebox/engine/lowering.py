@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients, RunBackward
 from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
+from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder, StepRoutine
 from onebox.engine.statistics import Statistics, WorkerStatistics
-from onebox.graph import ModelPrograms, NamedProgram, Port
+from onebox.graph import ModelPrograms, Port
 from onebox.plan import Action, Plan
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Ask, Free, Receive, Send
@@ -58,10 +60,10 @@ class Lowering:
 
     def train(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""
-        tables = _Tables(job, self._numbers.new)
+        tables = _Tables(job, self._numbers.new, self._holdings.ranks)
         found = {}
         for worker in self._plan.devices:
-            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker])
+            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker], self._holdings.ranks)
             exchanges = Exchanges(row.builder, worker, self._numbers.groups)
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
@@ -75,10 +77,10 @@ class Lowering:
 
     def evaluate(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
-        tables = _Tables(job, self._numbers.new)
+        tables = _Tables(job, self._numbers.new, self._holdings.ranks)
         found = {}
         for worker in self._plan.devices:
-            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker])
+            row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker], self._holdings.ranks)
             row.run(None, None)
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
@@ -88,19 +90,21 @@ class Lowering:
 class _Tables:
     """What all workers' routines for one job agree on: numbers and channels of values, who makes and who reads them."""
 
-    def __init__(self, job: Job, new: Callable[[], int]) -> None:
+    def __init__(self, job: Job, new: Callable[[], int], ranks: Mapping[int, int]) -> None:
         self._job = job
+        self._ranks = ranks
         self._new = new
         self._values: dict[tuple[Port, int], int] = {}
         self._channels: dict[tuple[Port, int, int], int] = {}
         self._makers: dict[int, dict[Port, int]] = {}
-        for size, model in job.models.items():
-            outputs = ((port, phase.stage) for phase, part in model.phases.items() for port in part.outputs)
+        for size, parts in job.models.items():
+            phases = parts.programs.phases.items()
+            outputs = ((port, phase.stage) for phase, part in phases for port in part.outputs)
             self._makers[size] = {port: stage for port, stage in outputs if port.kind == "value"}
         self._readers: dict[tuple[Port, int], set[int]] = {}
         for worker, row in job.schedule.rows.items():
             for action in row:
-                for port in job.model(action.micro_batch).of(action.stage, action.kind).inputs:
+                for port in job.part(worker, action).inputs:
                     if port.kind == "value":
                         self._readers.setdefault((port, action.micro_batch), set()).add(worker)
 
@@ -115,10 +119,11 @@ class _Tables:
         """Return the channel on which a value travels to a worker."""
         return self._channels.setdefault((port, micro_batch, target), len(self._channels))
 
-    def maker(self, port: Port, micro_batch: int) -> int:
-        """Return the worker that makes a value."""
+    def maker(self, port: Port, micro_batch: int, reader: int) -> int:
+        """Return the worker that makes a value, or its share of it, for a reader."""
         stage = self._makers[self._job.micro_batches[micro_batch].size][port]
-        return self._job.routes[stage][micro_batch][0]
+        replica = self._job.routes[stage][micro_batch]
+        return reader if reader in replica else replica[self._ranks.get(reader, 0) % len(replica)]
 
     def readers(self, port: Port, micro_batch: int) -> set[int]:
         """Return the workers that read a value."""
@@ -128,8 +133,18 @@ class _Tables:
 class _Row:
     """The routine of one worker under construction: its row of the schedule."""
 
-    def __init__(self, worker: int, job: Job, tables: _Tables, plan: Plan, numbers: Numbers, speed: float) -> None:
+    def __init__(
+        self,
+        worker: int,
+        job: Job,
+        tables: _Tables,
+        plan: Plan,
+        numbers: Numbers,
+        speed: float,
+        ranks: Mapping[int, int],
+    ) -> None:
         self._speed = speed
+        self._ranks = ranks
         self.builder = RoutineBuilder(numbers.new)
         self.actions = job.schedule.rows.get(worker, ())
         self.leaves: list[tuple[int, int]] = []
@@ -147,13 +162,13 @@ class _Row:
         """Return for each value and leaf the last action of this row that reads it."""
         found: dict[tuple[Port, int], int] = {}
         for position, action in enumerate(self.actions):
-            for port in self._program(action).inputs:
+            for port in self._part(action).inputs:
                 if port.kind in ("value", "leaf"):
                     found[port, action.micro_batch] = position
         return found
 
-    def _program(self, action: Action) -> NamedProgram:
-        return self._job.model(action.micro_batch).of(action.stage, action.kind)
+    def _part(self, action: Action) -> Part:
+        return self._job.part(self._worker, action)
 
     def run(self, call: RunBackward | None, statistics: WorkerStatistics | None) -> None:
         """Add all actions.
@@ -187,7 +202,7 @@ class _Row:
     def _execute(
         self, position: int, action: Action, call: RunBackward | None, statistics: WorkerStatistics | None
     ) -> None:
-        part = self._program(action)
+        part = self._part(action)
         stage, micro_batch = action.stage, action.micro_batch
         moved = statistics.moved if statistics is not None else {}
         inputs = [self._number(port, micro_batch, moved) for port in part.inputs]
@@ -198,16 +213,26 @@ class _Row:
         ]
         label = Label(self._name(action), "compute", action)
         cost_s = self._cost_s(action)
+        replica = self._job.routes[stage][micro_batch]
+        group = self._numbers.groups[replica] if len(replica) > 1 else 0
         if action.kind == "F" or call is None:
             outputs = [self._number(port, micro_batch, moved, made=True) for port in part.outputs]
-            if part.program.operators or outputs:
-                self.builder.call(
-                    part.program, inputs, outputs, label, takes=takes, micro_batch=micro_batch, cost_s=cost_s
-                )
+            numbers = dict(zip(part.outputs, outputs, strict=True))
+            emit(
+                self.builder,
+                part,
+                part.steps,
+                inputs,
+                numbers.__getitem__,
+                label,
+                takes=takes,
+                group=group,
+                micro_batch=micro_batch,
+                cost_s=cost_s,
+            )
         else:
-            numbers = dict(zip(part.inputs, inputs, strict=True))
             values = {p: self._tables.value(p, micro_batch) for p in part.outputs if p.kind == "value"}
-            call(part, numbers, values, label, takes=takes, action=action, position=position, cost_s=cost_s)
+            call(part, inputs, values, label, takes=takes, group=group, action=action, position=position, cost_s=cost_s)
         self._hand_on(part, stage, micro_batch)
 
     def _number(self, port: Port, micro_batch: int, moved: Mapping[str, int], *, made: bool = False) -> int:
@@ -241,14 +266,15 @@ class _Row:
         return number
 
     def _loss_spec(self, micro_batch: int) -> TensorSpec:
-        model = self._job.model(micro_batch)
-        for part in model.phases.values():
+        for part in self._job.programs(micro_batch).phases.values():
             if Port("result", 0) in part.outputs:
                 return part.specs()[Port("result", 0)]
         raise AssertionError("a model without a loss")
 
     def _result(self, port: Port, micro_batch: int) -> int:
         number = self._tables.value(port, micro_batch)
+        if self._ranks.get(self._worker):
+            return number  # another rank says the same
         self._results.append(number)
         self.results.append((micro_batch, int(port.name)))
         return number
@@ -276,29 +302,34 @@ class _Row:
 
     def _receive(self, action: Action) -> None:
         """Begin to receive what an action needs of other workers and has not been asked for yet."""
-        for index, port in enumerate(self._program(action).inputs):
+        part = self._part(action)
+        for port, spec in zip(part.inputs, part.given, strict=True):
             key = (port, action.micro_batch)
             if port.kind != "value" or key in self._asked:
                 continue
-            source = self._tables.maker(port, action.micro_batch)
+            source = self._tables.maker(port, action.micro_batch, self._worker)
             if source == self._worker:
                 continue
             self._asked.add(key)
-            spec = self._program(action).program.inputs[index]
             channel = self._tables.channel(port, action.micro_batch, self._worker)
             number = self._tables.value(port, action.micro_batch)
             receive = Receive(number, spec, self._everybody, self._plan.devices.index(source), channel)
             name = f"receive for {action} from device {source}"
             self.builder.add(receive, Label(name, "transfer"))
 
-    def _hand_on(self, part: NamedProgram, stage: int, micro_batch: int) -> None:
+    def _targets(self, port: Port, micro_batch: int) -> list[int]:
+        """Return the other workers that get a value from this one."""
+        readers = sorted(self._tables.readers(port, micro_batch) - {self._worker})
+        return [reader for reader in readers if self._tables.maker(port, micro_batch, reader) == self._worker]
+
+    def _hand_on(self, part: Part, stage: int, micro_batch: int) -> None:
         """Send what other workers need, and free what this worker needs no more."""
         unread: list[int] = []
         for port in part.outputs:
             if port.kind != "value":
                 continue
             number = self._tables.value(port, micro_batch)
-            for target in sorted(self._tables.readers(port, micro_batch) - {self._worker}):
+            for target in self._targets(port, micro_batch):
                 channel = self._tables.channel(port, micro_batch, target)
                 send = Send(number, self._everybody, self._plan.devices.index(target), channel)
                 self.builder.add(send, Label(f"send of stage {stage} to device {target}", "transfer"))

@@ -18,6 +18,7 @@ from onebox.engine.state import (
     state_entries,
     trained_names,
 )
+from onebox.graph.placements import REPLICATE, Shard, shard_of, unshard
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.messages import Ask, Define, Free, Get, Memory, OptimizerState, Options, Put, Tensors
@@ -48,6 +49,7 @@ class RemoteState:
         self._trained: dict[int, tuple[str, ...]] = {}
         self._owned: dict[int, tuple[str, ...]] = {}
         self._holders: dict[str, Members] = {}
+        self._holdings: Holdings | None = None
         self._sent_options: tuple[Options, ...] = ()
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
@@ -58,15 +60,28 @@ class RemoteState:
         self._ledger.append(self._pool.new_number())
         return self._ledger[-1]
 
-    def upload(self, holders: Mapping[str, Members]) -> None:
-        """Bring every tensor to its holders, from the user's model; those that have it keep it."""
+    def upload(self, holders: Mapping[str, Members], holdings: Holdings | None = None) -> None:
+        """Bring every tensor to its holders, from the user's model; those that have it keep it.
+
+        Args:
+            holders: Who is to hold what.
+            holdings: Which share of it, where it is split; everybody gets the whole when ``None``.
+        """
+        self._holdings = holdings
         for name, workers in holders.items():
-            number, tensor = self.named.numbers[name], self.named.tensors[name]
-            fresh = [worker for worker in workers if worker not in self._holders.get(name, ())]
-            if fresh:
-                put, frame = Put((number,), (spec_of(tensor),)), to_frame(tensor.detach().clone())
-                for worker in fresh:
-                    self._pool.post(worker, [put], [frame])
+            number, tensor = self.named.numbers[name], self.named.tensors[name].detach()
+            placement = holdings.placement(name) if holdings else REPLICATE
+            parts = [tensor]
+            if holdings and isinstance(placement, Shard):
+                parts = [shard_of(tensor, placement, rank) for rank in range(len(placement.sizes))]
+            frames = [to_frame(part.clone()) for part in parts]
+            for worker in workers:
+                if worker in self._holders.get(name, ()) and len(parts) == 1:
+                    continue
+                rank = holdings.ranks[worker] if holdings and len(parts) > 1 else 0
+                self._pool.post(worker, [Put((number,), (spec_of(parts[rank]),))], [frames[rank]])
+            for worker in set(self._holders.get(name, ())) - set(workers):
+                self._pool.post(worker, [Free((number,))])
             for worker in set(self._holders.get(name, ())) - set(workers):
                 self._pool.post(worker, [Free((number,))])
         for name in set(self._holders) - set(holders):
@@ -88,7 +103,7 @@ class RemoteState:
             if held:
                 self._trained[worker] = held
                 self._owned[worker] = holdings.owned_by(worker, trained)
-                entries, tensors = state_entries(self.remembered, held)
+                entries, tensors = state_entries(self._share(worker, holdings), held)
                 definition = optimizer_definition(self.optimizer, self.named, held, entries)
                 define = Define(self._optimizer_number, definition)
                 futures.append(self._pool.post(worker, [define], [to_frame(t) for t in tensors], answer=True))
@@ -103,12 +118,24 @@ class RemoteState:
         self._sent_options = options
         return changed
 
+    def _share(self, worker: int, holdings: Holdings) -> OptimizerEntries:
+        """Return what the optimizer remembers of a worker's shares of the parameters."""
+        found: OptimizerEntries = []
+        for name, key, value in self.remembered:
+            placement = holdings.placement(name)
+            if isinstance(placement, Shard) and isinstance(value, Tensor) and worker in holdings.holders.get(name, ()):
+                whole = value.shape == self.named.tensors[name].shape
+                value = shard_of(value, placement, holdings.ranks[worker]) if whole else value  # noqa: PLW2901
+            found.append((name, key, value))
+        return found
+
     def checks(self) -> dict[int, list[tuple[Members, Ask]]]:
         """Return for each worker what to ask so that members can be compared: hashes of what they share."""
         shared: dict[Members, list[int]] = {}
-        for name, members in self._holders.items():
-            if len(members) > 1:
-                shared.setdefault(members, []).append(self.named.numbers[name])
+        for name, holders in self._holders.items():
+            for members in self._holdings.circles[name] if self._holdings else (holders,):
+                if len(members) > 1:
+                    shared.setdefault(members, []).append(self.named.numbers[name])
         found: dict[int, list[tuple[Members, Ask]]] = {}
         for members, numbers in shared.items():
             for worker in members:
@@ -120,15 +147,20 @@ class RemoteState:
         made = {name: tensor.detach().clone() for name, tensor in self.named.tensors.items()}
         by_worker: dict[int, list[str]] = {}
         for name, members in self._holders.items():
-            by_worker.setdefault(members[0], []).append(name)
+            for worker in self._holdings.sources(name) if self._holdings else members[:1]:
+                by_worker.setdefault(worker, []).append(name)
+        parts: dict[str, list[Tensor]] = {}
         gets = {worker: Get(tuple(self.named.numbers[n] for n in names)) for worker, names in by_worker.items()}
         answers = raise_first([self._pool.post(worker, [get], answer=True) for worker, get in gets.items()])
         for names, answer in zip(by_worker.values(), answers, strict=True):
             (listing,) = answer.results
             assert isinstance(listing, Tensors)
             for name, spec, frame in zip(names, listing.specs, answer.frames, strict=True):
-                made[name] = from_frame(spec, frame)
-        return made
+                parts.setdefault(name, []).append(from_frame(spec, frame))
+        return made | {name: self._whole(name, found) for name, found in parts.items()}
+
+    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
+        return unshard(parts, self._holdings.placement(name)) if self._holdings and len(parts) > 1 else parts[0]
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
@@ -137,7 +169,7 @@ class RemoteState:
         ask = Ask("optimizer", (self._optimizer_number,))
         workers = [worker for worker, owned in self._owned.items() if owned]
         answers = raise_first([self._pool.post(worker, [ask], answer=True) for worker in workers])
-        found: OptimizerEntries = []
+        found: dict[tuple[str, str], list[Any]] = {}
         for worker, answer in zip(workers, answers, strict=True):
             (listing,) = answer.results
             assert isinstance(listing, OptimizerState)
@@ -146,8 +178,14 @@ class RemoteState:
                 value = from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value
                 name = self._trained[worker][entry.parameter]
                 if name in self._owned[worker]:
-                    found.append((name, entry.key, value))
-        return found
+                    found.setdefault((name, entry.key), []).append(value)
+        return [(name, key, self._joined(name, values)) for (name, key), values in found.items()]
+
+    def _joined(self, name: str, values: list[Any]) -> Any:
+        """Put together an entry of the optimizer's state from those of all shares of its parameter."""
+        if len(values) == 1 or not isinstance(values[0], Tensor) or not values[0].dim():
+            return values[0]
+        return self._whole(name, values)
 
     def memory(self) -> list[Memory]:
         """Return the memory of each worker."""

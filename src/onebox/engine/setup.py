@@ -10,11 +10,12 @@ from typing import Any
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.compiler import Captures, Compiler
-from onebox.engine.holdings import Members
+from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import peak_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
+from onebox.graph.placements import Shard
 from onebox.plan import Plan, Sync
 from onebox.pool import Pool
 from onebox.wire.messages import Ask
@@ -84,10 +85,10 @@ class Ready:
         trained = tuple(name for name in remote.wanted if name in with_gradient)
         self._holdings, self._trained = holdings, trained
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
-        remote.upload(holdings.holders)
-        parted = any(holdings.holders[name] != holdings.devices for name in trained)
+        remote.upload(holdings.holders, holdings)
+        _check_split(remote, holdings)
         try:
-            for members in holdings.groups(trained, affine, everybody=len(plan.stages) > 1 or parted):
+            for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
                 self._groups[members] = pool.form_group(members, plan.sync)
             self.compiler.begin(
                 model,
@@ -116,8 +117,14 @@ class Ready:
         state = self._remote.named
         found = {}
         for worker, routine in compiled.routines.items():
-            held = {state.numbers[n]: state.spec(n).size_bytes for n in self._holdings.held_by(worker, state.tensors)}
-            trained = [state.spec(name).size_bytes for name in self._holdings.held_by(worker, self._trained)]
+            held = {
+                state.numbers[n]: self._holdings.spec(worker, n, state.spec(n)).size_bytes
+                for n in self._holdings.held_by(worker, state.tensors)
+            }
+            trained = [
+                self._holdings.spec(worker, name, state.spec(name)).size_bytes
+                for name in self._holdings.held_by(worker, self._trained)
+            ]
             found[worker] = peak_of(
                 routine,
                 held={**held, **constants},
@@ -131,6 +138,23 @@ class Ready:
         for members, group in self._groups.items():
             self._pool.leave_group(group, members)
         self._groups = {}
+
+
+_BY_ELEMENT = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"}
+)
+"""Optimizers that treat every element of a parameter by itself, so that shares of it are stepped as the whole is."""
+
+
+def _check_split(remote: RemoteState, holdings: Holdings) -> None:
+    """Refuse to split a parameter whose optimizer looks at it as a whole."""
+    name = type(remote.optimizer).__name__
+    split = [key for key in remote.wanted if isinstance(holdings.placement(key), Shard)]
+    if split and name not in _BY_ELEMENT:
+        raise UsageError(
+            f"the plan splits {split[0]}, but {name} looks at a parameter as a whole; split layers with one of "
+            f"{', '.join(sorted(_BY_ELEMENT))}"
+        )
 
 
 def set_up(

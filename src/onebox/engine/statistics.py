@@ -38,19 +38,21 @@ class Statistics:
         self.affine: dict[int, list[str]] = {}
         self.constant: dict[int, list[str]] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for stage, members in enumerate(holdings.stages):
-            if len(members) > 1:
+        for stage, replicas in enumerate(holdings.stages):
+            if len(replicas) > 1:
                 self._sort(stage)
         self.moved = {name: numbers.new() for names in self.affine.values() for name in names}
-        self._decays: dict[tuple[int, int], Program] = {}
+        self._decays: dict[tuple[int, int, int], Program] = {}
 
-    def decay(self, stage: int, times: int) -> Program:
-        """Return the program that decays the buffers of a stage by so many micro-batches."""
-        if (stage, times) not in self._decays:
+    def decay(self, worker: int, stage: int, times: int) -> Program:
+        """Return the program that decays what a worker has of the buffers of a stage by so many micro-batches."""
+        key = (self.holdings.ranks.get(worker, 0), stage, times)
+        if key not in self._decays:
             names = self.affine[stage]
             factors = [self.model.updates[name].decay ** times for name in names]
-            self._decays[stage, times] = scale_all([self.specs[name] for name in names], factors)
-        return self._decays[stage, times]
+            specs = [self.holdings.spec(worker, name, self.specs[name]) for name in names]
+            self._decays[key] = scale_all(specs, factors)
+        return self._decays[key]
 
     def _sort(self, stage: int) -> None:
         """Sort the buffers that a replicated stage changes by the kind of their update."""
@@ -90,7 +92,10 @@ class WorkerStatistics:
         self._builder = builder
         self._total = len(job.micro_batches)
         self._exchanges = exchanges
-        mine = [stage for stage, members in enumerate(shared.holdings.stages) if worker in members]
+        self._worker = worker
+        mine = [
+            stage for stage, replicas in enumerate(shared.holdings.stages) if any(worker in one for one in replicas)
+        ]
         self._affine = {stage: names for stage, names in shared.affine.items() if stage in mine}
         self._constant = {stage: names for stage, names in shared.constant.items() if stage in mine}
         self._own = {
@@ -100,16 +105,20 @@ class WorkerStatistics:
         self.moved = {name: shared.moved[name] for names in self._affine.values() for name in names}
         self._waiting: dict[int, Exchange] = {}
         for stage, names in self._affine.items():
-            program = zeros([shared.specs[name] for name in names])
+            program = zeros([self._spec(name) for name in names])
             builder.call(program, [], [self.moved[name] for name in names], Label("zero"))
-            self._waiting[stage] = exchanges.expect(shared.holdings.stages[stage], self._messages(names))
+            self._waiting[stage] = exchanges.expect(shared.holdings.members(worker, stage), self._messages(names))
             self._waiting[stage].ready = not self._own[stage]
+
+    def _spec(self, name: str) -> TensorSpec:
+        """Return what this worker holds of a buffer."""
+        return self._shared.holdings.spec(self._worker, name, self._shared.specs[name])
 
     def _messages(self, names: Sequence[str]) -> Callable[[], list[tuple[int, ...]]]:
         """Return what returns the buffers to be summed, those of one element type together."""
         kinds: dict[str, list[int]] = {}
         for name in names:
-            kinds.setdefault(self._shared.specs[name].dtype, []).append(self.moved[name])
+            kinds.setdefault(self._spec(name).dtype, []).append(self.moved[name])
         return lambda: [tuple(numbers) for numbers in kinds.values()]
 
     def before(self, action: Action) -> None:
@@ -132,14 +141,14 @@ class WorkerStatistics:
         if not times:
             return
         numbers = [self.moved[name] for name in names]
-        program = self._shared.decay(stage, times)
+        program = self._shared.decay(self._worker, stage, times)
         self._builder.call(program, numbers, numbers, Label("statistics"), takes=range(len(numbers)))
 
     def finish(self) -> None:
         """Put together what the replicas contributed, and repeat what depends on no data for the others' part."""
         state = self._shared.numbers.state
         for names in self._affine.values():
-            specs = [self._shared.specs[name] for name in names]
+            specs = [self._spec(name) for name in names]
             factors = [self._shared.model.updates[name].decay ** self._total for name in names]
             old, moved = [state[name] for name in names], [self.moved[name] for name in names]
             program = combine_all(specs, factors)

@@ -59,7 +59,14 @@ class Stage(_Part, frozen=True):
         devices = [device for replica in self.replicas for device in replica]
         if len(set(devices)) != len(devices) or min(devices) < 0:
             raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
+        if len({len(replica) for replica in self.replicas}) > 1:
+            raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
         apportion(1, self.shares)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many devices its layers are split."""
+        return len(self.replicas[0])
 
 
 class Prediction(_Part, frozen=True):
@@ -129,10 +136,21 @@ class Plan(_Part, frozen=True):
             raise UsageError("sync='client' is for plans of one stage; leave it out")
         names = [name for stage in self.stages for name in stage.segments]
         twice = sorted({name for name in names if names.count(name) > 1})
+        self._check_split()
+        if len(self.stages) == 1:
+            return
         if twice or not all(stage.segments for stage in self.stages):
             raise UsageError(
                 f"segment {twice[0]!r} is in two stages" if twice else "a stage has no segment; name at least one"
             )
+
+    def _check_split(self) -> None:
+        for stage in self.stages:
+            own = {device for replica in stage.replicas for device in replica}
+            others = [d for other in self.stages if other is not stage for replica in other.replicas for d in replica]
+            shared = sorted(own & set(others))
+            if stage.ranks > 1 and shared:
+                raise UsageError(f"device {shared[0]} splits the layers of a stage, and can have no part in another one")
 
     @classmethod
     def data_parallel(

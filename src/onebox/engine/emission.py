@@ -1,0 +1,87 @@
+"""Emission: the instructions that run a part, its programs and the collectives between them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onebox.engine.parts import Part
+from onebox.engine.routine import Label, RoutineBuilder
+from onebox.graph import Piece, Port
+from onebox.graph.shard import AllReduce, RankStep
+from onebox.wire.messages import Free, Gather, Reduce
+
+
+def emit(
+    builder: RoutineBuilder,
+    part: Part,
+    steps: Sequence[RankStep],
+    inputs: Sequence[int],
+    number_of: Callable[[Port], int],
+    label: Label,
+    *,
+    takes: Sequence[int],
+    group: int,
+    micro_batch: int = 0,
+    cost_s: float = 0.0,
+    done: Callable[[Sequence[Port]], None] = lambda ports: None,
+) -> None:
+    """Add what runs a part.
+
+    Args:
+        builder: The routine.
+        part: The part.
+        steps: Its steps, or the pieces that its program was cut into.
+        inputs: The buffer of each input.
+        number_of: Returns the buffer that an output goes to.
+        label: What it is.
+        takes: Positions of inputs that end with it.
+        group: The group of the ranks that split it; 0 where there is one.
+        micro_batch: The micro-batch.
+        cost_s: What it costs a device that computes nothing.
+        done: Told of the outputs that each step has made.
+    """
+    ports = dict(zip(part.slots, part.outputs, strict=True))
+    place = dict(enumerate(inputs))
+    mortal = set(takes)
+    target_of = {step.source: step.target for step in steps if isinstance(step, AllReduce)}
+    work = sum(len(step.program.operators) for step in steps if isinstance(step, Piece)) or 1
+
+    def number(slot: int) -> int:
+        end = target_of.get(slot, slot)
+        if end in ports:
+            return number_of(ports[end])
+        mortal.add(end)
+        return builder.new()
+
+    for index, step in enumerate(steps):
+        later = {slot for other in steps[index + 1 :] for slot in _read(other)}
+        if isinstance(step, Piece):
+            for slot in step.outputs:
+                place[slot] = number(slot)
+                mortal.update({slot} if slot not in ports and slot not in target_of else ())
+            builder.call(
+                step.program,
+                [place[slot] for slot in step.inputs],
+                [place[slot] for slot in step.outputs],
+                label,
+                takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
+                micro_batch=micro_batch,
+                cost_s=cost_s * len(step.program.operators) / work,
+            )
+            made = [slot for slot in step.outputs if slot in ports]
+        elif isinstance(step, AllReduce):
+            place[step.target] = place[step.source]
+            builder.add(Reduce((place[step.source],), group), Label("reduce", "transfer"))
+            made = [step.target] if step.target in ports else []
+        else:
+            place[step.target] = number(step.target)
+            gather = Gather(place[step.source], place[step.target], step.spec, group, step.dim)
+            builder.add(gather, Label("gather", "transfer"))
+            made = [step.target] if step.target in ports else []
+            if step.source in mortal and step.source not in later:
+                builder.add(Free((place[step.source],)), Label("free"))
+        done([ports[slot] for slot in made])
+
+
+def _read(step: RankStep) -> Sequence[int]:
+    return step.inputs if isinstance(step, Piece) else (step.source,)

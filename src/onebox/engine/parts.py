@@ -1,0 +1,136 @@
+"""Parts: what each worker runs of each phase, whole, or its rank's part where a stage's layers are split. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from onebox.graph import ModelPrograms, NamedProgram, PhaseKind, Port, split
+from onebox.graph.placements import Placement
+from onebox.graph.shard import RankStep, RankTape, shard_tapes
+from onebox.plan import Plan
+from onebox.wire import Program, TensorSpec, specs_by_slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one worker runs of a phase.
+
+    Args:
+        inputs: Port of each input; input ``i`` arrives in slot ``i``.
+        given: What each input is.
+        outputs: Port of each output.
+        made: What each output is.
+        slots: The slot of each output.
+        steps: What to run.
+        program: The whole program, where the steps are nothing but that.
+    """
+
+    inputs: tuple[Port, ...]
+    given: tuple[TensorSpec, ...]
+    outputs: tuple[Port, ...]
+    made: tuple[TensorSpec, ...]
+    slots: tuple[int, ...]
+    steps: tuple[RankStep, ...]
+    program: Program | None = None
+
+    def specs(self, kind: str) -> dict[str, TensorSpec]:
+        """Return what the outputs of a kind of port are, by name."""
+        pairs = zip(self.outputs, self.made, strict=True)
+        return {str(port.name): spec for port, spec in pairs if port.kind == kind}
+
+
+def whole_part(named: NamedProgram) -> Part:
+    """Return a program as a part."""
+    program = named.program
+    specs = specs_by_slot(program)
+    return Part(
+        inputs=named.inputs,
+        given=program.inputs,
+        outputs=named.outputs,
+        made=tuple(specs[slot] for slot in program.outputs),
+        slots=program.outputs,
+        steps=tuple(split(program, [])),
+        program=program,
+    )
+
+
+def _rank_part(named: NamedProgram, tape: RankTape) -> Part:
+    return Part(
+        inputs=named.inputs,
+        given=tape.inputs,
+        outputs=named.outputs,
+        made=tape.specs,
+        slots=tape.outputs,
+        steps=tape.steps,
+    )
+
+
+class Parts:
+    """The parts of a model under a plan.
+
+    Args:
+        programs: The programs of its stages.
+        plan: The plan.
+        halves: The stages whose backward comes in halves, where layers are split; others' comes whole.
+        settled: Placements that parameters and buffers have already, from parts made before.
+    """
+
+    def __init__(
+        self,
+        programs: ModelPrograms,
+        plan: Plan,
+        *,
+        halves: Iterable[int] = (),
+        settled: Mapping[str, Placement] | None = None,
+    ) -> None:
+        self.programs = programs
+        self.placements: dict[str, Placement] = {}
+        self._place = {
+            (stage, device): (replica, rank)
+            for stage, found in enumerate(plan.stages)
+            for replica, devices in enumerate(found.replicas)
+            for rank, device in enumerate(devices)
+        }
+        self._whole: dict[tuple[int, PhaseKind], Part] = {}
+        self._ranks: dict[tuple[int, PhaseKind], tuple[Part, ...]] = {}
+        for stage, found in enumerate(plan.stages):
+            if len(found.replicas[0]) > 1:
+                self._shard(stage, len(found.replicas[0]), stage in set(halves), settled or {})
+
+    def of(self, worker: int, stage: int, kind: PhaseKind) -> Part:
+        """Return what a worker runs of a phase."""
+        ranks = self._ranks.get((stage, kind))
+        if ranks is not None:
+            return ranks[self._place[stage, worker][1]]
+        if (stage, kind) not in self._whole:
+            self._whole[stage, kind] = whole_part(self.programs.of(stage, kind))
+        return self._whole[stage, kind]
+
+    def _shard(self, stage: int, ranks: int, halves: bool, settled: Mapping[str, Placement]) -> None:
+        """Split the layers of a stage over ranks."""
+        present = [kind for kind in _order(halves) if (stage, kind) in self.programs.phases]
+        tapes = [self.programs.of(stage, kind) for kind in present]
+        sharded = shard_tapes(tapes, ranks, whole=self._elsewhere(stage), placements=_ports(tapes, settled))
+        for kind, named, rank_tapes in zip(present, tapes, sharded.tapes, strict=True):
+            self._ranks[stage, kind] = tuple(_rank_part(named, tape) for tape in rank_tapes)
+        for port, placement in sharded.placements.items():
+            if port.kind in ("parameter", "buffer"):
+                self.placements[str(port.name)] = placement
+
+    def _elsewhere(self, stage: int) -> frozenset[Port]:
+        """Return the ports of a stage that other stages have a part in too; there they are whole."""
+        own: set[Port] = set()
+        others: set[Port] = set()
+        for phase, part in self.programs.phases.items():
+            (own if phase.stage == stage else others).update((*part.inputs, *part.outputs))
+        return frozenset(port for port in own & others if port.kind in ("value", "parameter", "buffer"))
+
+
+def _order(halves: bool) -> Sequence[PhaseKind]:
+    return ("F", "I", "W") if halves else ("F", "B")
+
+
+def _ports(tapes: Sequence[NamedProgram], settled: Mapping[str, Placement]) -> dict[Port, Placement]:
+    ports = {port for tape in tapes for port in tape.inputs if port.kind in ("parameter", "buffer")}
+    return {port: settled[str(port.name)] for port in ports if str(port.name) in settled}
