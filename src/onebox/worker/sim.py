@@ -7,8 +7,12 @@ can be tried at the size of a model that would not fit here. What is measured on
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
+import os
+import platform
+import struct
 from typing import Any
 
 import torch
@@ -28,6 +32,11 @@ MEMORY_BYTES = 16 << 30
 """Memory of a ``sim`` device where the pool sets no quota: that of a common accelerator."""
 
 _META = torch.device("meta")
+
+_SLICE_NS = 100_000
+"""The least that the kernel gives."""
+
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # a system call that libc has no function for
 
 
 class NoValues(Exception):
@@ -59,6 +68,7 @@ class SimDevice(Device):
         self.speed = speed
         self.emulated = True
         wake_on_time()
+        wake_promptly()
         torch.set_num_threads(1)
 
     def load(self, stored: StoredProgram) -> Tape:
@@ -110,6 +120,20 @@ class SimDevice(Device):
     def quota_bytes(self, asked_bytes: int) -> int:
         """Return what was asked for, else its memory: beyond it an accelerator would fail too."""
         return asked_bytes or MEMORY_BYTES
+
+
+def wake_promptly() -> None:
+    """Ask the kernel for short slices, so that this thread runs as soon as it wakes although others compute.
+
+    One that asks for less at a time has the earlier deadline (Linux from 6.12; before, or where it is not allowed,
+    nothing happens). With both cores of a machine busy, 1 sleep in 100 ended 4 ms late or more; with short slices it was
+    1 ms, and half of them ended within 0.02 ms either way.
+    """
+    if _SCHED_SETATTR is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, _SLICE_NS, 0, 0)  # sched_setattr(2)
+    ctypes.CDLL(None).syscall(_SCHED_SETATTR, 0, attributes, 0)
 
 
 class SimTape(Tape):

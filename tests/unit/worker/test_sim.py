@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from onebox.wire.messages import (
 from onebox.worker import sim as module
 from onebox.worker.device import Device
 from onebox.worker.optimizer import ALLOWED, NativeOptimizer
-from onebox.worker.sim import MEMORY_BYTES, SimDevice, SimOptimizer, SimTape
+from onebox.worker.sim import MEMORY_BYTES, SimDevice, SimOptimizer, SimTape, wake_promptly
 from onebox.worker.store import BufferStore, Poisoned
 from onebox.worker.tape import Progress
 from tests.unit.machines import Rig, define, elementwise
@@ -86,6 +88,19 @@ def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list
 def test_speeds_that_are_none(speed: float) -> None:
     with pytest.raises(UsageError, match="speed"):
         SimDevice(speed)
+
+
+def test_short_slices_leave_priority_and_policy_as_they_are() -> None:
+    def in_thread() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 3)
+        wake_promptly()
+        seen.append((os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getscheduler(0)))
+
+    seen: list[tuple[int, int]] = []
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert seen == [(3, os.SCHED_OTHER)]
 
 
 # ---- programs
