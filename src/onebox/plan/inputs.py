@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 from onebox.errors import UsageError
 from onebox.plan.plan import SCHEDULES
@@ -160,6 +161,7 @@ class Problem:
         schedules: Allowed schedules, out of :data:`~onebox.plan.SCHEDULES`.
         replicable: Whether a stage may have several replicas.
         max_stages: At most so many stages; ``None`` is without limit.
+        max_devices: At most so many devices; ``None`` is without limit.
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
     """
@@ -175,6 +177,7 @@ class Problem:
     schedules: tuple[str, ...] = SCHEDULES
     replicable: bool = True
     max_stages: int | None = None
+    max_devices: int | None = None
     free_shares: bool = True
 
     def __post_init__(self) -> None:
@@ -186,10 +189,12 @@ class Problem:
             )
         if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
             raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(SCHEDULES)}, at least one")
-        if self.max_stages is not None and self.max_stages < 1:
-            raise UsageError(f"max_stages={self.max_stages}: a plan has at least one stage")
+        for name, most in (("stages", self.max_stages), ("devices", self.max_devices)):
+            if most is not None and most < 1:
+                raise UsageError(f"max_{name}={most}: a plan has at least one of them")
         self._check_names()
         self._check_indices()
+        self._check_links()
 
     def _check_names(self) -> None:
         names = [segment.name for segment in self.segments]
@@ -211,6 +216,14 @@ class Problem:
         for tie in self.ties:
             if not all(0 <= index < count for index in tie.segments):
                 raise UsageError(f"a parameter is tied between segments {tie.segments}: there are {count}")
+
+    def _check_links(self) -> None:
+        numbers = [device.number for device in self.devices]
+        for a, b in permutations(numbers, 2):
+            latency_s = self.links.latency_s.get(a, {}).get(b, -1.0)
+            bandwidth_bps = self.links.bandwidth_bps.get(a, {}).get(b, 0.0)
+            if not (latency_s >= 0 and bandwidth_bps > 0):
+                raise UsageError(f"no link from device {a} to {b}; its latency and a bandwidth above 0 are needed")
 
     @cached_property
     def device(self) -> Mapping[int, DeviceSpec]:

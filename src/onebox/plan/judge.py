@@ -106,6 +106,9 @@ class Judge:
             return "replicas are not allowed"
         if problem.max_stages is not None and len(layout.parts) > problem.max_stages:
             return f"more than {problem.max_stages} stages"
+        used = {device for part in layout.parts for device in part.devices}
+        if problem.max_devices is not None and len(used) > problem.max_devices:
+            return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
         if len(layout.parts) > 1 and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, permutations
 from operator import mul
 from typing import NamedTuple
 
@@ -210,7 +210,9 @@ class _Chain:
     def most_s(self) -> float:
         """Return a T above which no more is possible."""
         cuts = max(*self.forward, *self.backward)
-        slowest = min(bps for row in self.links.bandwidth_bps.values() for bps in row.values()) if cuts else 1.0
+        rows = self.links.bandwidth_bps
+        numbers = [device.number for device in self.costs.problem.devices]
+        slowest = min((rows[a][b] for a, b in permutations(numbers, 2)), default=float("inf"))
         return 4 * (max(times[-1] for times in self.times) + self.call_s + cuts / slowest) + 1e-9
 
     def lay(self, bottleneck_s: float, *, first: bool = False) -> list[_Laid]:

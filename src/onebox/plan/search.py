@@ -25,7 +25,8 @@ EFFORT = 1_700_000
 """Actions that a search may simulate: about 3 s on a core of a laptop."""
 
 NAMED_BIAS = 0.005
-"""A schedule that has a name is preferred to a synthesised one unless that is quicker by more than this part."""
+"""Simpler plans are preferred to others that are quicker by no more than this part: those whose schedule has a name to
+synthesised ones, fewer stages to more, fewer micro-batches to more."""
 
 _STARTS = 3
 """From so many of the best different layouts local search begins."""
@@ -141,6 +142,7 @@ def search(
         best = _synthesise(judge, best, lambda: clock() >= begin + 0.8 * budget_s)
     if best is None or best.over_bytes:
         raise misfit(judge)
+    best = _simplest(judge, best)
     return SearchResult(
         plan=_finished(problem, best),
         simulation=best.simulation,
@@ -238,6 +240,20 @@ def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdic
         if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):
             found = made
     return found
+
+
+def _simplest(judge: Judge, best: Verdict) -> Verdict:
+    """Return, of what is as good as the best under the named schedules, what has fewest stages and actions."""
+    if best.layout.schedule == "auto":
+        return best
+    limit = best.simulation.step_s * (1 + NAMED_BIAS)
+    near = [
+        verdict
+        for verdict in judge.verdicts.values()
+        if not verdict.over_bytes and verdict.simulation.step_s <= limit and judge.allows(verdict.layout)
+    ]
+    named = [verdict for verdict in near if verdict.layout.schedule != "auto"]
+    return min(named, key=lambda one: (one.layout.places, one.case.actions, one.simulation.step_s))
 
 
 def _finished(problem: Problem, verdict: Verdict) -> Plan:

@@ -113,7 +113,8 @@ def proposed(judge: Judge) -> Iterator[Layout]:
     micro-batch in flight is allowed for, which synthesised schedules can do with.
     """
     problem = judge.problem
-    most = min(len(problem.segments), len(problem.devices), problem.max_stages or len(problem.devices))
+    devices = min(len(problem.devices), problem.max_devices or len(problem.devices))
+    most = min(len(problem.segments), devices, problem.max_stages or devices)
     sizes = sorted(set(problem.micro_batches))
     # Beyond so many micro-batches there is hardly any bubble left to save, only calls and planning time to pay.
     sizes = [size for size in sizes if problem.batch <= size * _MANY * most] or sizes[-1:]
