@@ -26,7 +26,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.arena import Arena, Block
-from onebox.worker.memory import Memory, PeerLost
+from onebox.worker.memory import SLICE_S, Memory, PeerLost
 
 LEFT, READY, FREE = 0, 8, 16
 """Words of the control page, each in a cache line of its own: the rank has left; it has mapped everybody's memory; from
@@ -253,14 +253,16 @@ class Inbox:
         """
         memory = self._open()
         begin_s = time.monotonic()
+        next_s = begin_s + SLICE_S
         while (letter := self.find(channel, order)) is None:
             left = memory.words[LEFT]
             if memory.words[self._word + _SENT] != self._seen:
                 continue
             if left:
                 raise PeerLost(f"rank {self.writer} has left the group")
-            memory.sleep(self._word + _SENT, self._seen)
-            self._patience(begin_s)
+            if memory.sleep(self._word + _SENT, self._seen) or time.monotonic() > next_s:
+                next_s = time.monotonic() + SLICE_S  # also while letters of other channels come
+                self._patience(begin_s)
         return letter
 
     def _patience(self, begin_s: float) -> None:

@@ -142,15 +142,18 @@ class Memory:
         """Wake who sleeps on a word."""
         self._call(word, _WAKE, _ALL, None)
 
-    def sleep(self, word: int, value: int) -> None:
-        """Sleep while a word has a value, for :data:`SLICE_S` at most."""
-        self._call(word, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(_slice))  # the kernel looks at the low half
+    def sleep(self, word: int, value: int) -> bool:
+        """Sleep while a word has a value, for :data:`SLICE_S` at most; tell whether nobody has set it in that time."""
+        # The kernel looks at the low half of the word.
+        return self._call(word, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(_slice)) == errno.ETIMEDOUT
 
-    def _call(self, word: int, action: int, value: int, timeout: int | None) -> None:
-        if _futex(_FUTEX, self.address + 8 * word, action, value, timeout, None, 0) < 0:
-            code = ctypes.get_errno()
-            if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(code, os.strerror(code))
+    def _call(self, word: int, action: int, value: int, timeout: int | None) -> int:
+        if _futex(_FUTEX, self.address + 8 * word, action, value, timeout, None, 0) >= 0:
+            return 0
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+        return code
 
     def discard(self, offset: int, size: int) -> None:
         """Give the pages of a range back to the system; who reads it next finds zeros."""

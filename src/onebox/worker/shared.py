@@ -221,8 +221,8 @@ class SharedGroup:
                 while not memory.words[READY]:
                     if memory.words[LEFT]:
                         raise PeerLost(f"rank {rank} has left the group")
-                    memory.sleep(READY, 0)
-                    self._watch(rank, begin_s)
+                    if memory.sleep(READY, 0):
+                        self._watch(rank, begin_s)
         except BaseException:
             Outbox(own, self._size).leave()
             raise

@@ -365,6 +365,24 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
     assert run_ranks(2, rank)[0] == 1.0
 
 
+def test_letters_of_other_channels_do_not_prolong_a_wait() -> None:
+    done = threading.Event()
+
+    def rank(number: int, group: SharedGroup) -> None:
+        if number == 1:
+            end_s = time.monotonic() + 20
+            while not done.is_set() and time.monotonic() < end_s:
+                group.send(torch.ones(1), 0, 1)
+                time.sleep(0.01)
+            assert done.is_set()
+            return
+        with pytest.raises(PeerLost, match="rank 1 did not come"):
+            group.receive(TensorSpec("float32", (1,)), 1, 0)()
+        done.set()
+
+    run_ranks(2, rank, timeout_s=0.3)
+
+
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_allowed() -> None:
     done = threading.Event()
 
