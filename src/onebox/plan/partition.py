@@ -92,11 +92,12 @@ def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple
     """
     program = _Chain(costs, order, limits)
     low = program.least_s()
-    if not program.lay(program.most_s(), first=True):
+    most = program.most_s()
+    if not program.lay(most, first=True):
         return []
     high = low
-    while not program.lay(high, first=True):
-        low, high = high, high * 1.5
+    while high < most and not program.lay(high, first=True):
+        low, high = high, min(high * 1.5, most)
     while high > low * (1 + _PRECISION):
         middle = (low * high) ** 0.5
         if program.lay(middle, first=True):
