@@ -262,16 +262,12 @@ class Inbox:
                 raise PeerLost(f"rank {self.writer} has left the group")
             if memory.sleep(self._word + _SENT, self._seen) or time.monotonic() > next_s:
                 next_s = time.monotonic() + SLICE_S  # also while letters of other channels come
-                self._patience(begin_s)
+                try:
+                    self._watch(self.writer, begin_s)
+                except PeerLost:
+                    if self.find(channel, order) is None:  # what it sent before it ended still counts
+                        raise
         return letter
-
-    def _patience(self, begin_s: float) -> None:
-        """Give up if nothing has come and nothing can."""
-        try:
-            self._watch(self.writer, begin_s)
-        except PeerLost:
-            if self._open().words[self._word + _SENT] == self._seen:  # what it sent before it ended still counts
-                raise
 
     def part(self, letter: Letter) -> Tensor:
         """Return the elements of a letter, flat, in the writer's memory; valid until it is returned."""
