@@ -114,12 +114,11 @@ class Placing(abc.ABC):
 
     def __init__(self, tape: Tape, inputs: Sequence[Port], outputs: Sequence[Port], group: Group) -> None:
         self.tape = tape
-        self.program = program = tape.program
         self.group = group
         self.specs = dict(tape.specs)
         self.native: dict[int, Placement | None] = {}
         self.versions: dict[int, dict[Placement, int]] = {}
-        self.spmd = Spmd(group.ranks, program.slots)
+        self.spmd = Spmd(group.ranks, tape.program.slots)
         self.uses = dict(tape.uses)
         self._deferred: dict[int, Operator] = {}
         self._ports = inputs
@@ -127,12 +126,10 @@ class Placing(abc.ABC):
             self._enter(slot, port)
         self.goals = dict(self._wanted(outputs))
 
-    # -- what is where
-
-    def place(self, slot: int, placement: Placement, local: int | None = None) -> None:
-        """Note that a value is there, first of all so placed."""
+    def place(self, slot: int, placement: Placement) -> None:
+        """Note that a value is there, first of all so placed, in the slot of its own number."""
         self.native[slot] = placement
-        self.versions[slot] = {placement: slot if local is None else local}
+        self.versions[slot] = {placement: slot}
 
     def add(self, spec: TensorSpec) -> int:
         """Return a fresh slot for a value that the whole program does not have."""
@@ -209,7 +206,7 @@ class Placing(abc.ABC):
 
     def _wanted(self, outputs: Sequence[Port]) -> Iterator[tuple[int, Shard]]:
         """Give slots that should be split, because a gradient is a view of them and its parameter is split."""
-        for output, port in zip(self.program.outputs, outputs, strict=True):
+        for output, port in zip(self.tape.program.outputs, outputs, strict=True):
             slot, placement = output, self.group.final(port)
             while isinstance(placement, Shard):  # how a slot should be split for its view to be split right
                 yield slot, placement

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import doctest
+import types
+
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
+from onebox.graph import placements, shard
 from onebox.graph.placements import (
     PARTIAL,
     REPLICATE,
@@ -118,3 +122,10 @@ def test_whole_tensors_and_terms() -> None:
         shard_of(tensor, Shard(1, (3, 3)), 0)
     with pytest.raises(UsageError, match="1 parts for 2 ranks"):
         unshard([tensor], Shard(0, (3, 3)))
+
+
+@pytest.mark.parametrize("module", [placements, shard], ids=["placements", "shard"])
+def test_examples_in_docstrings(module: types.ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
