@@ -91,21 +91,21 @@ class Peer:
 
     Args:
         *arguments: Its command line.
+        script: Another script that does so.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, script: str = "peers.py") -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("peers.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             text=True,
         )
 
-    def start(self, steps: int) -> None:
-        """Begin to run steps."""
+    def start(self, steps: int | str) -> None:
+        """Begin to run steps, or to do what else a script understands."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
