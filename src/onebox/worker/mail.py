@@ -17,6 +17,7 @@ import mmap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import prod
 from struct import Struct
 from typing import NamedTuple
 
@@ -271,11 +272,13 @@ class Inbox:
 
     def part(self, letter: Letter) -> Tensor:
         """Return the elements of a letter, flat, in the writer's memory; valid until it is returned."""
-        size = letter.spec.size_bytes
+        spec, dtype = letter.spec, DTYPES[letter.spec.dtype]
         if letter.offset < 0:
-            raise WireError(f"rank {self.writer} does not compute: its {letter.spec} has no elements")
-        part = self._open().bytes[letter.offset : letter.offset + size]
-        return part.view(DTYPES[letter.spec.dtype])
+            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
+        count = prod(spec.shape)
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=letter.offset)
 
     def copy(self, letter: Letter) -> Tensor:
         """Return a tensor with the elements of a letter."""

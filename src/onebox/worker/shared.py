@@ -149,7 +149,8 @@ class SharedGroup:
         own = Letter(0, code, -1 if block is None else block.offset, now_ns, spec)
         expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in peers}
         collective = Collective(order, self._rank, own, block, self._inboxes, expected, self._drop)
-        self._running[order] = collective
+        if self._ring.emulated:
+            self._running[order] = collective
 
         def finish() -> Arrived:
             try:
