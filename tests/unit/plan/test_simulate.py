@@ -104,6 +104,24 @@ def test_replicas_sum_their_gradients_beside_other_actions() -> None:
     assert found.busy_s == {0: 9 + 4, 1: 3 + 2}
 
 
+def test_a_device_sums_the_gradients_of_one_stage_at_a_time() -> None:
+    routes: Routes = (((0,), (1,)), ((0,), (1,)))
+    rows = table("0: 0F0 1F0 1B0 0B0\n1: 0F1 1F1 1B1 0B1")
+    work = work_for(routes, links=equal_links({0, 1}, bandwidth_bps=10.0), gradient_bytes=80)
+    found = simulate(rows, routes, work)
+    sums = {(update.device, update.stage): (update.start_s, update.end_s) for update in found.updates}
+    # stage 1 is ready at 4 and takes 8 seconds; stage 0 is ready at 6 and waits for it
+    assert sums == {
+        (0, 1): (4, 12),
+        (1, 1): (4, 12),
+        (0, 0): (12, 20),
+        (1, 0): (12, 20),
+        (0, None): (20, 20),
+        (1, None): (20, 20),
+    }
+    assert found.step_s == 20
+
+
 def test_a_replica_of_two_devices_acts_at_once() -> None:
     routes: Routes = (((0,),), ((0, 1),))
     rows = table("0: 0F0 1F0 1B0 0B0\n1: 1F0 1B0")
