@@ -111,6 +111,16 @@ def test_every_policy_heeds_the_memory(case: Case, more: int) -> None:
         assert not found.over_bytes
 
 
+def test_room_is_kept_for_the_oldest_micro_batch() -> None:
+    """The first device waits for the way there and back with room for its last stage, not with two first ones."""
+    routes = even(2, 4, 2, vee=True)
+    work = work_for(routes, saved_bytes=10, capacity={0: 20, 1: 20})
+    instance = instance_of(routes, work)
+    for policy in policies(instance):
+        found = simulate(as_schedule(instance, list_schedule(instance, policy)), routes, work, detail=False)
+        assert not found.over_bytes
+
+
 def test_work_on_the_critical_path_mends_a_bad_start() -> None:
     routes = even(3, 6)
     work = work_for(routes, size_bytes=1, links=equal_links({0, 1, 2}, latency_s=0.5))
