@@ -43,11 +43,11 @@ def _to_json(profile: PoolProfile) -> bytes:
 
 
 def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
-    print_devices(pool, console)
     tables = profile_tables(profile)
     # A matrix that is wider than the terminal goes on over its edge: cut cells would say nothing.
     unlimited = console.options.update(max_width=_WIDEST)
     console.width = max(console.width, *(console.measure(table, options=unlimited).maximum for table in tables))
+    print_devices(pool, console)
     for table in tables:
         console.print(table)
     console.print(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew", soft_wrap=True)

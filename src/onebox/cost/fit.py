@@ -20,7 +20,7 @@ _AIM_S = 0.006
 _BUDGET_S = 0.005
 """For the repeats of one size in one direction."""
 
-_MOST_REPEATS = 16
+LEAST_REPEATS, _MOST_REPEATS = 2, 16
 
 _ALIKE = 1.3
 """By how much the two directions of a link may differ before they are measured again."""
@@ -59,11 +59,9 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
     fast ones are long enough for the clock.
 
     Args:
-        seconds: Of one way, by the bytes of the message: what is known so far.
+        seconds: Of one way, by the bytes of the message: what is known so far, at least of the smallest.
         most_bytes: The largest message that there is room for.
     """
-    if not seconds:
-        return SMALLEST_BYTES
     smallest, largest = min(seconds), max(seconds)
     if largest == smallest:
         return _whole(min(_SECOND_BYTES, most_bytes), above=largest)
@@ -76,7 +74,7 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
 
 def repeats(expected_s: float) -> int:
     """Return how often to send a message whose round trip is expected to take so long."""
-    return max(2, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
+    return max(LEAST_REPEATS, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
 
 
 def is_doubtful(link: tuple[float, float], way_back: tuple[float, float]) -> bool:

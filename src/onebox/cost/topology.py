@@ -1,15 +1,17 @@
 """Which devices are near to each other: hosts and switches, seen in the speeds of the links alone. Pure.
 
-A name does not tell how devices are wired, their times do. Devices are clustered by average linkage (Sokal and
-Michener, A statistical method for evaluating systematic relationships, 1958), and the tree is cut only where it is
-plain: where clusters are joined over a distance that is a multiple of all those before.
+A name does not tell how devices are wired, their times do. Devices are clustered by single linkage (Gower and Ross,
+Minimum spanning trees and single linkage cluster analysis, 1969), because what disturbs a measurement only makes a
+link seem farther; and the tree is cut only where it is plain: where clusters are joined over a distance that is a
+multiple of all those before, and each device is nearer to its own than to any other.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 
 Groups = tuple[tuple[int, ...], ...]
 """A partition of devices: each in one group."""
@@ -30,7 +32,7 @@ _MOST_LEVELS = 2
 """Hosts, and the switches that they hang on."""
 
 _FAR = 100.0
-"""How many times the largest distance it is to where nothing can be sent."""
+"""How many times the largest distance it is to where nothing can be sent but by way of another device."""
 
 
 def near_groups(
@@ -44,23 +46,19 @@ def near_groups(
 
     Returns:
         One or two partitions; the groups of the second are made of those of the first. Where no group is well apart
-        from the others, one partition with one group.
+        from the others, one partition with one group. Devices that nothing can be sent between are never together.
     """
-    devices = sorted(latency_s)
     known = {
         (a, b): math.sqrt(distance(latency_s, bandwidth_bps, a, b) * distance(latency_s, bandwidth_bps, b, a))
-        for number, a in enumerate(devices)
-        for b in devices[number + 1 :]
+        for a, b in itertools.combinations(sorted(latency_s), 2)
         if b in latency_s[a] and a in latency_s[b]
     }
-    if not known:
-        return (tuple((device,) for device in devices),)
-    far = _FAR * max(known.values())
-    pairs = [known.get((a, b), far) for number, a in enumerate(devices) for b in devices[number + 1 :]]
-    levels = [
-        tuple(tuple(devices[index] for index in group) for group in groups) for groups in _levels(pairs, len(devices))
-    ]
-    return tuple(levels) or ((tuple(devices),),)
+    parts = [_levels(part, known) for part in _reachable(sorted(latency_s), known)]
+    levels = (
+        tuple(itertools.chain.from_iterable(part[min(level, len(part) - 1)] for part in parts))
+        for level in range(max(map(len, parts)))
+    )
+    return tuple(dict.fromkeys(levels))
 
 
 def distance(
@@ -77,47 +75,58 @@ def distance(
     return math.sqrt(empty_s * (empty_s + LARGE_BYTES / bandwidth_bps[source][target]))
 
 
-def _levels(pairs: list[float], count: int) -> list[list[list[int]]]:
-    """Return the partitions at the plainest cuts, the one with the smallest groups first.
+def _reachable(devices: Sequence[int], known: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Return the devices in sets between which nothing can be sent."""
+    home = {device: device for device in devices}
+    for a, b in known:
+        home = {device: home[a] if place == home[b] else place for device, place in home.items()}
+    return [[device for device in devices if home[device] == place] for place in dict.fromkeys(home.values())]
+
+
+def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> list[Groups]:
+    """Return the partitions of some devices at the plainest cuts, the one with the smallest groups first.
 
     Args:
-        pairs: Distances between 0 and 1, 0 and 2, …, 1 and 2, ….
-        count: Devices.
+        devices: The devices, in order.
+        known: Distances between two, the lower number first.
     """
+    if len(devices) == 1:
+        return [(tuple(devices),)]
     from scipy.cluster.hierarchy import fcluster, linkage  # takes longer to import than workers have to start
-    from scipy.spatial.distance import squareform
 
-    tree = linkage(pairs, method="average")
-    apart = squareform(pairs).tolist()
-    heights = [float(height) for height in tree[:, 2]]
-    found = []
-    for before, after in itertools.pairwise(heights):
-        if after < _APART * before:
-            continue
-        labels = fcluster(tree, math.sqrt(before * after), criterion="distance")
-        groups = [[index for index in range(count) if labels[index] == label] for label in dict.fromkeys(labels)]
-        if _is_plain(groups, apart, before):
-            found.append((after / before, groups))
+    far = _FAR * max(known.values())
+    pairs = [known.get(pair, far) for pair in itertools.combinations(devices, 2)]
+    apart = dict(zip(itertools.combinations(devices, 2), pairs, strict=True))
+    tree = linkage(pairs, method="single")
+    found: list[tuple[float, Groups]] = []
+    for before, after in itertools.pairwise(float(height) for height in tree[:, 2]):
+        if after >= _APART * before:
+            labels = fcluster(tree, math.sqrt(before * after), criterion="distance").tolist()
+            groups = tuple(
+                tuple(device for device, own in zip(devices, labels, strict=True) if own == label)
+                for label in dict.fromkeys(labels)
+            )
+            if _is_plain(groups, apart, before):
+                found.append((after / before, groups))
     plainest = sorted(found, key=lambda level: level[0], reverse=True)[:_MOST_LEVELS]
-    return sorted((groups for _, groups in plainest), key=len, reverse=True)
+    return sorted((groups for _, groups in plainest), key=len, reverse=True) or [(tuple(devices),)]
 
 
-def _is_plain(groups: list[list[int]], apart: list[list[float]], within: float) -> bool:
+def _is_plain(groups: Groups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
     """Tell whether each device is nearer to its own group than to each other group.
 
     Args:
         groups: The groups.
-        apart: Distances between all devices.
+        apart: Distances between two devices, the lower number first.
         within: What stands for the distance within a group of one.
     """
-    for group in groups:
-        for device in group:
-            own = [apart[device][other] for other in group if other != device] or [within]
-            nearest = min(_mean([apart[device][b] for b in other]) for other in groups if other is not group)
-            if nearest < _NEARER * _mean(own):
-                return False
-    return True
 
+    def between(device: int, others: Sequence[int]) -> float:
+        distances = [apart[min(device, b), max(device, b)] for b in others if b != device]
+        return statistics.median(distances) if distances else within
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return all(
+        between(device, other) >= _NEARER * between(device, group)
+        for group, other in itertools.permutations(groups, 2)
+        for device in group
+    )

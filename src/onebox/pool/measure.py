@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -15,7 +16,7 @@ import torch
 from onebox.cost import PoolProfile, Speeds, key_of, near_groups
 from onebox.cost.kernels import LEAST_BYTES, Kernel, kernels, randoms
 from onebox.cost.profile import FORMAT, DeviceProfile
-from onebox.errors import UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
 from onebox.wire import TensorSpec
@@ -119,7 +120,8 @@ def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
         pool: The pool.
         rooms: Bytes that may be used on each device.
     """
-    sets = [kernels(device.kind, room) for device, room in zip(pool.devices, rooms, strict=True)]
+    own_bytes = _ONE.size_bytes  # of each run, beside its kernel
+    sets = [kernels(device.kind, room - own_bytes) for device, room in zip(pool.devices, rooms, strict=True)]
     figures: list[dict[str, float]] = [{} for _ in sets]
     for place in range(max(map(len, sets))):
         chosen = {worker: found[place] for worker, found in enumerate(sets) if place < len(found)}
@@ -212,7 +214,8 @@ class _KernelRun:
     def clear(self) -> None:
         """Leave nothing behind."""
         buffers = (*self._inputs, self._output, self._scalar)
-        self._pool.post(self.worker, [Free(buffers, (self._program, self._maker, self._routine))])
+        with contextlib.suppress(OneboxError):  # of a pool that is broken
+            self._pool.post(self.worker, [Free(buffers, (self._program, self._maker, self._routine))])
 
 
 # ---- links

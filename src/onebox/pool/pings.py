@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from onebox.cost.fit import LARGEST_BYTES, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
+from onebox.cost.fit import LARGEST_BYTES, LEAST_REPEATS, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
 from onebox.cost.kernels import filled, first_element
+from onebox.errors import OneboxError
 from onebox.pool.failures import raise_first
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Ask, Call, Define, Free, Instruction, Receive, Routine, Run, Send, Step, StoredProgram
@@ -54,7 +56,7 @@ def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> L
 
 
 def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool, back_s: float | None) -> list[float]:
-    """Return how long messages took, from the traces of round trips; the first of three or more warms up.
+    """Return how long messages took, from the traces of round trips.
 
     Args:
         sent_ns: Trace of the sender: send, receive, ask, free, for each round trip.
@@ -71,7 +73,7 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
         else:
             there_and_back_s = (back_ns - left_ns) / 1e9
             found.append(there_and_back_s / 2 if back_s is None else there_and_back_s - back_s)
-    return [max(seconds, 1e-9) for seconds in (found[1:] if len(found) > 2 else found)]
+    return [max(seconds, 1e-9) for seconds in found]
 
 
 class _Way:
@@ -99,24 +101,30 @@ class _Way:
 
     def measure(self) -> tuple[float, float]:
         """Return latency and bandwidth, by the fastest messages of each size so far: nothing makes one too fast."""
-        smallest_s = min(self._trips(SMALLEST_BYTES, 3, None))  # the first of all meets cold paths
-        seconds: dict[int, float] = {}
+        seconds = {SMALLEST_BYTES: min(self._trips(SMALLEST_BYTES, LEAST_REPEATS, None))}
+        if (more := repeats(2 * seconds[SMALLEST_BYTES])) > LEAST_REPEATS:
+            seconds[SMALLEST_BYTES] = min(self._trips(SMALLEST_BYTES, more, None))
         while (size := next_size(seconds, self._most_bytes)) is not None:
-            expected_s = 2 * smallest_s + _more_s(seconds, size)
-            seconds[size] = min(self._trips(size, 1 + repeats(expected_s), seconds.get(SMALLEST_BYTES)))
-            self._fastest_s[size] = min(seconds[size], self._fastest_s.get(size, seconds[size]))
+            count = repeats(2 * seconds[SMALLEST_BYTES] + _more_s(seconds, size))
+            seconds[size] = min(self._trips(size, count, seconds[SMALLEST_BYTES]))
+        self._fastest_s |= {size: min(taken, self._fastest_s.get(size, taken)) for size, taken in seconds.items()}
         return fit_link(self._fastest_s)
 
     def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
         """Send a message of a size so many times; return the seconds of each."""
         spec = TensorSpec("float32", (size // SMALLEST_BYTES,))
         numbers = [self._pool.new_number() for _ in range(4)]
-        traces = raise_first(
-            [
-                self._pool.post(self._target, self._answering(spec, count, numbers), answer=True),
-                self._pool.post(self._source, self._sending(spec, count, numbers), answer=True),
-            ]
-        )
+        try:
+            traces = raise_first(
+                [
+                    self._pool.post(self._target, self._answering(spec, count, numbers), answer=True),
+                    self._pool.post(self._source, self._sending(spec, count, numbers), answer=True),
+                ]
+            )
+        finally:
+            with contextlib.suppress(OneboxError):  # of a pool that is broken
+                for worker in (self._source, self._target):
+                    self._pool.post(worker, [Free(tuple(numbers[:2]), tuple(numbers[2:]))])
         return one_way_s(traces[1].times_ns, traces[0].times_ns, clock=self._clock, back_s=back_s)
 
     def _sending(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
@@ -131,7 +139,6 @@ class _Way:
             Define(program, StoredProgram(filled(spec))),
             Call(program, (), (message,)),
             *_run(routine, trip, count),
-            Free((message,), (program, routine)),
         ]
 
     def _answering(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
@@ -145,7 +152,6 @@ class _Way:
         return [
             Define(program, StoredProgram(first_element(spec))),
             *_run(routine, trip, count),
-            Free((), (program, routine)),
         ]
 
 

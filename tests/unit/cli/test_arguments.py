@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import DevicesConfig, EnvConfig, TrainConfig
+from onebox.cli.config import DevicesConfig, EnvConfig, ProfileConfig, TrainConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
 
@@ -26,6 +26,11 @@ def test_the_commands() -> None:
     assert parse(["train"]) == TrainConfig()
     assert parse(["devices", "--json", "--pool", "cpu*3"]) == DevicesConfig(json=True, pool="cpu*3")
     assert parse(["env"]) == EnvConfig()
+    assert parse(["profile"]) == ProfileConfig()
+    line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json -"
+    assert parse(line.split()) == ProfileConfig(
+        pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=Path("-")
+    )
 
 
 def test_all_flags_of_train() -> None:
@@ -61,8 +66,8 @@ def test_all_flags_of_train() -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("", ["{train, devices, env}", "onebox --help"]),
-        ("trian", ["trian", "the commands are train, devices, env"]),
+        ("", ["{train, devices, profile, env}", "onebox --help"]),
+        ("trian", ["trian", "the commands are train, devices, profile, env"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
@@ -73,6 +78,9 @@ def test_all_flags_of_train() -> None:
         ("train --epochs 0", ["--epochs 0: allowed are 1 and more"]),
         ("train --batch 0", ["--batch 0: allowed are 1 and more"]),
         ("train extra", ["extra"]),
+        ("profile --threads 0", ["--threads 0: allowed are 1 and more"]),
+        ("profile --memory lots", ["--memory lots: allowed are bytes"]),
+        ("profile --jsn x", ["--jsn", "perhaps --json?"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
     ],
     ids=str,
@@ -82,7 +90,7 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize("line", ["--help", "train --help", "devices -h"])
+@pytest.mark.parametrize("line", ["--help", "train --help", "devices -h", "profile --help"])
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(line.split())

@@ -1,0 +1,131 @@
+"""``onebox profile`` and ``pool.profile()`` with processes: what is emulated comes out, and is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from onebox.cost import PoolProfile, Speeds
+from onebox.errors import WorkerDied
+from onebox.pool import Fault, Link, open_pool
+from tests.process.cli.commands import command
+
+SMALL = ("--pool", "sim*2", "--memory", "4MiB")
+NEAR, FAR = Link(latency_s=0.002, bandwidth_bps=50e6), Link(latency_s=0.02, bandwidth_bps=5e6)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment with a cache of its own."""
+    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def kept(folder: Path) -> list[Path]:
+    return list((folder / "cache" / "onebox" / "profiles").glob("*.json"))
+
+
+def test_processors() -> None:
+    with open_pool("cpu*2", threads=1) as pool:
+        found = pool.profile(cache=False)
+    for device in found.devices:
+        assert (device.kind, device.host, device.emulated) == ("cpu", "localhost", False)
+        assert all(getattr(device.speeds, name) > 0 for name in Speeds.__struct_fields__)
+    assert {source: list(row) for source, row in found.latency_s.items()} == {0: [1], 1: [0]}
+    assert found.groups == (((0, 1),),)
+    assert found.emulated_links == ()
+
+
+def test_emulated_links_come_out_as_what_they_emulate() -> None:
+    links = {(0, 1): NEAR, (0, 2): FAR, (1, 2): FAR}
+    with open_pool("sim,sim@0.5,sim", links=links) as pool:
+        found = pool.profile(cache=False)
+    assert [(device.speed, device.emulated) for device in found.devices] == [(1.0, True), (0.5, True), (1.0, True)]
+    assert all(device.speeds.matmul_flops is None and device.speeds.call_s > 0 for device in found.devices)
+    for (source, target), link in links.items():
+        for a, b in ((source, target), (target, source)):
+            assert 0.9 * link.latency_s < found.latency_s[a][b] < 3 * link.latency_s
+            assert 0.4 * link.bandwidth_bps < found.bandwidth_bps[a][b] < 1.2 * link.bandwidth_bps
+    assert found.groups == (((0, 1), (2,)),)
+    assert len(found.emulated_links) == 6
+
+
+def test_devices_that_cannot_send_to_each_other_have_no_link() -> None:
+    with open_pool("cpu,sim*2,cpu@0.5", threads=1, memory_bytes=4 << 20) as pool:
+        found = pool.profile(cache=False)
+    assert {source: set(row) for source, row in found.latency_s.items()} == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
+    assert found.groups == (((0, 3), (1, 2)),)
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with open_pool("sim*2", faults={1: [Fault("kill", "send", 2)]}) as pool:
+        with pytest.raises(WorkerDied, match="worker 1"):
+            pool.profile()
+        with pytest.raises(WorkerDied, match="worker 1"):
+            pool.profile()
+    assert not kept(tmp_path)
+
+
+def test_tables_and_file_measured_once(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = command(["profile", *SMALL, "--json", "p.json"], tmp_path, environment=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("sim*", "* emulated", "latency in µs", "bandwidth in GB/s", "localhost", "--fresh measures anew"):
+        assert part in done.stdout
+    found = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=PoolProfile)
+    assert len(found.devices) == 2
+    (path,) = kept(tmp_path)
+    first = path.read_bytes()
+
+    done = command(["profile", *SMALL, "--json", "-"], tmp_path, environment=environment)
+    assert msgspec.json.decode(done.stdout, type=PoolProfile) == found
+    assert json.loads(done.stdout)["latency_s"]["0"]["1"] > 0
+
+    done = command(["profile", *SMALL, "--no-cache", "--json", "-"], tmp_path, environment=environment)
+    assert msgspec.json.decode(done.stdout, type=PoolProfile) != found
+    assert path.read_bytes() == first
+
+    path.write_bytes(first[:-9])
+    done = command(["profile", *SMALL, "--json", "-"], tmp_path, environment=environment)
+    newer = msgspec.json.decode(done.stdout, type=PoolProfile)
+    assert newer != found
+    second = path.read_bytes()
+
+    done = command(["profile", *SMALL, "--fresh", "--json", "-"], tmp_path, environment=environment)
+    assert msgspec.json.decode(done.stdout, type=PoolProfile) != newer
+    assert path.read_bytes() != second
+    assert kept(tmp_path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--pool", "gpu"], "pool 'gpu' is not understood"),
+        (["--pool", "sim", "--memory", "1KiB"], "has 1024 bytes of memory left"),
+        (["--threads", "0"], "--threads 0: allowed are 1 and more"),
+        (["--json", "nowhere/p.json"], "--json nowhere/p.json: a file in a folder that is there"),
+        (["--json", "."], "--json .: a file in a folder"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_one_message(
+    arguments: list[str], message: str, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    done = command(["profile", *arguments], tmp_path, environment=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("onebox: ") and message in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not kept(tmp_path)
+
+
+def test_a_wide_matrix_is_not_cut(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = command(
+        ["profile", "--pool", "sim*9", "--memory", "4MiB"], tmp_path, environment=environment | {"COLUMNS": "40"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [len(row) for row in rows] == [10] * 18

@@ -1,0 +1,118 @@
+"""Hosts and switches, seen in the speeds of links."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.cost import CEILING_BPS, Groups, near_groups
+
+INSIDE = (60e-6, 4e9)
+ETHERNET = (300e-6, 1.1e9)
+SLOW = (2e-3, 125e6)
+Tables = tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]
+
+
+def tables(links: dict[tuple[int, int], tuple[float, float]], count: int) -> Tables:
+    latency: dict[int, dict[int, float]] = {number: {} for number in range(count)}
+    bandwidth: dict[int, dict[int, float]] = {number: {} for number in range(count)}
+    for (source, target), link in links.items():
+        latency[source][target], bandwidth[source][target] = link
+    return latency, bandwidth
+
+
+def noisy(hosts: list[int], switches: list[int] | None = None, *, seed: int = 0, noise: float = 0.2) -> Tables:
+    """Return the links between devices in hosts that hang on switches; each is up to so much slower than it should be.
+
+    Args:
+        hosts: The host of each device.
+        switches: The switch of each device.
+        seed: Of the noise.
+        noise: The most that is added, as a share.
+    """
+    draw = random.Random(seed)
+    links = {}
+    for a, b in permutations(range(len(hosts)), 2):
+        link = INSIDE if hosts[a] == hosts[b] else ETHERNET
+        if switches is not None and switches[a] != switches[b]:
+            link = SLOW
+        links[a, b] = (link[0] * (1 + noise * draw.random()), link[1] / (1 + noise * draw.random()))
+    return tables(links, len(hosts))
+
+
+def partition(names: list[int]) -> Groups:
+    return tuple(tuple(n for n, name in enumerate(names) if name == one) for one in dict.fromkeys(names))
+
+
+def ordered(groups: Groups) -> list[tuple[int, ...]]:
+    return sorted(groups)
+
+
+@given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.integers(0, 1000))
+def test_hosts_come_out(hosts: list[int], seed: int) -> None:
+    levels = near_groups(*noisy(hosts, seed=seed))
+    assert len(levels) == 1
+    shared = 1 < len(set(hosts)) < len(hosts)  # else all are equally near
+    assert ordered(levels[0]) == (ordered(partition(hosts)) if shared else [tuple(range(len(hosts)))])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hosts_and_switches_come_out(seed: int) -> None:
+    hosts = [number // 4 for number in range(16)]
+    switches = [number // 8 for number in range(16)]
+    mixed = list(range(16))
+    random.Random(seed).shuffle(mixed)
+    hosts, switches = [hosts[n] for n in mixed], [switches[n] for n in mixed]
+    levels = near_groups(*noisy(hosts, switches, seed=seed))
+    assert [ordered(level) for level in levels] == [ordered(partition(hosts)), ordered(partition(switches))]
+
+
+@given(st.integers(2, 10), st.integers(0, 1000))
+def test_equal_links_are_one_group(count: int, seed: int) -> None:
+    assert near_groups(*noisy([0] * count, seed=seed, noise=0.5)) == ((tuple(range(count)),),)
+
+
+def test_one_link_that_was_disturbed_changes_nothing() -> None:
+    hosts = [0, 0, 0, 0, 1, 1, 1, 1]
+    latency, bandwidth = noisy(hosts)
+    latency[0][1], bandwidth[0][1] = 2e-3, 1e8
+    levels = near_groups(latency, bandwidth)
+    assert ordered(levels[-1]) == ordered(partition(hosts))
+
+
+def test_latency_alone_and_bandwidth_alone_tell() -> None:
+    for near, far in (((60e-6, 1e9), (8e-3, 1e9)), ((60e-6, 4e9), (60e-6, 2e8)), ((60e-6, CEILING_BPS), (3e-3, 1e15))):
+        links = {pair: near if pair[0] // 2 == pair[1] // 2 else far for pair in permutations(range(4), 2)}
+        assert near_groups(*tables(links, 4)) == (((0, 1), (2, 3)),)
+
+
+def test_a_group_that_is_not_well_apart_is_none() -> None:
+    """One slow link among three devices: the third is as near to each of the two."""
+    links = dict.fromkeys(permutations(range(3), 2), INSIDE) | {(0, 1): SLOW, (1, 0): SLOW}
+    assert near_groups(*tables(links, 3)) == (((0, 1, 2),),)
+
+
+def test_where_nothing_can_be_sent_is_far() -> None:
+    inside = {pair: INSIDE for pair in permutations(range(5), 2) if (pair[0] < 3) == (pair[1] < 3)}
+    assert near_groups(*tables(inside, 5)) == (((0, 1, 2), (3, 4)),)
+    assert near_groups(*tables({}, 2)) == (((0,), (1,)),)
+    assert near_groups(*tables({}, 1)) == (((0,),),)
+
+
+@given(st.integers(2, 9), st.randoms(use_true_random=False))
+def test_any_links_give_nested_partitions(count: int, draw: random.Random) -> None:
+    links = {
+        pair: (10 ** draw.uniform(-6, 0), 10 ** draw.uniform(3, 12))
+        for pair in permutations(range(count), 2)
+        if draw.random() < 0.9
+    }
+    levels = near_groups(*tables(links, count))
+    assert 1 <= len(levels) <= 2
+    for level in levels:
+        assert sorted(number for group in level for number in group) == list(range(count))
+    for group in levels[0]:
+        assert any(set(group) <= set(larger) for larger in levels[-1])

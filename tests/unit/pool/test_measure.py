@@ -1,0 +1,155 @@
+"""Measuring a pool whose workers are threads: what is made of traces, what is left behind, when it is done at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.cost import PoolProfile, Speeds, cache
+from onebox.errors import OneboxError, UsageError
+from onebox.pool import Fault, Link, Pool, measure
+from onebox.pool import pool as pool_module
+from onebox.pool.measure import block_seconds, blocks, profile_key
+from onebox.pool.pings import one_way_s
+from onebox.wire.messages import Ask, Memory
+from tests.unit.house import OpenPool, threads_for_processes
+
+SMALL_BYTES = 2 << 20
+"""Memory for small kernels, which take little time."""
+
+SLOW = Link(latency_s=0.02, bandwidth_bps=5e6)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def open_pool() -> Iterator[OpenPool]:
+    with threads_for_processes() as opening:
+        yield opening
+
+
+@given(st.floats(1e-9, 1e4))
+def test_a_kernel_runs_for_a_while_and_never_too_often(call_s: float) -> None:
+    count, calls = blocks(call_s)
+    assert 5 <= count <= 60
+    assert 1 <= calls <= 100
+    assert calls * call_s >= min(0.001, 100 * call_s) * 0.999
+    assert count * calls * call_s <= max(0.1, 5 * call_s) * 1.001
+
+
+def test_a_block_lasts_from_its_first_call_to_its_answer() -> None:
+    times = [10, 12, 13, 15, 15, 110, 200, 201, 202, 203, 203, 500]  # two blocks of two calls
+    assert block_seconds(times, 2, 2) == [50e-9, 150e-9]
+
+
+def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
+    sent = [1000, 1010, 1010, 9000, 1020, 9100, 9100, 9200]
+    answered = [500, 4000, 4500, 4600, 4600, 4700, 4700, 4800]
+    assert one_way_s(sent, answered, clock=True, back_s=None) == pytest.approx([3.5e-6])
+    assert one_way_s(sent, answered, clock=False, back_s=None) == pytest.approx([4.05e-6])
+    assert one_way_s(sent, answered, clock=False, back_s=1e-6) == pytest.approx([7.1e-6])
+    later = [time + 10_000 for time in sent]
+    both = one_way_s([*sent, *later], [*answered, *(time + 10_100 for time in answered)], clock=True, back_s=None)
+    assert both == pytest.approx([3.5e-6, 3.6e-6])
+    backwards = one_way_s(sent, [0] * 8, clock=True, back_s=None)
+    assert backwards == [1e-9], "clocks that disagree make no time negative"
+
+
+def used_bytes(pool: Pool) -> list[int]:
+    found = []
+    for worker in range(len(pool)):
+        (memory,) = pool.post(worker, [Ask("memory")], answer=True).result(10).results
+        assert isinstance(memory, Memory)
+        found.append(memory.used_bytes)
+    return found
+
+
+def test_a_profile_of_threads(open_pool: OpenPool) -> None:
+    pool = open_pool(3, links={(0, 1): SLOW, (2, 1): SLOW}, memory_bytes=SMALL_BYTES)
+    found = pool.profile()
+    assert isinstance(found, PoolProfile)
+    assert [device.memory_bytes for device in found.devices] == [SMALL_BYTES] * 3
+    assert all(
+        None not in [getattr(device.speeds, name) for name in Speeds.__struct_fields__] for device in found.devices
+    )
+    assert {(s, t) for s, row in found.latency_s.items() for t in row} == {
+        (s, t) for s in range(3) for t in range(3)
+    } - {(n, n) for n in range(3)}
+    assert found.emulated_links == ((0, 1), (1, 0), (1, 2), (2, 1))
+    for source, target in found.emulated_links:
+        assert 0.8 * SLOW.latency_s < found.latency_s[source][target] < 5 * SLOW.latency_s
+        assert SLOW.bandwidth_bps / 5 < found.bandwidth_bps[source][target] < 1.5 * SLOW.bandwidth_bps
+    assert [sorted(level) for level in found.groups] == [[(0, 2), (1,)]]
+    assert used_bytes(pool) == [0, 0, 0]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
+    """Return a list that grows with each measurement; what is measured is the same each time."""
+    pools: list[Pool] = []
+    original = measure.measure_pool
+
+    def count(pool: Pool) -> PoolProfile:
+        pools.append(pool)
+        return original(pool)
+
+    monkeypatch.setattr(pool_module, "measure_pool", count)
+    return pools
+
+
+def test_it_is_measured_once_or_when_asked_to(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = counted(monkeypatch)
+    pool = open_pool(1, memory_bytes=SMALL_BYTES)
+    first = pool.profile()
+    assert pool.profile() == first
+    assert open_pool(1, memory_bytes=SMALL_BYTES).profile() == first
+    assert len(measured) == 1
+    assert pool.profile(cache=False) != first
+    assert pool.profile() == first
+    newer = pool.profile(fresh=True)
+    assert pool.profile() == newer
+    assert len(measured) == 3
+    (path,) = cache.cache_folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert pool.profile() != newer
+    assert len(measured) == 4
+
+
+def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None:
+    keys = [
+        profile_key(pool)
+        for pool in (
+            open_pool(1),
+            open_pool(2),
+            open_pool(1, memory_bytes=5 << 20),
+            open_pool(2, links={(0, 1): SLOW}),
+            open_pool(2, links={(0, 1): Link(latency_s=0.02)}),
+        )
+    ]
+    assert len(set(keys)) == 5
+    assert profile_key(open_pool(2)) == keys[1]
+
+
+def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
+    with pytest.raises(UsageError, match=r"device 0 \(cpu on localhost\) has 1000 bytes .* needs 1048576"):
+        open_pool(1, memory_bytes=1000).profile()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault("error", "call", 9), Fault("memory", "call", 1), Fault("error", "formgroup", 1), Fault("error", "send", 3)],
+)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, fault: Fault, worker: int) -> None:
+    pool = open_pool(2, faults={worker: [fault]}, memory_bytes=SMALL_BYTES)
+    with pytest.raises(OneboxError, match=f"worker {worker} .*injected fault"):
+        pool.profile()
+    assert not cache.cache_folder().exists()
+    assert used_bytes(pool) == [0, 0]
+    assert len(pool.profile().devices) == 2, "the fault comes once"
