@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.graph import ModelPrograms, NamedProgram, PhaseKind, Port, split
-from onebox.graph.placements import Placement
+from onebox.graph.placements import REPLICATE, Placement
 from onebox.graph.shard import RankStep, RankTape, shard_tapes
 from onebox.plan import Plan
 from onebox.wire import Program, TensorSpec, specs_by_slot
@@ -111,7 +111,10 @@ class Parts:
         """Split the layers of a stage over ranks."""
         present = [kind for kind in _order(halves) if (stage, kind) in self.programs.phases]
         tapes = [self.programs.of(stage, kind) for kind in present]
-        sharded = shard_tapes(tapes, ranks, whole=self._elsewhere(stage), placements=_ports(tapes, settled))
+        elsewhere = self._elsewhere(stage)
+        given: dict[Port, Placement] = _ports(tapes, settled)
+        given |= {port: REPLICATE for port in elsewhere if port.kind != "value"}
+        sharded = shard_tapes(tapes, ranks, whole=elsewhere, placements=given)
         for kind, named, rank_tapes in zip(present, tapes, sharded.tapes, strict=True):
             self._ranks[stage, kind] = tuple(_rank_part(named, tape) for tape in rank_tapes)
         for port, placement in sharded.placements.items():
