@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from onebox.graph.joint import Port
@@ -79,11 +79,12 @@ class Group:
     carried: frozenset[Port]
     settled: Mapping[Port, Placement] = field(default_factory=dict)
     placements: dict[Port, Placement] = field(init=False)
-    met: dict[Key, list[Choice]] = field(default_factory=dict)
-    taken: dict[Key, Choice] = field(default_factory=dict)
+    met: dict[Key, list[Choice]] = field(init=False)
+    taken: dict[Key, Choice] = field(init=False)
 
     def __post_init__(self) -> None:
         self.placements = dict(self.settled)
+        self.met, self.taken = {}, {}
 
     def others(self, key: Key) -> list[Choice]:
         """Return the alternatives to what was chosen."""
@@ -91,7 +92,7 @@ class Group:
 
     def with_choice(self, key: Key, choice: Choice) -> Group:
         """Return what a trial with one choice more starts from."""
-        return Group(self.ranks, self.prices, {**self.choices, key: choice}, self.carried, self.settled)
+        return replace(self, choices={**self.choices, key: choice})
 
     def final(self, port: Port) -> Placement:
         """Return how a port is placed: gradients as their parameters, updates as their buffers."""
