@@ -254,6 +254,107 @@ class Dropping(nn.Module):
         return self.head((x_BTD + self.body(x_BTD + y_BTD)).mean(1))
 
 
+class UNet(nn.Module):
+    """Down twice and up twice, with skips from each level to its like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self.block(2, 4), self.block(4, 6)])
+        self.middle = self.block(6, 8)
+        self.grow = nn.ModuleList([nn.ConvTranspose2d(8, 6, 2, stride=2), nn.ConvTranspose2d(6, 4, 2, stride=2)])
+        self.up = nn.ModuleList([self.block(12, 6), self.block(8, 4)])
+        self.head = nn.Conv2d(4, CLASSES, 1)
+
+    @staticmethod
+    def block(inner: int, outer: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inner, outer, 3, padding=1, bias=False), nn.BatchNorm2d(outer), nn.SiLU())
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Classify each pixel: logits [B, classes, H, W]."""
+        skips: list[Tensor] = []
+        for block in self.down:
+            skips.append(block(x_BCHW))
+            x_BCHW = functional.max_pool2d(skips[-1], 2)
+        x_BCHW = self.middle(x_BCHW)
+        for grow, block in zip(self.grow, self.up, strict=True):
+            x_BCHW = block(torch.cat([skips.pop(), grow(x_BCHW)], 1))
+        return self.head(x_BCHW)
+
+
+def maps(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return images [B, 2, 8, 8] and a class for each pixel [B, 8, 8]."""
+    x_BCHW, _ = images(size, generator)
+    return x_BCHW, torch.randint(CLASSES, (size, 8, 8), generator=generator)
+
+
+class Inception(nn.Module):
+    """Two blocks of four branches each: convolutions of several sizes, and a pool, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(self.branches(channels) for channels in (4, 12))
+        self.head = nn.Linear(12, CLASSES)
+
+    @staticmethod
+    def branches(channels: int) -> nn.ModuleList:
+        """Return the branches of a block, each of which gives three channels."""
+        small = nn.Sequential(nn.Conv2d(channels, 2, 1), nn.Tanh(), nn.Conv2d(2, 3, 3, padding=1))
+        large = nn.Sequential(nn.Conv2d(channels, 2, 1), nn.Tanh(), nn.Conv2d(2, 3, 5, padding=2))
+        pool = nn.Sequential(nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(channels, 3, 1))
+        return nn.ModuleList([nn.Conv2d(channels, 3, 1), small, large, pool])
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Classify images."""
+        x_BCHW = self.stem(x_BCHW)
+        for block in self.blocks:
+            x_BCHW = functional.gelu(torch.cat([branch(x_BCHW) for branch in block], 1))
+        return self.head(x_BCHW.mean((2, 3)))
+
+
+class Late(nn.Module):
+    """Several inputs: some are read by late layers alone, one by the first layer and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8 + 3, 8)
+        self.last = nn.Linear(8 + 10, CLASSES)
+
+    def forward(self, x_BD: Tensor, extra_BD: Tensor, scale_B: Tensor) -> Tensor:
+        """Classify features [B, 10], given more [B, 3] and a factor [B] of the logits."""
+        y_BD = self.second(self.first(x_BD).tanh()).tanh()
+        y_BD = self.third(torch.cat([y_BD, extra_BD], 1)).tanh()
+        return self.last(torch.cat([y_BD, x_BD], 1)) * scale_B[:, None]
+
+
+def several(size: int, generator: torch.Generator) -> tuple[Any, Tensor]:
+    """Return (features, more, factor) and classes [B]."""
+    ((x_BD, named), scale_B), targets = nested(size, generator)
+    return (x_BD, named["extra"], scale_B), targets["class"]
+
+
+class Prompted(nn.Module):
+    """Words behind a learned prompt that is made of parameters alone, by layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Embedding(2, 6)
+        self.widen = nn.Linear(6, 8)
+        self.embed = nn.Embedding(WORDS, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        """Classify words [B, T]."""
+        prompt_PD = self.widen(self.prompt.weight.tanh()).tanh()
+        x_BTD = self.embed(x_BT)
+        x_BTD = torch.cat([prompt_PD.expand(len(x_BTD), -1, -1), x_BTD], 1)
+        x_BTD = x_BTD + self.mix(x_BTD).tanh() * prompt_PD.sum(0)
+        return self.head(x_BTD.mean(1))
+
+
 CASES: dict[str, Case] = {
     "mlp": Case(build=mlp, data=features),
     "cnn": Case(build=cnn, data=images),
@@ -264,6 +365,10 @@ CASES: dict[str, Case] = {
     "attention": Case(build=Attention, data=words),
     "branches": Case(build=Branches, data=nested, loss=two_losses),
     "tied": Case(build=Tied, data=features),
+    "unet": Case(build=UNet, data=maps),
+    "inception": Case(build=Inception, data=images),
+    "late": Case(build=Late, data=several),
+    "prompted": Case(build=Prompted, data=words),
     "dropping": Case(build=Dropping, data=words),
 }
 """Every kind of model that must train exactly; all but ``dropping`` draw no random numbers."""

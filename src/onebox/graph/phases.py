@@ -162,7 +162,7 @@ def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | No
         if node in division.lasting:
             body.inputs.add(node)
         elif division.phase(node, early) != phase:
-            chain, source = _again(node, division)
+            chain, source = again(node, division)
             body.nodes.update(chain)
             if source is None:
                 continue
@@ -179,7 +179,7 @@ def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | No
             body.inputs.add(node)  # a buffer that this stage changes, as it was before
 
 
-def _again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | None]:
+def again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | None]:
     """Return the nodes to make again for a value, and the value that they begin with.
 
     A view is made again from the smallest value that it can be made from; so that a value travels once, however many

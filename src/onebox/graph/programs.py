@@ -11,9 +11,9 @@ from onebox.errors import UsageError
 from onebox.graph.capture import Captured
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
-from onebox.graph.joint import Joint, Port, joint_graph
+from onebox.graph.joint import Port, joint_graph
 from onebox.graph.lower import arguments_of, canonical, lower, random_positions
-from onebox.graph.phases import Body, Division, Phase, PhaseKind, divide
+from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.segments import Segments, accumulates, find_segments, picks
 from onebox.graph.updates import Update, buffer_updates
 from onebox.wire import Program, TensorSpec, specs_by_slot
@@ -145,7 +145,7 @@ class TracedModel:
             stage = place[self._segments.of[node]]
             if node not in self._ahead:  # a gradient goes from later stages to earlier ones
                 behind = [stage_of[source] for source in _behind(node, self._ahead, stage_of)]
-                # What adds up the gradients of one value stays where they are made: their sum travels, not each of them.
+                # What adds up the gradients of one value stays where they are made: their sum travels, not each.
                 stage = min(behind) if behind and accumulates(node) else min([stage, *behind])
             stage_of[node] = stage
         changed = {str(port.name): canonical(node) for node, port in self._kept if port.kind == "update"}
@@ -173,12 +173,13 @@ class TracedModel:
         for node, stage in made.items():
             if node not in division.stage_of or picks(node):
                 continue
-            for source in map(canonical, arguments_of(node)):
-                if made.get(source, 0) > stage:
+            for argument in map(canonical, arguments_of(node)):
+                _, source = (None, argument) if made.get(argument, 0) <= stage else again(argument, division)
+                if source is not None and made.get(source, 0) > stage:
                     raise UsageError(
                         f"stage {stage} (segment {names[self._segments.of[node]]!r}) needs a value of stage "
-                        f"{made[source]}: order the stages so that values go from earlier to later ones, and let no two "
-                        "stages need each other"
+                        f"{made[source]}: order the stages so that values go from earlier to later ones, and let no "
+                        "two stages need each other"
                     )
 
     def _terms(self, division: Division) -> list[tuple[fx.Node, Port]]:
