@@ -15,7 +15,7 @@ from onebox.wire import TensorSpec
 from onebox.wire.messages import Ask, Call, Define, Free, Instruction, Receive, Routine, Run, Send, Step, StoredProgram
 
 if TYPE_CHECKING:
-    from onebox.pool.pool import Pool
+    from onebox.pool.pool import DeviceInfo, Pool
 
 LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
 """Latency in seconds and bandwidth in bytes per second, by source and target."""
@@ -76,6 +76,11 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
     return [max(seconds, 1e-9) for seconds in found]
 
 
+def have_one_clock(one: DeviceInfo, other: DeviceInfo) -> bool:
+    """Tell whether the traces of two devices go together: by one host's clock, and work is done when its time ends."""
+    return one.host == other.host and "cuda" not in (one.kind, other.kind)
+
+
 class _Way:
     """The way from one worker to another.
 
@@ -96,8 +101,7 @@ class _Way:
         self._target_rank, self._target = target
         self._most_bytes = min(LARGEST_BYTES, room_bytes // 4)
         self._fastest_s: dict[int, float] = {}
-        ends = pool.devices[self._source], pool.devices[self._target]
-        self._clock = ends[0].host == ends[1].host and "cuda" not in (ends[0].kind, ends[1].kind)
+        self._clock = have_one_clock(pool.devices[self._source], pool.devices[self._target])
 
     def measure(self) -> tuple[float, float]:
         """Return latency and bandwidth, by the fastest messages of each size so far: nothing makes one too fast."""

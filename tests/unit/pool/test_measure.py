@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from onebox.cost import PoolProfile, Speeds, cache
 from onebox.errors import OneboxError, UsageError
-from onebox.pool import Fault, Link, Pool, measure
+from onebox.pool import DeviceInfo, Fault, Link, Pool, measure, pings
 from onebox.pool import pool as pool_module
 from onebox.pool.measure import block_seconds, blocks, profile_key
 from onebox.pool.pings import one_way_s
 from onebox.wire.messages import Ask, Memory
+from onebox.worker import groups
 from tests.unit.house import OpenPool, threads_for_processes
 
 SMALL_BYTES = 2 << 20
@@ -153,3 +154,34 @@ def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, fault:
     assert not cache.cache_folder().exists()
     assert used_bytes(pool) == [0, 0]
     assert len(pool.profile().devices) == 2, "the fault comes once"
+
+
+def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As among hosts; here they share a clock all the same."""
+    monkeypatch.setattr(groups, "supported", lambda: False)
+    found = open_pool(2, memory_bytes=SMALL_BYTES).profile(cache=False)
+    for source, target in ((0, 1), (1, 0)):
+        assert 0 < found.latency_s[source][target] < 1
+        assert found.bandwidth_bps[source][target] > 0
+
+
+def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a round trip is the latency of both ways; each way has its bandwidth."""
+    monkeypatch.setattr(pings, "have_one_clock", lambda one, other: False)
+    links = {(0, 1): Link(latency_s=0.03, bandwidth_bps=5e6), (1, 0): Link(latency_s=0.01, bandwidth_bps=2e6)}
+    found = open_pool(2, memory_bytes=SMALL_BYTES, links=links).profile(cache=False)
+    for (source, target), link in links.items():
+        assert 0.018 < found.latency_s[source][target] < 0.05
+        assert link.bandwidth_bps / 2 < found.bandwidth_bps[source][target] < 1.3 * link.bandwidth_bps
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "one"),
+    [("aa", ("cpu", "sim"), True), ("ab", ("cpu", "cpu"), False), ("aa", ("cpu", "cuda:0"), False)],
+)
+def test_whose_traces_go_together(hosts: str, devices: tuple[str, str], one: bool) -> None:
+    ends = [
+        DeviceInfo(number=number, host=host, device=device, name="", threads=1, memory_bytes=1)
+        for number, (host, device) in enumerate(zip(hosts, devices, strict=True))
+    ]
+    assert pings.have_one_clock(ends[0], ends[1]) is one
