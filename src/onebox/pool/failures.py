@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -87,16 +86,6 @@ class Complaints:
             if now_s >= end_s:
                 fail(future, error)
         self._held = [held for held in self._held if now_s < held[0]]
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def again(error: E) -> E:
-    """Return an error for somebody else to raise: like another, with a traceback of its own."""
-    other = copy.copy(error)
-    other.__cause__ = error.__cause__
-    return other
 
 
 def fail(future: Future[Any], error: BaseException) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerHung
-from onebox.pool.failures import AFTERWARDS, Complaints, again, fail, to_error
+from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
 from onebox.pool.rendezvous import ClientSums, KeyValues
@@ -150,7 +150,7 @@ class Switchboard:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
         with self._lock:
             if self.broken is not None:
-                raise again(self.broken)
+                raise self.broken.with_traceback(None)  # one error for all calls, but no traceback of them all
             self._numbers += 1
             number = self._numbers
             header = encode(Envelope(number, answer, tuple(instructions)))
@@ -339,4 +339,4 @@ class Switchboard:
         with self._lock:
             futures, self._futures = list(self._futures.values()), {}
         for future in futures:
-            fail(future, again(error))
+            fail(future, error)

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError, WorkerDied, WorkerError
-from onebox.pool.failures import CAUSE_S, Complaints, Place, again, fail, raise_first, to_error
+from onebox.pool.failures import CAUSE_S, Complaints, Place, fail, raise_first, to_error
 from onebox.wire.messages import Failure
 
 PLACE = Place(worker=2, host="box", device="cuda:1")
@@ -117,18 +117,6 @@ def test_the_error_that_is_raised_is_no_complaint_if_there_is_another(results: l
     with pytest.raises(type(expected)) as caught:
         raise_first([done(result) for result in results])
     assert caught.value is expected
-
-
-def test_an_error_for_somebody_else_is_the_same_with_a_traceback_of_its_own() -> None:
-    with pytest.raises(WorkerDied) as caught:
-        raise WorkerDied("gone", worker=3, exit_status=-9, last_words="ouch") from CAUSE
-    other = again(caught.value)
-    assert type(other) is WorkerDied
-    assert str(other) == "gone"
-    assert (other.worker, other.exit_status, other.last_words) == (3, -9, "ouch")
-    assert other.__cause__ is CAUSE
-    assert other.__traceback__ is None
-    assert caught.value.__traceback__ is not None
 
 
 def test_an_error_is_raised_before_the_others_are_done() -> None:
