@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from onebox.engine.buckets import fill_buckets
@@ -34,6 +34,7 @@ class RunBackward(Protocol):
         action: Action,
         position: int,
         cost_s: float,
+        hand_on: Callable[[], None],
     ) -> None:
         """Add it; see :meth:`WorkerGradients.run`."""
 
@@ -166,6 +167,7 @@ class WorkerGradients:
         action: Action,
         position: int,
         cost_s: float,
+        hand_on: Callable[[], None],
     ) -> None:
         """Call a backward program, in pieces where a bucket is complete before its end.
 
@@ -179,8 +181,10 @@ class WorkerGradients:
             action: The action.
             position: Its place in the worker's row.
             cost_s: What it costs a device that computes nothing.
+            hand_on: Adds what others wait for: called once, ahead of what only this worker waits for.
         """
         if not part.steps:
+            hand_on()
             return
         steps: Sequence[RankStep] = part.steps
         if part.program is not None:
@@ -192,7 +196,11 @@ class WorkerGradients:
             name = str(port.name)
             return self._shared.fresh[name] if name in self._begun else self._shared.sums[name]
 
+        left = iter(reversed(range(len(steps))))
+
         def done(ports: Sequence[Port]) -> None:
+            if next(left) == 0:
+                hand_on()
             self._accumulate([str(port.name) for port in ports if port.kind == "gradient"], position)
 
         emit(

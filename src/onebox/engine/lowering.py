@@ -230,10 +230,21 @@ class _Row:
                 micro_batch=micro_batch,
                 cost_s=cost_s,
             )
+            self._hand_on(part, stage, micro_batch)
         else:
             values = {p: self._tables.value(p, micro_batch) for p in part.outputs if p.kind == "value"}
-            call(part, inputs, values, label, takes=takes, group=group, action=action, position=position, cost_s=cost_s)
-        self._hand_on(part, stage, micro_batch)
+            call(
+                part,
+                inputs,
+                values,
+                label,
+                takes=takes,
+                group=group,
+                action=action,
+                position=position,
+                cost_s=cost_s,
+                hand_on=lambda: self._hand_on(part, stage, micro_batch),
+            )
 
     def _number(self, port: Port, micro_batch: int, moved: Mapping[str, int], *, made: bool = False) -> int:
         name = str(port.name)
