@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
+from onebox.engine.forecast import forecast_memory
 from onebox.engine.profiling import device_type, profile_model
-from onebox.errors import UsageError
+from onebox.errors import PlanError, UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import SCHEDULES, Links, Plan
+from onebox.plan import SCHEDULES, Links, Plan, Prediction
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.search import SearchResult, search
 from onebox.pool import DeviceInfo, Pool
+
+_CORRECTIONS = 5
+"""So many times at most a search is repeated because the exact memory is more than estimated."""
+
+_MARGIN = 0.97
 
 _SENSIBLE = 32
 """Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
@@ -88,15 +95,74 @@ def make_plan(
     """
     batch = as_batch(inputs, targets)
     allowed = _allowed(batch.size, micro_batches)
-    profile = profile_model(
+    profile, captures = profile_model(
         model, loss, optimizer, inputs, targets, pool=pool, sizes=_measured(batch.size, allowed), precision=precision
     )
     links = pool_links(pool)
     problem = make_problem(
         profile, pool.devices, links, batch=batch.size, micro_batches=allowed, schedules=tuple(schedules)
     )
-    result = search(problem, budget_s=budget_s)
-    return Planned(plan=result.plan, result=result, problem=problem, profile=profile)
+    result, peaks = _search_within(
+        problem,
+        lambda plan: forecast_memory(plan, model, loss, optimizer, batch, devices=pool.devices, captures=captures),
+        budget_s,
+    )
+    predicted = msgspec.structs.replace(
+        _prediction(result.plan), peak_bytes=tuple(peaks[device] for device in result.plan.devices)
+    )
+    plan = msgspec.structs.replace(result.plan, predicted=predicted)
+    return Planned(plan=plan, result=result, problem=problem, profile=profile)
+
+
+def _prediction(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def _search_within(
+    problem: Problem, exact: Callable[[Plan], Mapping[int, int]], budget_s: float
+) -> tuple[SearchResult, Mapping[int, int]]:
+    """Search for the best plan that fits by the exact count of its memory, of which the planner's is an estimate.
+
+    Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated.
+
+    Returns:
+        What was found, and the exact peak of each of the plan's devices.
+
+    Raises:
+        PlanError: Nothing fits.
+    """
+    devices = problem.devices
+    for _ in range(_CORRECTIONS):
+        result = search(replace(problem, devices=devices), budget_s=budget_s)
+        plan, peaks = result.plan, exact(result.plan)
+        estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
+        limits = {device.number: device.capacity_bytes for device in problem.devices}
+        over = {d: peaks[d] for d in plan.devices if limits[d] is not None and peaks[d] > (limits[d] or 0)}
+        if not over:
+            return result, peaks
+        devices = tuple(
+            replace(device, capacity_bytes=int(_less(device.capacity_bytes, estimates, over, device.number)))
+            for device in devices
+        )
+    worst = max(over, key=over.__getitem__)
+    missing = over[worst] - (limits[worst] or 0)
+    raise PlanError(
+        f"device {worst} would need {over[worst]} bytes, {missing} more than it has, in the best plan that was found; "
+        "allow smaller micro-batches, or add a device",
+        stage=None,
+        device=worst,
+        missing_bytes=missing,
+    )
+
+
+def _less(capacity: int | None, estimates: Mapping[int, int], over: Mapping[int, int], number: int) -> float:
+    """Return the memory that a device is taken to have, after its need turned out to be more than estimated."""
+    if capacity is None:
+        return 1 << 62
+    if number not in over:
+        return capacity
+    return min(capacity, capacity * max(1, estimates[number]) / over[number]) * _MARGIN
 
 
 def _allowed(batch: int, asked: Sequence[int] | None) -> tuple[int, ...]:

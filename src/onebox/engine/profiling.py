@@ -7,6 +7,7 @@ that cores, caches and memory are shared as they will be.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,7 @@ from onebox.engine.results import Event
 from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import optimizer_factor
 from onebox.engine.trainer import Trainer
-from onebox.errors import UsageError
+from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import DeviceInfo, Pool, open_pool
@@ -54,7 +55,7 @@ def profile_model(
     pool: Pool,
     sizes: Sequence[int],
     precision: Precision = "fp32",
-) -> ModelProfile:
+) -> tuple[ModelProfile, Captures]:
     """Measure a model's segments.
 
     Args:
@@ -67,6 +68,9 @@ def profile_model(
         sizes: Samples of a micro-batch: one or more sizes.
         precision: As for :class:`~onebox.engine.Trainer`.
 
+    Returns:
+        The profile, and the model as it was captured.
+
     Raises:
         UsageError: A size is not in the batch.
         OneboxError: The model cannot be captured, or does not fit.
@@ -76,20 +80,40 @@ def profile_model(
         raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
     measured: dict[str, list[SegmentTimes]] = {}
     real = [device.number for device in pool.devices if device.kind != "sim"]
-    captures = None
-    for size in sorted(set(sizes)):
-        samples = torch.arange(size * _MICRO_BATCHES) % batch.size
-        small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
-        runs = _Runs(model, loss, optimizer, small, size, precision, captures)
-        captures = runs.captures
-        if real:
-            times = runs.measure(pool, real)
-        else:
-            with open_pool("cpu", threads=1) as own:
-                times = runs.measure(own, [0])
-        for kind, found in times.items():
-            measured.setdefault(kind, []).append(found)
-    return ModelProfile(bytes=runs.bytes(), times={kind: tuple(found) for kind, found in measured.items()})
+    runs: _Runs | None = None
+    with contextlib.ExitStack() as stack:
+        for size in sorted(set(sizes)):
+            samples = torch.arange(size * _MICRO_BATCHES) % batch.size
+            small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
+            runs = _Runs(model, loss, optimizer, small, size, precision, runs.captures if runs else None)
+            if not real:
+                pool, real = stack.enter_context(open_pool("cpu", threads=1)), [0]
+            try:
+                times = runs.measure(pool, real)
+            except DeviceMemoryError:
+                pool = stack.enter_context(_roomier(pool, real))
+                times = runs.measure(pool, real)
+            for kind, found in times.items():
+                measured.setdefault(kind, []).append(found)
+    assert runs is not None
+    assert runs.captures is not None
+    return ModelProfile(bytes=runs.bytes(), times={k: tuple(found) for k, found in measured.items()}), runs.captures
+
+
+def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
+    """Return workers like those of a pool for which a model is too big, without their limit of memory.
+
+    Raises:
+        UsageError: They are no CPU workers of this machine.
+    """
+    kinds = {(pool.devices[device].kind, pool.devices[device].host) for device in devices}
+    if kinds != {("cpu", "localhost")}:
+        raise UsageError(
+            "the model does not fit one device with two micro-batches, so it cannot be measured there; "
+            "give smaller micro_batches"
+        )
+    names = ",".join(f"cpu@{pool.devices[d].speed}" if pool.devices[d].speed < 1 else "cpu" for d in devices)
+    return open_pool(names, threads=pool.devices[devices[0]].threads)
 
 
 class _Runs:

@@ -143,7 +143,12 @@ class RemoteState:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers as they are on their first holder, by name."""
+        """Return parameters and buffers as they are on their first holder, by name.
+
+        Raises:
+            OneboxError: A worker failed, or the pool is closed.
+        """
+        self._pool.post(0, ())  # where nothing has been uploaded yet, a pool that is no more still says so
         made = {name: tensor.detach().clone() for name, tensor in self.named.tensors.items()}
         by_worker: dict[int, list[str]] = {}
         for name, members in self._holders.items():

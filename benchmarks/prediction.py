@@ -1,0 +1,257 @@
+"""How right are predictions? Step time and memory of many plans, predicted and measured.
+
+On CPU workers: a convolutional net is profiled once, each plan is timed by the simulator from that profile, and then
+runs. On emulated devices of several speeds with emulated links: the stages' times are given, and what is measured is
+whether the runtime takes as long as the simulator says. Memory is predicted from buffer lifetimes alone, and compared
+with the workers' own accounting (on CPU workers; a worker's peak is that of one plan in a pool of its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from common import finish, show
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+import onebox
+from onebox.engine.planning import make_problem, pool_links
+from onebox.engine.profiling import profile_model
+from onebox.plan import DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict
+from onebox.pool import Link
+
+BATCH = 64
+STEPS = 8
+ROUNDS = 3
+SIM_SPEEDS = (1.0, 1.0, 0.5, 0.25)
+LINK = Link(latency_s=0.001, bandwidth_bps=200e6)
+
+
+@dataclass
+class Row:
+    """One plan.
+
+    Args:
+        kind: Where it ran.
+        name: What it is.
+        predicted_s: Seconds of a step.
+        measured_s: Medians of each round.
+        memory: (predicted, measured) peak bytes of each device.
+    """
+
+    kind: str
+    name: str
+    predicted_s: float
+    measured_s: list[float]
+    memory: list[tuple[int, int]]
+
+    @property
+    def error(self) -> float:
+        """Error of the time, as a part of the measured one."""
+        return abs(self.predicted_s / statistics.median(self.measured_s) - 1)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    real, emulated = on_cpus(options.rounds), on_sims(options.rounds)
+    rows = real + emulated
+    memory = [abs(expected / found - 1) for row in real for expected, found in row.memory]
+    orders = [
+        spearmanr([r.predicted_s for r in g], [statistics.median(r.measured_s) for r in g])[0] for g in (real, emulated)
+    ]
+    result = {
+        "mean_error": round(statistics.fmean(row.error for row in rows), 4),
+        "spearman": round(float(min(orders)), 4),
+        "memory_error": round(max(memory), 4),
+        "plans": len(rows),
+    }
+    show(
+        f"Predicted and measured, batch {BATCH}: mean error {result['mean_error']:.1%}, rank correlation (the lower of "
+        f"the two groups) {result['spearman']}, largest error of memory {result['memory_error']:.2%}",
+        ["plan", "devices", "predicted ms", "measured ms (rounds)", "error", "memory error"],
+        [
+            [
+                row.name,
+                row.kind,
+                f"{1e3 * row.predicted_s:.1f}",
+                f"{1e3 * statistics.median(row.measured_s):.1f} ({', '.join(f'{1e3 * s:.1f}' for s in row.measured_s)})",
+                f"{row.predicted_s / statistics.median(row.measured_s) - 1:+.1%}",
+                f"{max((abs(a / b - 1) for a, b in row.memory), default=0):.2%}" if row.memory else "",
+            ]
+            for row in rows
+        ],
+    )
+    finish(result, as_json=options.json)
+
+
+# ---- CPU workers
+
+
+def net() -> nn.Module:
+    """Return a convolutional net of eight layers with batch norm, for images of 32 x 32."""
+    layers: list[nn.Module] = []
+    before = 3
+    for after, pool in ((24, False), (24, True), (48, False), (48, True), (96, False), (96, True)):
+        layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if pool else []
+        before = after
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * before, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Return a batch of random images and classes."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, 3, 32, 32, generator=generator), torch.randint(10, (BATCH,), generator=generator)
+
+
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the net and its optimizer."""
+    torch.manual_seed(0)
+    model = net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+LOSS = nn.functional.cross_entropy
+
+
+def on_cpus(rounds: int) -> list[Row]:
+    """Profile, predict and run plans on two CPU workers."""
+    model, optimizer = fresh()
+    with onebox.open("cpu*2", threads=1) as pool:
+        profile, _ = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32])
+        problem = make_problem(profile, pool.devices, pool_links(pool), batch=BATCH, micro_batches=(8, 16, 32))
+    names = [segment.name for segment in problem.segments]
+    rows = []
+    for name, plan in cpu_plans(names):
+        prediction, _ = predict(problem, plan)
+        rows.append(Row("cpu*2", name, prediction.step_s, [], []))
+        rows[-1].measured_s, rows[-1].memory = run_on_cpus(plan, rounds)
+    return rows
+
+
+def cpu_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
+    """Return plans of all kinds for two devices."""
+    found = []
+    for size in (16, 32):
+        found.append((f"1 device, {size}", Plan.data_parallel([0], [1.0], micro_batch=size)))
+        found.append((f"2 replicas, {size}", Plan.data_parallel([0, 1], [0.5, 0.5], micro_batch=size)))
+    for cut in (1, 2, 4):
+        for schedule, size in (("gpipe", 16), ("1f1b", 8)):
+            found.append(
+                (f"cut at {cut}, {schedule}, {size}", staged((names[:cut], names[cut:]), (0, 1), schedule, size))
+            )
+    found.append(("cut at 2, zb-h1, 16", staged((names[:2], names[2:]), (0, 1), "zb-h1", 16)))
+    parts = (names[:1], names[1:2], names[2:4], names[4:])
+    found.append(("4 stages, interleaved, 16", staged(parts, (0, 1, 0, 1), "interleaved", 16)))
+    return found
+
+
+def staged(parts: Sequence[Sequence[str]], devices: Sequence[int], schedule: str, size: int) -> Plan:
+    """Return a plan of stages with a device each."""
+    stages = tuple(
+        Stage(segments=tuple(part), replicas=((device,),), shares=(1.0,))
+        for part, device in zip(parts, devices, strict=True)
+    )
+    return Plan(stages=stages, micro_batch=size, schedule=schedule)
+
+
+def run_on_cpus(plan: Plan, rounds: int) -> tuple[list[float], list[tuple[int, int]]]:
+    """Return the seconds of a step, the median of each round, and the memory of each device."""
+    model, optimizer = fresh()
+    with (
+        onebox.open("cpu*2", threads=1) as pool,
+        onebox.Trainer(model, LOSS, optimizer, pool=pool, plan=plan, check_every=0) as trainer,
+    ):
+        seconds = timed(trainer, data(), rounds)
+        expected = trainer.predicted_memory(*data())
+        used = trainer.memory()
+        return seconds, [(expected[device], used[device].peak_bytes) for device in plan.devices]
+
+
+def timed(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) -> list[float]:
+    """Return the median seconds of a step in each round, steps following each other."""
+    for _ in range(3):
+        trainer.step(*batch)
+    trainer.wait()
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            trainer.step(*batch)
+        trainer.wait()
+        found.append((time.perf_counter() - start) / STEPS)
+    return found
+
+
+# ---- emulated devices
+
+
+def on_sims(rounds: int) -> list[Row]:
+    """Predict and run plans on emulated devices and links."""
+    blocks = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    problem = sim_problem(blocks)
+    links = {(a, b): LINK for a in range(4) for b in range(4) if a < b}
+    spec = ",".join("sim" if speed == 1 else f"sim@{speed}" for speed in SIM_SPEEDS)
+    batch = (torch.zeros(BATCH, 64), torch.zeros(BATCH, 64))
+    rows = []
+    with onebox.open(spec, links=links) as pool:
+        for name, plan in sim_plans([segment.name for segment in problem.segments]):
+            prediction, _ = predict(problem, plan)
+            plan = msgspec.structs.replace(plan, predicted=prediction)  # noqa: PLW2901
+            optimizer = torch.optim.SGD(blocks.parameters(), lr=0.01)
+            with onebox.Trainer(
+                blocks, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, check_every=0
+            ) as trainer:
+                rows.append(Row("emulated", name, prediction.step_s, timed(trainer, batch, rounds), []))
+    return rows
+
+
+def sim_problem(blocks: nn.Sequential) -> Problem:
+    """Return eight equal segments of 2 ms, 2 ms and 2 ms for eight samples, on devices of four speeds."""
+    from onebox.graph import TracedModel, capture
+
+    example = (torch.zeros(8, 64), torch.zeros(8, 64))
+    names = TracedModel(capture(blocks, nn.functional.mse_loss, example), backward=True).segments
+    each = {"cpu": Time(sample_s=0.00025)}
+    segments = tuple(
+        Segment(name=name, forward_s=each, input_s=each, weight_s=each, update_s={"cpu": 0.0}, parameter_bytes=16640)
+        for name in names
+    )
+    values = tuple(
+        Value(source=i, consumers=(i + 1,), forward_bytes=256, backward_bytes=256) for i in range(len(names) - 1)
+    )
+    devices = tuple(DeviceSpec(number=i, type="cpu", speed=speed) for i, speed in enumerate(SIM_SPEEDS))
+    pairs = {a: {b: LINK for b in range(4) if b != a} for a in range(4)}
+    links = Links(
+        latency_s={a: {b: link.latency_s for b, link in found.items()} for a, found in pairs.items()},
+        bandwidth_bps={a: {b: link.bandwidth_bps for b, link in found.items()} for a, found in pairs.items()},
+    )
+    return Problem(
+        segments=segments, devices=devices, links=links, batch=BATCH, micro_batches=(4, 8, 16), values=values
+    )
+
+
+def sim_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
+    """Return plans of all kinds for four devices."""
+    even = [names[i : i + 2] for i in range(0, 8, 2)]
+    uneven = [names[:3], names[3:6], names[6:7], names[7:]]
+    found = [("1 device, 8", Plan.data_parallel([0], [1.0], micro_batch=8))]
+    found.append(("replicas by speed, 4", Plan.data_parallel(range(4), SIM_SPEEDS, micro_batch=4)))
+    for parts, label in ((even, "even"), (uneven, "uneven")):
+        for schedule, size in (("gpipe", 8), ("1f1b", 4), ("zb-h1", 8)):
+            found.append((f"4 {label} stages, {schedule}, {size}", staged(parts, (0, 1, 2, 3), schedule, size)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

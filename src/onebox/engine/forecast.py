@@ -1,0 +1,76 @@
+"""Forecast: the exact memory of a plan, found by compiling it for nobody. Nothing is sent anywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures
+from onebox.engine.remote import RemoteState
+from onebox.engine.setup import Ready
+from onebox.graph import Loss
+from onebox.plan import Plan
+from onebox.pool import Answer, DeviceInfo, Pool
+
+
+class _Nowhere:
+    """A pool whose workers are not there: what is sent to them is dropped."""
+
+    def __init__(self, devices: Sequence[DeviceInfo]) -> None:
+        self.devices = tuple(devices)
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    def post(self, worker: int, instructions: Any, frames: Any = (), *, answer: bool = False) -> Future[Answer]:
+        done: Future[Answer] = Future()
+        done.set_result(Answer((), (), ()))
+        return done
+
+    def form_group(self, workers: Sequence[int], via: str) -> int:
+        return self.new_number()
+
+    def leave_group(self, group: int, workers: Sequence[int]) -> None:
+        pass
+
+
+def forecast_memory(
+    plan: Plan,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    devices: Sequence[DeviceInfo],
+    captures: Captures,
+    max_norm: float = 0.0,
+) -> dict[int, int]:
+    """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        loss: The loss.
+        optimizer: The optimizer.
+        batch: A batch.
+        devices: All devices of the pool.
+        captures: The captured model.
+        max_norm: For clipping; 0 for none.
+
+    Raises:
+        UsageError: The plan is for another model.
+        CaptureError: Replicas cannot share the model.
+    """
+    nowhere = cast(Pool, _Nowhere(devices))
+    remote = RemoteState(model, loss, optimizer, nowhere)
+    return Ready(plan, nowhere, captures, remote, batch, max_norm).peaks(batch)
