@@ -170,8 +170,7 @@ def block_seconds(times_ns: Sequence[int], count: int, calls: int) -> list[float
         calls: Calls of each.
     """
     length = 2 * (calls + 1)
-    if len(times_ns) != count * length:
-        raise AssertionError(f"a trace of {len(times_ns)} times for {count} blocks of {calls} calls")
+    assert len(times_ns) == count * length, f"{len(times_ns)} times for {count} blocks of {calls} calls"
     ends = [times_ns[(block + 1) * length - 1] for block in range(count)]
     return [max(1, end - times_ns[block * length]) / calls / 1e9 for block, end in enumerate(ends)]
 

@@ -143,11 +143,17 @@ def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [Fault("error", "call", 9), Fault("memory", "call", 1), Fault("error", "formgroup", 1), Fault("error", "send", 3)],
+    ("worker", "fault"),
+    [
+        (0, Fault("error", "call", 9)),
+        (1, Fault("memory", "call", 1)),
+        (1, Fault("error", "formgroup", 1)),
+        (0, Fault("error", "send", 3)),
+        (1, Fault("error", "send", 3)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, fault: Fault, worker: int) -> None:
+def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker: int, fault: Fault) -> None:
     pool = open_pool(2, faults={worker: [fault]}, memory_bytes=SMALL_BYTES)
     with pytest.raises(OneboxError, match=f"worker {worker} .*injected fault"):
         pool.profile()
