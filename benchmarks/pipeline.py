@@ -114,11 +114,10 @@ def measure_real(name: str, case: Case, rounds: int, steps: int = 3) -> dict[str
 def require_same_loss(name: str, case: Case, segments: Sequence[str], pool: onebox.Pool, theirs: Theirs) -> None:
     """Require that both sides compute the same loss after two steps of training, in float64."""
     expected = theirs.loss("1f1b")
-    for schedule in OURS:
-        with ExitStack() as stack:
-            found = Ours(case, pool, plan_for(case, segments, schedule, 2), stack, torch.float64).loss(3)
-        if abs(found - expected) > 1e-10 * abs(expected):
-            raise SystemExit(f"{name}: the loss is {found} under {schedule}, and {expected} with torch")
+    with ExitStack() as stack:
+        found = Ours(case, pool, plan_for(case, segments, "zbv", 2), stack, torch.float64).loss(3)
+    if abs(found - expected) > 1e-10 * abs(expected):
+        raise SystemExit(f"{name}: the loss is {found} on our side and {expected} on theirs")
 
 
 # ---- emulated equal devices

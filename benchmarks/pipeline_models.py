@@ -278,7 +278,7 @@ def sleepers(parts: int, seconds: float, count: int) -> Case:
 
 # ---- where stages are
 
-STAGES_PER_DEVICE = {"interleaved": 2, "zbv": 2, "auto": 2}
+STAGES_PER_DEVICE = {"interleaved": 2, "zbv": 2}
 """Of schedules that have several."""
 
 
