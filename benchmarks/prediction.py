@@ -128,7 +128,7 @@ def on_cpus(rounds: int) -> list[Row]:
     """Profile, predict and run plans on two CPU workers."""
     model, optimizer = fresh()
     with onebox.open("cpu*2", threads=1) as pool:
-        profile, _ = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32])
+        profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32])
         problem = make_problem(profile, pool.devices, pool_links(pool), batch=BATCH, micro_batches=(8, 16, 32))
     names = [segment.name for segment in problem.segments]
     rows = []

@@ -17,10 +17,8 @@ from onebox.wire.messages import (
     Ask,
     Call,
     Define,
-    Digest,
     Free,
     Get,
-    Memory,
     Optimizer,
     OptimizerStep,
     Put,
@@ -28,10 +26,10 @@ from onebox.wire.messages import (
     Reduce,
     Routine,
     Run,
-    Scalars,
     Send,
     StoredProgram,
 )
+from onebox.wire.sayings import Digest, Memory, Scalars
 from onebox.worker.sim import MEMORY_BYTES
 from tests.unit.machines import elementwise
 

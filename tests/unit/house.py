@@ -19,7 +19,8 @@ from onebox.pool import Pool, open_pool
 from onebox.pool import pool as pool_module
 from onebox.pool.failures import Place
 from onebox.wire import encode, send
-from onebox.wire.messages import Bye, Envelope, Saying
+from onebox.wire.messages import Bye, Envelope
+from onebox.wire.sayings import Saying
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from onebox.pool.rendezvous import KeyValues
-from onebox.wire.messages import Contribution, EmulatedLink, FormGroup, Left, Lookup, Reduced, Rendezvous
+from onebox.wire.messages import EmulatedLink, FormGroup, Reduced, Rendezvous
+from onebox.wire.sayings import Contribution, Left, Lookup
 from onebox.worker.links import Wires
 from onebox.worker.memory import PeerLost
 from onebox.worker.shared import SharedGroup

@@ -12,7 +12,8 @@ from onebox.engine.compiler import Compiled, put_leaves
 from onebox.engine.results import Evaluation
 from onebox.errors import UsageError
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire.messages import Instruction, Run, Scalars
+from onebox.wire.messages import Instruction, Run
+from onebox.wire.sayings import Scalars
 
 
 def evaluate(

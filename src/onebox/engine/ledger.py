@@ -11,17 +11,7 @@ from collections.abc import Iterable, Mapping
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
 from onebox.wire import Program, TensorSpec, specs_by_slot
-from onebox.wire.messages import (
-    Call,
-    Free,
-    Gather,
-    Receive,
-    Reduce,
-    Routine,
-    Snapshot,
-    Step,
-    StoredProgram,
-)
+from onebox.wire.messages import Call, Free, Gather, Receive, Reduce, Routine, Snapshot, Step, StoredProgram
 
 
 def peak_of(

@@ -55,7 +55,7 @@ def profile_model(
     pool: Pool,
     sizes: Sequence[int],
     precision: Precision = "fp32",
-) -> tuple[ModelProfile, Captures]:
+) -> ModelProfile:
     """Measure a model's segments.
 
     Args:
@@ -68,12 +68,28 @@ def profile_model(
         sizes: Samples of a micro-batch: one or more sizes.
         precision: As for :class:`~onebox.engine.Trainer`.
 
-    Returns:
-        The profile, and the model as it was captured.
-
     Raises:
         UsageError: A size is not in the batch.
         OneboxError: The model cannot be captured, or does not fit.
+    """
+    return measure_model(model, loss, optimizer, inputs, targets, pool=pool, sizes=sizes, precision=precision)[0]
+
+
+def measure_model(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    *,
+    pool: Pool,
+    sizes: Sequence[int],
+    precision: Precision = "fp32",
+) -> tuple[ModelProfile, Captures]:
+    """Measure a model's segments, as :func:`profile_model` does.
+
+    Returns:
+        The profile, and the model as it was captured.
     """
     batch = as_batch(inputs, targets)
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:

@@ -21,7 +21,8 @@ from onebox.engine.state import (
 from onebox.graph.placements import REPLICATE, Shard, shard_of, unshard
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
-from onebox.wire.messages import Ask, Define, Free, Get, Memory, OptimizerState, Options, Put, Tensors
+from onebox.wire.messages import Ask, Define, Free, Get, Options, Put
+from onebox.wire.sayings import Memory, OptimizerState, Tensors
 
 
 class RemoteState:

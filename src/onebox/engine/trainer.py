@@ -27,7 +27,8 @@ from onebox.errors import OneboxError, ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, Digest, Instruction, Memory, Run, Scalars
+from onebox.wire.messages import Ask, Instruction, Run
+from onebox.wire.sayings import Digest, Memory, Scalars
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 

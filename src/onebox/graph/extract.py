@@ -74,9 +74,7 @@ def sum_alike(program: Program, ports: Sequence[PortT]) -> tuple[Program, tuple[
     return own_outputs(summed), tuple(slots)
 
 
-def relaid(
-    program: Program, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
-) -> Program:
+def relaid(program: Program, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]) -> Program:
     """Return the program with some inputs and outputs permuted, so that they lie in memory as they travel: in order.
 
     A tensor that is not laid out in the order of its dimensions would arrive in that order, and a view that was made

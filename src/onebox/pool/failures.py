@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
-from onebox.wire.messages import Failure
+from onebox.wire.sayings import Failure
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Ask, Call, Define, Free, Memory, Routine, Run, Step, StoredProgram
+from onebox.wire.messages import Ask, Call, Define, Free, Routine, Run, Step, StoredProgram
+from onebox.wire.sayings import Memory
 
 if TYPE_CHECKING:
     from onebox.pool.pool import Pool

@@ -25,7 +25,8 @@ from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.process import START_S, SocketFolder, WorkerProcess
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire import new_keys
-from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Hello, Instruction, LeaveGroup
+from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Instruction, LeaveGroup
+from onebox.wire.sayings import Hello
 from onebox.worker import Fault, WorkerConfig
 
 GROUP_S = 1800.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Contribution, Lookup
+from onebox.wire.sayings import Contribution, Lookup
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,8 @@ from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
 from onebox.pool.rendezvous import ClientSums, KeyValues
 from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, receive, send, to_frame
-from onebox.wire.messages import (
-    Beat,
-    Contribution,
-    Envelope,
-    Gone,
-    Hello,
-    Instruction,
-    Left,
-    Lookup,
-    Reduced,
-    Rendezvous,
-    Reply,
-    Result,
-    Saying,
-)
+from onebox.wire.messages import Envelope, Gone, Instruction, Reduced, Rendezvous
+from onebox.wire.sayings import Beat, Contribution, Hello, Left, Lookup, Reply, Result, Saying
 
 _TICK_MS = 250
 _JOIN_S = 10.0

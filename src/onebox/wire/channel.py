@@ -20,7 +20,8 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
-from onebox.wire.messages import Envelope, Saying
+from onebox.wire.messages import Envelope
+from onebox.wire.sayings import Saying
 
 HEADER_BYTES = 64 << 20
 """The most bytes of a header: a program of 100,000 operators takes about 10 MB."""

@@ -20,14 +20,14 @@ Number = bool | int | float | None
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 
 
-class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, encoded as arrays, with no field too many."""
 
 
 # ---- instructions that a routine may hold
 
 
-class Call(_Message, frozen=True, tag="call"):
+class Call(Message, frozen=True, tag="call"):
     """Run a stored program.
 
     Args:
@@ -46,14 +46,14 @@ class Call(_Message, frozen=True, tag="call"):
     micro_batch: int = 0
 
 
-class Free(_Message, frozen=True, tag="free"):
+class Free(Message, frozen=True, tag="free"):
     """Forget buffers and definitions; numbers that are not there are passed over."""
 
     buffers: tuple[int, ...]
     definitions: tuple[int, ...] = ()
 
 
-class Send(_Message, frozen=True, tag="send"):
+class Send(Message, frozen=True, tag="send"):
     """Send a buffer to a rank of a group, without waiting for its arrival."""
 
     buffer: int
@@ -62,7 +62,7 @@ class Send(_Message, frozen=True, tag="send"):
     channel: int = 0
 
 
-class Receive(_Message, frozen=True, tag="receive"):
+class Receive(Message, frozen=True, tag="receive"):
     """Receive a buffer from a rank of a group; a later reader waits for it."""
 
     buffer: int
@@ -72,7 +72,7 @@ class Receive(_Message, frozen=True, tag="receive"):
     channel: int = 0
 
 
-class Reduce(_Message, frozen=True, tag="reduce"):
+class Reduce(Message, frozen=True, tag="reduce"):
     """Replace each buffer by its sum over the ranks of a group; later readers wait for it.
 
     The buffers of one instruction share an element type and travel as one bucket.
@@ -82,7 +82,7 @@ class Reduce(_Message, frozen=True, tag="reduce"):
     group: int
 
 
-class Gather(_Message, frozen=True, tag="gather"):
+class Gather(Message, frozen=True, tag="gather"):
     """Fill a buffer with the concatenation, in the order of the ranks, of each rank's buffer; later readers wait.
 
     Args:
@@ -100,7 +100,7 @@ class Gather(_Message, frozen=True, tag="gather"):
     dim: int = 0
 
 
-class OptimizerStep(_Message, frozen=True, tag="optimize"):
+class OptimizerStep(Message, frozen=True, tag="optimize"):
     """Let an optimizer update its parameters.
 
     Args:
@@ -117,20 +117,20 @@ class OptimizerStep(_Message, frozen=True, tag="optimize"):
     square_norm: int = 0
 
 
-class Get(_Message, frozen=True, tag="get"):
+class Get(Message, frozen=True, tag="get"):
     """Answer with buffers: specifications in the reply, elements in frames."""
 
     buffers: tuple[int, ...]
 
 
-class Snapshot(_Message, frozen=True, tag="snapshot"):
+class Snapshot(Message, frozen=True, tag="snapshot"):
     """Copy buffers into new ones, as they are at this point of the stream."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
 
 
-class Ask(_Message, frozen=True, tag="ask"):
+class Ask(Message, frozen=True, tag="ask"):
     """Answer a question.
 
     Args:
@@ -167,14 +167,14 @@ def references(step: Step) -> tuple[int, ...]:
 # ---- definitions and the other instructions
 
 
-class Routine(_Message, frozen=True, tag="routine"):
+class Routine(Message, frozen=True, tag="routine"):
     """A stored sequence of instructions, with as many bindings as its negative references need."""
 
     steps: tuple[Step, ...]
     bindings: int
 
 
-class StateEntry(_Message, frozen=True):
+class StateEntry(Message, frozen=True):
     """One entry of an optimizer's state: of which parameter, under which key, and its tensor or number."""
 
     parameter: int
@@ -182,7 +182,7 @@ class StateEntry(_Message, frozen=True):
     value: TensorSpec | Number
 
 
-class Optimizer(_Message, frozen=True, tag="optimizer"):
+class Optimizer(Message, frozen=True, tag="optimizer"):
     """A native optimizer.
 
     Args:
@@ -200,7 +200,7 @@ class Optimizer(_Message, frozen=True, tag="optimizer"):
     cost_s: float = 0.0
 
 
-class StoredProgram(_Message, frozen=True, tag="program"):
+class StoredProgram(Message, frozen=True, tag="program"):
     """A program, as a definition.
 
     Args:
@@ -212,21 +212,21 @@ class StoredProgram(_Message, frozen=True, tag="program"):
     cost_s: float = 0.0
 
 
-class Define(_Message, frozen=True, tag="define"):
+class Define(Message, frozen=True, tag="define"):
     """Store a program, a routine or an optimizer under a number."""
 
     number: int
     what: StoredProgram | Routine | Optimizer
 
 
-class Put(_Message, frozen=True, tag="put"):
+class Put(Message, frozen=True, tag="put"):
     """Fill buffers from the next frames, one frame a buffer."""
 
     buffers: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
 
 
-class Run(_Message, frozen=True, tag="run"):
+class Run(Message, frozen=True, tag="run"):
     """Run a stored routine.
 
     Args:
@@ -253,7 +253,7 @@ class Run(_Message, frozen=True, tag="run"):
     trace: bool = False
 
 
-class EmulatedLink(_Message, frozen=True):
+class EmulatedLink(Message, frozen=True):
     """How slow transfers to a rank are made to be, for experiments on one host.
 
     Args:
@@ -269,7 +269,7 @@ class EmulatedLink(_Message, frozen=True):
     bandwidth_bps: float
 
 
-class FormGroup(_Message, frozen=True, tag="form"):
+class FormGroup(Message, frozen=True, tag="form"):
     """Join a process group: worker to worker, its rendezvous over this channel.
 
     Args:
@@ -293,39 +293,39 @@ class FormGroup(_Message, frozen=True, tag="form"):
     links: tuple[EmulatedLink, ...] = ()
 
 
-class LeaveGroup(_Message, frozen=True, tag="leave"):
+class LeaveGroup(Message, frozen=True, tag="leave"):
     """Leave a process group and close its sockets; passed over where this worker is not in it."""
 
     group: int
 
 
-class Rendezvous(_Message, frozen=True, tag="rendezvous"):
+class Rendezvous(Message, frozen=True, tag="rendezvous"):
     """Client to worker: the answer to a :class:`Lookup`."""
 
     ticket: int
     value: bytes
 
 
-class Reduced(_Message, frozen=True, tag="reduced"):
+class Reduced(Message, frozen=True, tag="reduced"):
     """Client to worker: the sum of a bucket that was reduced at the client, in one frame."""
 
     ticket: int
 
 
-class Gone(_Message, frozen=True, tag="gone"):
+class Gone(Message, frozen=True, tag="gone"):
     """Client to worker: what a ticket waits for will not come, because a member has left the group."""
 
     ticket: int
 
 
-class Bye(_Message, frozen=True, tag="bye"):
+class Bye(Message, frozen=True, tag="bye"):
     """End the worker."""
 
 
 Instruction = Step | Define | Put | Run | FormGroup | LeaveGroup | Rendezvous | Reduced | Gone | Bye
 
 
-class Envelope(_Message, frozen=True):
+class Envelope(Message, frozen=True):
     """One message from a client.
 
     Args:
@@ -337,157 +337,3 @@ class Envelope(_Message, frozen=True):
     number: int
     answer: bool
     instructions: tuple[Instruction, ...]
-
-
-# ---- what a worker says
-
-
-class Hello(_Message, frozen=True, tag="hello"):
-    """First words of a worker: who it is and what it has.
-
-    Args:
-        protocol: Its :data:`PROTOCOL`.
-        torch: Its torch version.
-        device: Such as ``cpu``, ``cuda:0`` or ``sim``.
-        name: The device's product name.
-        threads: Threads that operators may use.
-        memory_bytes: Memory of the device, or the worker's quota where that is less.
-        speed: Fraction of its full speed that a throttled CPU works at; of a ``sim`` device, what costs are divided by.
-        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
-    """
-
-    protocol: int
-    torch: str
-    device: str
-    name: str
-    threads: int
-    memory_bytes: int
-    speed: float = 1.0
-    emulated: bool = False
-
-
-class Failure(_Message, frozen=True, tag="failure"):
-    """The first thing that went wrong.
-
-    Args:
-        kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``peer`` (another worker of a group went
-            away) or ``protocol``.
-        operator: Operator or instruction that failed.
-        message: What it said.
-        shapes: Its tensor arguments.
-    """
-
-    kind: Literal["operator", "memory", "values", "peer", "protocol"]
-    operator: str
-    message: str
-    shapes: str = ""
-
-
-class Tensors(_Message, frozen=True, tag="tensors"):
-    """Answer to :class:`Get`; elements in as many frames."""
-
-    specs: tuple[TensorSpec, ...]
-
-
-class Scalars(_Message, frozen=True, tag="scalars"):
-    """Answer to ``Ask("scalars")``, and the gradient norm of an :class:`OptimizerStep` that clips."""
-
-    values: tuple[float, ...]
-
-
-class Digest(_Message, frozen=True, tag="digest"):
-    """Answer to ``Ask("digest")``."""
-
-    value: bytes
-
-
-class Memory(_Message, frozen=True, tag="memory"):
-    """Answer to ``Ask("memory")``: bytes now, the most so far, and the quota."""
-
-    used_bytes: int
-    peak_bytes: int
-    quota_bytes: int
-
-
-class OptimizerState(_Message, frozen=True, tag="state"):
-    """Answer to ``Ask("optimizer")``; the elements of its tensors are in frames, in order."""
-
-    entries: tuple[StateEntry, ...]
-
-
-Result = Tensors | Scalars | Digest | Memory | OptimizerState
-
-
-class Reply(_Message, frozen=True, tag="reply"):
-    """Answer to an envelope.
-
-    Args:
-        number: The envelope's.
-        results: One for each instruction that answers, in order.
-        failure: What went wrong, if anything did; then there are no results.
-        times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
-    """
-
-    number: int
-    results: tuple[Result, ...] = ()
-    failure: Failure | None = None
-    times_ns: tuple[int, ...] = ()
-
-
-class Beat(_Message, frozen=True, tag="beat"):
-    """Sign of life.
-
-    Args:
-        executed: Operators and instructions executed so far.
-        stalled_s: How long the current one has made no progress and used no processor time; 0 when all is well,
-            or while it waits for other workers.
-        doing: What it is at.
-    """
-
-    executed: int
-    stalled_s: float
-    doing: str
-
-
-class Lookup(_Message, frozen=True, tag="lookup"):
-    """A rendezvous operation of a group.
-
-    Args:
-        ticket: The worker's number for it; the answer names it.
-        group: The group.
-        action: ``set`` (no answer waited for), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
-            ``delete``.
-        keys: One key; several for ``check``.
-        value: For ``set`` the value, for ``add`` the decimal amount.
-    """
-
-    ticket: int
-    group: int
-    action: Literal["set", "get", "add", "check", "delete"]
-    keys: tuple[str, ...]
-    value: bytes = b""
-
-
-class Contribution(_Message, frozen=True, tag="contribution"):
-    """A bucket to be summed at the client, in one frame.
-
-    Args:
-        ticket: The answer names it.
-        group: The group, of backend ``client``.
-        order: Counts the worker's contributions to the group; equal orders of all members are summed.
-        spec: The bucket, flat.
-    """
-
-    ticket: int
-    group: int
-    order: int
-    spec: TensorSpec
-
-
-class Left(_Message, frozen=True, tag="left"):
-    """This worker has left a group, or could not join it: nobody is to wait for it there."""
-
-    group: int
-
-
-Saying = Hello | Reply | Beat | Lookup | Contribution | Left

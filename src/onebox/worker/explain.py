@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from onebox.errors import WireError
-from onebox.wire.messages import Failure
+from onebox.wire.sayings import Failure
 from onebox.worker.groups import PeerLost
 from onebox.worker.sim import NoValues
 from onebox.worker.store import QuotaExceeded

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
-from onebox.wire.messages import Contribution, FormGroup, Lookup, Rendezvous
+from onebox.wire.messages import FormGroup, Rendezvous
+from onebox.wire.sayings import Contribution, Lookup
 from onebox.worker.links import Wires
 from onebox.worker.memory import PeerLost, supported
 from onebox.worker.peers import Arrived, ClientChannel, Finish, Group

@@ -16,31 +16,25 @@ from onebox.wire.messages import (
     Ask,
     Call,
     Define,
-    Digest,
-    Failure,
     FormGroup,
     Free,
     Gather,
     Get,
     Instruction,
     LeaveGroup,
-    Memory,
-    OptimizerState,
     OptimizerStep,
     Put,
     Receive,
     Reduce,
-    Result,
     Routine,
     Run,
-    Scalars,
     Send,
     Snapshot,
     StoredProgram,
-    Tensors,
     references,
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
+from onebox.wire.sayings import Digest, Failure, Memory, OptimizerState, Result, Scalars, Tensors
 from onebox.worker.device import Device
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector

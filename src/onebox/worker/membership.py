@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onebox.wire.messages import Failure, FormGroup, Gather, Left, Receive, Reduce, Routine, Send
+from onebox.wire.messages import FormGroup, Gather, Receive, Reduce, Routine, Send
+from onebox.wire.sayings import Failure, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.store import Poisoned
 from onebox.worker.tape import Progress

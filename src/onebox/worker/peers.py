@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Contribution, Left, Lookup, Reduced, Rendezvous
+from onebox.wire.messages import Reduced, Rendezvous
+from onebox.wire.sayings import Contribution, Left, Lookup
 
 
 class Arrived(NamedTuple):

@@ -21,19 +21,8 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive, send
-from onebox.wire.messages import (
-    PROTOCOL,
-    Bye,
-    Envelope,
-    Failure,
-    Gone,
-    Hello,
-    Reduced,
-    Rendezvous,
-    Reply,
-    Result,
-    Saying,
-)
+from onebox.wire.messages import PROTOCOL, Bye, Envelope, Gone, Reduced, Rendezvous
+from onebox.wire.sayings import Failure, Hello, Reply, Result, Saying
 from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import PeerLost

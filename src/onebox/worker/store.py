@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Failure
+from onebox.wire.sayings import Failure
 
 
 class Pending(Protocol):

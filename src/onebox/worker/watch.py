@@ -14,7 +14,7 @@ import zmq
 import zmq.auth
 
 from onebox.wire import KeyPair, configure, encode, listen
-from onebox.wire.messages import Beat
+from onebox.wire.sayings import Beat
 from onebox.worker.tape import Progress
 
 BEAT_S = 0.5

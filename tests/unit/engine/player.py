@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from onebox.wire import Program
-from onebox.wire.messages import Ask, Call, Free, OptimizerStep, Receive, Reduce, Routine, Send, Step, StoredProgram
+from onebox.wire.messages import (
+    Ask,
+    Call,
+    Free,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Routine,
+    Send,
+    Step,
+    StoredProgram,
+)
 from onebox.worker.tape import Progress, Tape
 from tests.unit.engine.nets import Lowered, build, state_of
 

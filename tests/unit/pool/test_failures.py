@@ -10,7 +10,7 @@ import pytest
 
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError, WorkerDied, WorkerError
 from onebox.pool.failures import CAUSE_S, Complaints, Place, fail, raise_first, to_error
-from onebox.wire.messages import Failure
+from onebox.wire.sayings import Failure
 
 PLACE = Place(worker=2, host="box", device="cuda:1")
 LOST = PeerLost("the connection was closed", worker=0)

@@ -27,20 +27,8 @@ from onebox.errors import (
 )
 from onebox.pool import Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
-from onebox.wire.messages import (
-    Ask,
-    Bye,
-    Call,
-    Contribution,
-    Get,
-    Lookup,
-    Put,
-    Receive,
-    Reduce,
-    Scalars,
-    Send,
-    Snapshot,
-)
+from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send, Snapshot
+from onebox.wire.sayings import Contribution, Lookup, Scalars
 from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))

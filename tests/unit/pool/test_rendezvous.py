@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from onebox.errors import WireError
 from onebox.pool.rendezvous import Answer, ClientSums, KeyValues
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Contribution, Lookup
+from onebox.wire.sayings import Contribution, Lookup
 
 GROUPS, KEYS, WORKERS = st.integers(1, 2), st.sampled_from("ab"), st.integers(0, 2)
 VALUES = st.sampled_from([b"1", b"2", b"30"])

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from onebox.wire import messages, program
+from onebox.wire import messages, program, sayings
 
 _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -42,11 +42,11 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 INSTRUCTIONS: list[Any] = list(get_args(messages.Instruction))
-SAYINGS: list[Any] = list(get_args(messages.Saying))
+SAYINGS: list[Any] = list(get_args(sayings.Saying))
 
 STRUCTS: list[type[Struct]] = [
     kind
-    for module in (messages, program)
+    for module in (messages, program, sayings)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct) and kind.__module__ == module.__name__
 ]

@@ -26,24 +26,20 @@ from onebox.wire import (
 from onebox.wire.messages import (
     Ask,
     Call,
-    Contribution,
     Define,
     Envelope,
     FormGroup,
     Free,
     Get,
-    Hello,
-    Lookup,
     Optimizer,
     OptimizerStep,
     Put,
-    Reply,
     Routine,
     Run,
-    Scalars,
     StateEntry,
     StoredProgram,
 )
+from onebox.wire.sayings import Contribution, Hello, Lookup, Reply, Scalars
 
 SPEC = TensorSpec("float32", (2, 3))
 PROGRAM = Program(

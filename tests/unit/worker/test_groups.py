@@ -16,7 +16,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, to_frame
-from onebox.wire.messages import Contribution, FormGroup, Reduced, Rendezvous
+from onebox.wire.messages import FormGroup, Reduced, Rendezvous
+from onebox.wire.sayings import Contribution
 from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, Wires, form_group
 from onebox.worker.peers import Arrived
 from onebox.worker.tape import Progress

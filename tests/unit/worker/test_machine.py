@@ -14,14 +14,11 @@ from onebox.wire.messages import (
     Bye,
     Call,
     Define,
-    Digest,
     FormGroup,
     Free,
     Gone,
     LeaveGroup,
-    Memory,
     Optimizer,
-    OptimizerState,
     OptimizerStep,
     Put,
     Receive,
@@ -30,11 +27,11 @@ from onebox.wire.messages import (
     Rendezvous,
     Routine,
     Run,
-    Scalars,
     Send,
     Snapshot,
     StateEntry,
 )
+from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
 from onebox.worker.faults import Fault
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise

@@ -19,23 +19,17 @@ from onebox.wire.messages import (
     Ask,
     Bye,
     Call,
-    Contribution,
     Envelope,
     FormGroup,
     Get,
     Gone,
-    Hello,
     Instruction,
-    Left,
-    Lookup,
     Put,
     Reduce,
     Reduced,
     Rendezvous,
-    Reply,
-    Scalars,
-    Tensors,
 )
+from onebox.wire.sayings import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
 from onebox.worker import WorkerConfig, serve
 from onebox.worker.serve import Ports, Server
 from onebox.worker.tape import Progress

@@ -18,20 +18,17 @@ from onebox.wire.messages import (
     Ask,
     Call,
     Define,
-    Digest,
     Free,
     Get,
-    Memory,
     Optimizer,
-    OptimizerState,
     OptimizerStep,
     Options,
     Put,
-    Scalars,
     Snapshot,
     StateEntry,
     StoredProgram,
 )
+from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
 from onebox.worker import sim as module
 from onebox.worker.device import Device
 from onebox.worker.optimizer import ALLOWED, NativeOptimizer

@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Failure
+from onebox.wire.sayings import Failure
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 
 NUMBERS = st.integers(1, 6)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.wire import KeyPair, configure, decode_saying, new_keys
-from onebox.wire.messages import Beat
+from onebox.wire.sayings import Beat
 from onebox.worker import watch
 from onebox.worker.tape import Progress
 from onebox.worker.watch import Stall, Watcher

@@ -1,0 +1,159 @@
+"""Sayings: what a worker tells its client; the other half of :mod:`onebox.wire.messages`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from onebox.wire.messages import Message, StateEntry
+from onebox.wire.program import TensorSpec
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First words of a worker: who it is and what it has.
+
+    Args:
+        protocol: Its :data:`PROTOCOL`.
+        torch: Its torch version.
+        device: Such as ``cpu``, ``cuda:0`` or ``sim``.
+        name: The device's product name.
+        threads: Threads that operators may use.
+        memory_bytes: Memory of the device, or the worker's quota where that is less.
+        speed: Fraction of its full speed that a throttled CPU works at; of a ``sim`` device, what costs are divided by.
+        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
+    """
+
+    protocol: int
+    torch: str
+    device: str
+    name: str
+    threads: int
+    memory_bytes: int
+    speed: float = 1.0
+    emulated: bool = False
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """The first thing that went wrong.
+
+    Args:
+        kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``peer`` (another worker of a group went
+            away) or ``protocol``.
+        operator: Operator or instruction that failed.
+        message: What it said.
+        shapes: Its tensor arguments.
+    """
+
+    kind: Literal["operator", "memory", "values", "peer", "protocol"]
+    operator: str
+    message: str
+    shapes: str = ""
+
+
+class Tensors(Message, frozen=True, tag="tensors"):
+    """Answer to :class:`Get`; elements in as many frames."""
+
+    specs: tuple[TensorSpec, ...]
+
+
+class Scalars(Message, frozen=True, tag="scalars"):
+    """Answer to ``Ask("scalars")``, and the gradient norm of an :class:`OptimizerStep` that clips."""
+
+    values: tuple[float, ...]
+
+
+class Digest(Message, frozen=True, tag="digest"):
+    """Answer to ``Ask("digest")``."""
+
+    value: bytes
+
+
+class Memory(Message, frozen=True, tag="memory"):
+    """Answer to ``Ask("memory")``: bytes now, the most so far, and the quota."""
+
+    used_bytes: int
+    peak_bytes: int
+    quota_bytes: int
+
+
+class OptimizerState(Message, frozen=True, tag="state"):
+    """Answer to ``Ask("optimizer")``; the elements of its tensors are in frames, in order."""
+
+    entries: tuple[StateEntry, ...]
+
+
+Result = Tensors | Scalars | Digest | Memory | OptimizerState
+
+
+class Reply(Message, frozen=True, tag="reply"):
+    """Answer to an envelope.
+
+    Args:
+        number: The envelope's.
+        results: One for each instruction that answers, in order.
+        failure: What went wrong, if anything did; then there are no results.
+        times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
+    """
+
+    number: int
+    results: tuple[Result, ...] = ()
+    failure: Failure | None = None
+    times_ns: tuple[int, ...] = ()
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    """Sign of life.
+
+    Args:
+        executed: Operators and instructions executed so far.
+        stalled_s: How long the current one has made no progress and used no processor time; 0 when all is well,
+            or while it waits for other workers.
+        doing: What it is at.
+    """
+
+    executed: int
+    stalled_s: float
+    doing: str
+
+
+class Lookup(Message, frozen=True, tag="lookup"):
+    """A rendezvous operation of a group.
+
+    Args:
+        ticket: The worker's number for it; the answer names it.
+        group: The group.
+        action: ``set`` (no answer waited for), ``get`` (waits for the key), ``add`` (to a counter), ``check``, or
+            ``delete``.
+        keys: One key; several for ``check``.
+        value: For ``set`` the value, for ``add`` the decimal amount.
+    """
+
+    ticket: int
+    group: int
+    action: Literal["set", "get", "add", "check", "delete"]
+    keys: tuple[str, ...]
+    value: bytes = b""
+
+
+class Contribution(Message, frozen=True, tag="contribution"):
+    """A bucket to be summed at the client, in one frame.
+
+    Args:
+        ticket: The answer names it.
+        group: The group, of backend ``client``.
+        order: Counts the worker's contributions to the group; equal orders of all members are summed.
+        spec: The bucket, flat.
+    """
+
+    ticket: int
+    group: int
+    order: int
+    spec: TensorSpec
+
+
+class Left(Message, frozen=True, tag="left"):
+    """This worker has left a group, or could not join it: nobody is to wait for it there."""
+
+    group: int
+
+
+Saying = Hello | Reply | Beat | Lookup | Contribution | Left
