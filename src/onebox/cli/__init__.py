@@ -1,4 +1,4 @@
-"""The commands ``onebox train``, ``onebox devices``, ``onebox profile`` and ``onebox env``.
+"""The commands ``onebox train``, ``onebox plan``, ``onebox devices``, ``onebox profile`` and ``onebox env``.
 
 What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
 damaged file), 1 for what failed on the way, 130 after Ctrl-C.
@@ -57,13 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> None:
     """Find the command and run it; each command is imported only when it is called."""
     from onebox.cli.arguments import parse
-    from onebox.cli.config import DevicesConfig, ProfileConfig, TrainConfig
+    from onebox.cli.config import DevicesConfig, PlanConfig, ProfileConfig, TrainConfig
 
     config = parse(arguments)
     if isinstance(config, TrainConfig):
         from onebox.cli.train import train
 
         train(config)
+    elif isinstance(config, PlanConfig):
+        from onebox.cli.plan import show_plan
+
+        show_plan(config)
     elif isinstance(config, DevicesConfig):
         from onebox.cli.devices import show_devices
 

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from onebox.cli.config import Config, DevicesConfig, EnvConfig, ProfileConfig, TrainConfig
+from onebox.cli.config import Config, DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, TrainConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
 
 _Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
+    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
     | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
     | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]

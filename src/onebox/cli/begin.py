@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onebox.cli.config import TrainConfig
+from onebox.cli.config import JobConfig, TrainConfig
 from onebox.cli.loop import Standing
 from onebox.cli.models import build_model
 from onebox.cli.stored import read_config
@@ -89,11 +89,11 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> 
         saved = max(folder.checkpoint.glob("step-*"), default=None)
         if saved is not None:
             return _resumed(config, saved, data, pool)
-    model = _model(config, data)
+    model = make_model(config, data)
     trainer = Trainer(
         model,
         functional.cross_entropy,
-        _optimizer(config, model),
+        make_optimizer(config, model),
         pool=pool,
         micro_batch=config.micro_batch,
         seed=config.seed,
@@ -108,14 +108,14 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> 
 
 def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool) -> Start:
     assert config.resume is not None
-    model = _model(config, data)
+    model = make_model(config, data)
     changed = config.shares != read_config(config.resume).shares
     try:
         trainer = Trainer.resume(
             saved,
             model,
             functional.cross_entropy,
-            _optimizer(config, model),
+            make_optimizer(config, model),
             pool=pool,
             sync=config.sync,
             metrics={"accuracy": accuracy},
@@ -127,7 +127,8 @@ def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool) -> Sta
     return Start(trainer=trainer, standing=standing, saved=saved)
 
 
-def _model(config: TrainConfig, data: DataSet) -> nn.Module:
+def make_model(config: JobConfig, data: DataSet) -> nn.Module:
+    """Return the model of a run, for the images of its data."""
     channels, height, width = data.train.images.shape[1:]
     return build_model(
         config.model,
@@ -141,7 +142,8 @@ def _model(config: TrainConfig, data: DataSet) -> nn.Module:
     )
 
 
-def _optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(config: JobConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a run, whose options are resolved."""
     assert config.lr is not None and config.weight_decay is not None, "the options are resolved"
     lr, weight_decay = config.lr, config.weight_decay
     if config.optimizer == "sgd":

@@ -10,11 +10,12 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import tyro
 
 from onebox.errors import UsageError
+from onebox.plan import SCHEDULES
 
 ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
@@ -34,29 +35,90 @@ _Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")
 _Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 _Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+_PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto", help_behavior_hint="")]
+_Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
+_Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
 _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Train a model on a pool of this machine's devices.
+class JobConfig:
+    """What is trained, and on which devices: the options that planning and training share.
 
     Args:
         data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files) or cifar10:FOLDER (two tar files).
         model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
-        epochs: Times through the training set.
         batch: Samples of a step, over all devices together.
         optimizer: Class of torch.optim: adamw, adam or sgd.
         lr: Learning rate; without it 1e-3 for adamw and adam, 5e-2 for sgd.
         weight_decay: Weight decay; without it 1e-2 for adamw, none for adam and sgd.
         momentum: Momentum, for sgd; without it 0.9.
-        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
-        clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         precision: fp32, or bf16 for autocast (parameters stay fp32).
         seed: Seed of weights, order of samples and dropout.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2. Emulated ones: cpu@0.5 is a CPU worker at half of
+            its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that a core
+            of this machine would take.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    data: str = "digits"
+    model: ModelName = "cnn"
+    batch: int = 64
+    optimizer: OptimizerName = "adamw"
+    lr: _Float = None
+    weight_decay: _Float = None
+    momentum: _Float = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    pool: str = "auto"
+    threads: _Int = None
+    memory: _Bytes = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, batch=self.batch, threads=self.threads)
+        _positive(lr=self.lr)
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise UsageError(f"--momentum {self.momentum}: allowed are 0 up to, but not, 1")
+        if self.momentum is not None and self.optimizer != "sgd":
+            raise UsageError(f"--momentum is for --optimizer sgd; {self.optimizer} has none")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
+        _ = self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+    def resolved(self) -> Self:
+        """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
+        name, colon, folder = self.data.partition(":")
+        place = str(Path(folder).expanduser().absolute()) if folder else ""
+        return dataclasses.replace(
+            self,
+            data=f"{name}{colon}{place}",
+            lr=_first(self.lr, _LEARNING_RATES[self.optimizer]),
+            weight_decay=_first(self.weight_decay, _WEIGHT_DECAYS[self.optimizer]),
+            momentum=_first(self.momentum, _SGD_MOMENTUM) if self.optimizer == "sgd" else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(JobConfig):
+    """Train a model on a pool of this machine's devices.
+
+    Args:
+        epochs: Times through the training set.
+        plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It says itself what
+            --micro-batch, --sync and --shares are. Without it every device computes the whole model for its share.
+        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
+        clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         sync: Where gradients are averaged: from worker to worker, or at the client.
         shares: Devices' parts of the batch: auto (equal where they are alike), equal, measured, or weights such as 3,1.
         run: Folder of the run, new or empty; without it one under runs/.
@@ -69,21 +131,10 @@ class TrainConfig:
         UsageError: A value is out of range, or two do not go together.
     """
 
-    data: str = "digits"
-    model: ModelName = "cnn"
     epochs: int = 12
-    batch: int = 64
-    optimizer: OptimizerName = "adamw"
-    lr: _Float = None
-    weight_decay: _Float = None
-    momentum: _Float = None
+    plan: _PlanFile = None
     micro_batch: _Int = None
     clip_grad_norm: _Float = None
-    precision: Literal["fp32", "bf16"] = "fp32"
-    seed: int = 0
-    pool: str = "auto"
-    threads: _Int = None
-    memory: _Bytes = None
     sync: Literal["workers", "client"] = "workers"
     shares: str = "auto"
     run: _Folder = None
@@ -92,25 +143,25 @@ class TrainConfig:
     every: int = 20
 
     def __post_init__(self) -> None:
-        _at_least(1, epochs=self.epochs, batch=self.batch, micro_batch=self.micro_batch, threads=self.threads)
-        _at_least(1, save_every=self.save_every, every=self.every)
-        _positive(lr=self.lr, clip_grad_norm=self.clip_grad_norm)
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise UsageError(f"--momentum {self.momentum}: allowed are 0 up to, but not, 1")
-        if self.momentum is not None and self.optimizer != "sgd":
-            raise UsageError(f"--momentum is for --optimizer sgd; {self.optimizer} has none")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
+        super().__post_init__()
+        _at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
+        _positive(clip_grad_norm=self.clip_grad_norm)
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
-        _ = self.memory_bytes, self.share_weights
+        _ = self.share_weights
+        if self.plan is not None:
+            self._check_plan()
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
+    def _check_plan(self) -> None:
+        given = {
+            f"--micro-batch {self.micro_batch}": self.micro_batch is not None,
+            f"--sync {self.sync}": self.sync != "workers",
+            f"--shares {self.shares}": self.shares != "auto",
+        }
+        odd = [flag for flag, there in given.items() if there]
+        if not self.plan or odd:
+            what = f"and {odd[0]}: a plan says that itself; give one of them" if odd else "'': a plan file, or auto"
+            raise UsageError(f"--plan {self.plan} {what}".replace("  ", " "))
 
     @property
     def share_weights(self) -> Literal["auto", "equal", "measured"] | tuple[float, ...]:
@@ -127,17 +178,69 @@ class TrainConfig:
             )
         return weights
 
-    def resolved(self) -> TrainConfig:
-        """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
-        name, colon, folder = self.data.partition(":")
-        place = str(Path(folder).expanduser().absolute()) if folder else ""
-        return dataclasses.replace(
-            self,
-            data=f"{name}{colon}{place}",
-            lr=_first(self.lr, _LEARNING_RATES[self.optimizer]),
-            weight_decay=_first(self.weight_decay, _WEIGHT_DECAYS[self.optimizer]),
-            momentum=_first(self.momentum, _SGD_MOMENTUM) if self.optimizer == "sgd" else None,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(JobConfig):
+    """Find the best plan for a model and a pool, and say what it will cost.
+
+    The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. The
+    plan says which device computes which part of the model, for which micro-batches, in which order. As a file it can
+    be edited, checked with --check and run with onebox train --plan.
+
+    Args:
+        micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
+        schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
+            and auto, which is made for the measured times.
+        budget: The most seconds that the search may take, after measuring.
+        check: Predict the plan in this file, such as one that was edited, in place of a search.
+        out: Write the plan into this file.
+        figure: Draw the expected step into this file, a .png, .svg or .pdf.
+        json: Write the plan, what is predicted and what it was compared with as JSON into this file; - prints it
+            instead of the tables.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    micro_batches: _Ints = None
+    schedules: _Names = None
+    budget: float = 5.0
+    check: _File = None
+    out: _File = None
+    figure: _File = None
+    json: _File = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _positive(budget=self.budget)
+        sizes, names = self.micro_batch_sizes, self.schedule_names
+        if self.check is not None and (sizes is not None or names is not None):
+            flag = f"--micro-batches {self.micro_batches}" if sizes is not None else f"--schedules {self.schedules}"
+            raise UsageError(f"--check {self.check} and {flag}: the plan says that itself; give one of them")
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...] | None:
+        """``micro_batches`` as numbers."""
+        if self.micro_batches is None:
+            return None
+        parts = [part.strip() for part in self.micro_batches.split(",")]
+        sizes = tuple(int(part) for part in parts if part.isdecimal())
+        if len(sizes) < len(parts) or not all(1 <= size <= self.batch for size in sizes):
+            raise UsageError(
+                f"--micro-batches {self.micro_batches}: allowed are whole numbers from 1 to {self.batch}, the batch, "
+                "such as 4,8,16"
+            )
+        return sizes
+
+    @property
+    def schedule_names(self) -> tuple[str, ...] | None:
+        """``schedules`` one by one."""
+        if self.schedules is None:
+            return None
+        names = tuple(part.strip() for part in self.schedules.split(","))
+        if not set(names) <= set(SCHEDULES):
+            raise UsageError(f"--schedules {self.schedules}: allowed are {', '.join(SCHEDULES)}, such as 1f1b,zb-h1")
+        return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +248,7 @@ class DevicesConfig:
     """Show the devices that a pool of this machine has.
 
     Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         json: Print a JSON list.
@@ -177,7 +280,7 @@ class ProfileConfig:
     each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
 
     Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         fresh: Measure even what is known, and keep the new figures.
@@ -216,7 +319,7 @@ class EnvConfig:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-Config = TrainConfig | DevicesConfig | ProfileConfig | EnvConfig
+Config = TrainConfig | PlanConfig | DevicesConfig | ProfileConfig | EnvConfig
 
 
 def parse_bytes(flag: str, text: str) -> int:

@@ -3,22 +3,41 @@
 Nothing here starts a thread or touches a global logger.
 """
 
+from onebox.report.comparison import Comparison, DeviceComparison, Pair, StageComparison, compare, typical_step
 from onebox.report.folder import RunFolder
 from onebox.report.metrics import MetricsLog, rewind_metrics
+from onebox.report.plan_tables import (
+    candidate_table,
+    comparison_tables,
+    plan_device_table,
+    stage_table,
+    summary_line,
+)
 from onebox.report.progress import Progress
 from onebox.report.speeds import profile_tables
 from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
 
 __all__ = [
+    "Comparison",
+    "DeviceComparison",
     "DeviceRow",
     "MetricsLog",
+    "Pair",
     "Progress",
     "RunFolder",
     "Span",
+    "StageComparison",
     "Timeline",
+    "candidate_table",
+    "compare",
+    "comparison_tables",
     "device_table",
     "epoch_line",
+    "plan_device_table",
     "profile_tables",
     "rewind_metrics",
+    "stage_table",
+    "summary_line",
+    "typical_step",
 ]

@@ -1,0 +1,172 @@
+"""``onebox plan``: the best plan for a model and a pool, what it will cost, and why this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from onebox.cli.begin import load_data
+from onebox.cli.config import JobConfig, PlanConfig
+from onebox.cli.console import OutputConsole
+from onebox.cli.devices import print_devices
+from onebox.cli.planning import Foreseen, predict_plan, search_plan, write_plan
+from onebox.errors import UsageError
+from onebox.plan import Plan, as_data, picture
+from onebox.pool import Pool, open_pool
+from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
+from onebox.report.figure import check_suffix, draw_simulation
+from onebox.report.files import to_json, write_atomically
+from onebox.report.plan_tables import why_not
+
+_STANDARD_OUTPUT = Path("-")
+_PICTURE_WIDTH = 100
+_WIDEST = 10_000
+
+
+def show_plan(config: PlanConfig) -> None:
+    """Open a pool, measure, search or check, and show what was found.
+
+    Raises:
+        UsageError: An option does not fit, a file cannot be read or written, or the plan to be checked cannot be run.
+        PlanError: Nothing fits the memory.
+        OneboxError: The pool cannot be opened, the model not captured, or a worker failed.
+    """
+    given = Plan.read(config.check) if config.check is not None else None
+    _check_targets(config)
+    data = load_data(config.resolved().data)
+    quiet = config.json == _STANDARD_OUTPUT
+    console = OutputConsole(highlight=False, quiet=quiet)
+    with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+        print_devices(pool, console)
+        if given is not None:
+            found = predict_plan(config.resolved(), data, pool, given)
+        else:
+            found = search_plan(
+                config.resolved(),
+                data,
+                pool,
+                micro_batches=config.micro_batch_sizes,
+                schedules=config.schedule_names,
+                budget_s=config.budget,
+            )
+        print_plan(found, pool, console)
+        _write_files(config, found, pool, console)
+    if found.shortfall:
+        raise UsageError(f"the plan does not fit: {found.shortfall}; smaller micro-batches or more stages need less")
+
+
+def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
+    """Print a plan: stages, devices, schedule, what it was compared with."""
+    names = [segment.name for segment in found.problem.segments]
+    emulated = {device.number for device in pool.devices if device.emulated}
+    room = {device.number: device.capacity_bytes for device in found.problem.devices}
+    tables = [
+        stage_table(found.plan, names, emulated),
+        plan_device_table(found.plan, found.simulation, room, emulated),
+        *([candidate_table(found.candidates)] if found.candidates else []),
+    ]
+    _fit(console, tables)
+    _say(console, f"\n{found.plan.describe()}")
+    _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
+    for table in tables[:2]:
+        console.print(table)
+    _say(console, "schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
+    _say(console, picture(found.simulation, _PICTURE_WIDTH))
+    if found.candidates:
+        _say(console, "\nwhat it was compared with, all predicted")
+        console.print(tables[2])
+
+
+def as_json(found: Foreseen, pool: Pool) -> dict[str, Any]:
+    """Return a plan with everything that is known of it, as JSON values."""
+    assert found.plan.predicted is not None
+    return {
+        "plan": as_data(found.plan),
+        "text": found.plan.describe(),
+        "samples_per_s": found.plan.predicted.batch / found.plan.predicted.step_s,
+        "devices": [
+            {
+                **dataclasses.asdict(device),
+                "peak_bytes": found.peak_bytes.get(device.number, 0),
+                "busy_s": found.simulation.busy_s.get(device.number, 0.0),
+            }
+            for device in pool.devices
+        ],
+        "candidates": [
+            {
+                "label": one.label,
+                "text": one.plan.describe(),
+                "step_s": one.step_s,
+                "why_not": why_not(one),
+                "plan": as_data(one.plan),
+            }
+            for one in found.candidates
+        ],
+    }
+
+
+def command_line(config: JobConfig, more: Mapping[str, object]) -> str:
+    """Return the command that trains what was planned: the options that are not the defaults, and some more."""
+    words = ["onebox", "train"]
+    for field in dataclasses.fields(JobConfig):
+        value = getattr(config, field.name)
+        if value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    for flag, value in more.items():
+        words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _check_targets(config: PlanConfig) -> None:
+    """Require that files can be where they are to be, before time is spent on what is to be in them."""
+    for flag, path in (("--out", config.out), ("--figure", config.figure), ("--json", config.json)):
+        if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            also = ", or - for standard output" if flag == "--json" else ""
+            raise UsageError(f"{flag} {path}: a file in a folder that is there is needed{also}")
+    if config.figure is not None:
+        check_suffix(config.figure)
+
+
+def _write_files(config: PlanConfig, found: Foreseen, pool: Pool, console: OutputConsole) -> None:
+    if config.figure is not None:
+        emulated = [device.number for device in pool.devices if device.emulated]
+        draw_simulation(found.simulation, config.figure, emulated=emulated, title=found.plan.describe())
+        _say(console, f"figure {config.figure}")
+    if config.json is not None:
+        content = to_json(as_json(found, pool)) + b"\n"
+        if config.json == _STANDARD_OUTPUT:
+            print(content.decode(), end="")
+        else:
+            _write(config.json, content)
+    file = config.out or config.check
+    if config.out is not None:
+        write_plan(config.out, found.plan)
+    if file is None:
+        _say(console, f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'})}")
+    elif not found.shortfall:
+        _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file})}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _fit(console: OutputConsole, tables: list[Table]) -> None:
+    """Let tables go on over the edge of a narrow terminal, up to a limit: cut cells would say nothing."""
+    unlimited = console.options.update(max_width=_WIDEST)
+    widest = max(console.measure(table, options=unlimited).maximum for table in tables)
+    console.width = max(console.width, min(widest, _PICTURE_WIDTH + 20))
+
+
+def _say(console: OutputConsole, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

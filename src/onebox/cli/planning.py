@@ -1,0 +1,176 @@
+"""From a command's options to a plan: one that is searched for, or one from a file that is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+from torch.nn import functional
+
+from onebox.cli.begin import make_model, make_optimizer
+from onebox.cli.config import JobConfig
+from onebox.engine.batch import as_batch
+from onebox.engine.forecast import forecast_memory
+from onebox.engine.planning import make_plan, make_problem, pool_links
+from onebox.engine.profiling import measure_model
+from onebox.errors import UsageError
+from onebox.feed import DataSet
+from onebox.plan import (
+    SCHEDULES,
+    Candidate,
+    Plan,
+    Problem,
+    Schedule,
+    Simulation,
+    predict,
+    stage_work,
+    validate,
+)
+from onebox.pool import Pool
+from onebox.report.files import write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """A plan with what is expected of it.
+
+    Args:
+        plan: The plan, with its prediction.
+        simulation: Its step.
+        problem: What it was made or predicted from.
+        candidates: What it was compared with, itself first; empty for one that was not searched for.
+    """
+
+    plan: Plan
+    simulation: Simulation
+    problem: Problem
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def shortfall(self) -> str:
+        """Which devices lack how much memory for it; empty if it fits."""
+        room = self.problem.capacity_bytes
+        over = {device: peak - room[device] for device, peak in self.peak_bytes.items() if device in room}
+        return "; ".join(f"device {device} lacks {size:,} bytes" for device, size in sorted(over.items()) if size > 0)
+
+    @property
+    def peak_bytes(self) -> dict[int, int]:
+        """Most memory of each device of the plan."""
+        assert self.plan.predicted is not None
+        return dict(zip(self.plan.devices, self.plan.predicted.peak_bytes, strict=True))
+
+
+def sample_batch(config: JobConfig, data: DataSet) -> tuple[Tensor, Tensor]:
+    """Return a batch of a data set, as a step gets it."""
+    return data.train.images[: config.batch], data.train.labels[: config.batch]
+
+
+def search_plan(
+    config: JobConfig,
+    data: DataSet,
+    pool: Pool,
+    *,
+    micro_batches: Sequence[int] | None = None,
+    schedules: Sequence[str] | None = None,
+    budget_s: float = 5.0,
+) -> Foreseen:
+    """Measure, and search for the best plan.
+
+    Args:
+        config: The options, resolved.
+        data: The data set.
+        pool: The devices.
+        micro_batches: Allowed sizes of micro-batches.
+        schedules: Allowed schedules.
+        budget_s: The most seconds that the search may take.
+
+    Raises:
+        UsageError: The batch cannot be divided as asked.
+        PlanError: Nothing fits.
+    """
+    model = make_model(config, data)
+    images, labels = sample_batch(config, data)
+    planned = make_plan(
+        model,
+        functional.cross_entropy,
+        make_optimizer(config, model),
+        images,
+        labels,
+        pool=pool,
+        micro_batches=micro_batches,
+        schedules=schedules or SCHEDULES,
+        precision=config.precision,
+        budget_s=budget_s,
+    )
+    _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
+    return Foreseen(
+        plan=planned.plan, simulation=simulation, problem=planned.problem, candidates=planned.result.candidates
+    )
+
+
+def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan) -> Foreseen:
+    """Measure, and predict a given plan.
+
+    Args:
+        config: The options, resolved.
+        data: The data set.
+        pool: The devices.
+        plan: The plan; what it predicts itself is not looked at.
+
+    Raises:
+        UsageError: It is no plan for this model and pool, or its schedule cannot be run.
+    """
+    strangers = [device for device in plan.devices if device >= len(pool)]
+    if strangers:
+        raise UsageError(f"the plan uses device {strangers[0]}, but the pool has {len(pool)}, numbered from 0")
+    model = make_model(config, data)
+    images, labels = sample_batch(config, data)
+    if plan.micro_batch is not None and plan.micro_batch > len(labels):
+        raise UsageError(f"the plan has micro-batches of {plan.micro_batch}, but the batch has {len(labels)} samples")
+    sizes = sorted({part.size for part in plan.micro_batches(len(labels))})
+    optimizer = make_optimizer(config, model)
+    profile, captures = measure_model(
+        model,
+        functional.cross_entropy,
+        optimizer,
+        images,
+        labels,
+        pool=pool,
+        sizes=sizes,
+        precision=config.precision,
+    )
+    problem = make_problem(profile, pool.devices, pool_links(pool), batch=len(labels), micro_batches=sizes)
+    _check_table(problem, plan)
+    predicted, simulation = predict(problem, plan)
+    peaks = forecast_memory(
+        plan,
+        model,
+        functional.cross_entropy,
+        optimizer,
+        as_batch(images, labels),
+        devices=pool.devices,
+        captures=captures,
+    )
+    exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
+    return Foreseen(plan=msgspec.structs.replace(plan, predicted=exact), simulation=simulation, problem=problem)
+
+
+def _check_table(problem: Problem, plan: Plan) -> None:
+    if plan.schedule == "table":
+        edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
+        validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
+
+
+def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:
+    """Write a plan file.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    try:
+        write_atomically(path, plan.to_json().encode())
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written: {error.strerror}") from error
