@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from onebox.cli.stored import read_config
 from onebox.engine import Trainer
 from onebox.errors import CheckpointError, DataError, UsageError
 from onebox.feed import DataSet, Position, load_dataset
+from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.report import RunFolder
 
@@ -78,8 +80,15 @@ def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
             folder.path.rmdir()
 
 
-def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> Start:
+def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, plan: Plan | None) -> Start:
     """Make a trainer, or bring one back from the newest checkpoint of the run.
+
+    Args:
+        config: The options, resolved.
+        folder: The run's folder.
+        data: The data set.
+        pool: The devices.
+        plan: The plan; ``None`` for what the options say.
 
     Raises:
         UsageError: An option does not fit the pool.
@@ -88,13 +97,14 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> 
     if config.resume is not None:
         saved = max(folder.checkpoint.glob("step-*"), default=None)
         if saved is not None:
-            return _resumed(config, saved, data, pool)
+            return _resumed(config, saved, data, pool, plan)
     model = make_model(config, data)
     trainer = Trainer(
         model,
         functional.cross_entropy,
         make_optimizer(config, model),
         pool=pool,
+        plan=plan,
         micro_batch=config.micro_batch,
         seed=config.seed,
         sync=config.sync,
@@ -106,10 +116,12 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool) -> 
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 
 
-def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool) -> Start:
+def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool, plan: Plan | None) -> Start:
     assert config.resume is not None
     model = make_model(config, data)
-    changed = config.shares != read_config(config.resume).shares
+    options: dict[str, Any] = {"sync": config.sync} if plan is None else {"plan": plan}
+    if plan is None and config.shares != read_config(config.resume).shares:
+        options["shares"] = config.share_weights
     try:
         trainer = Trainer.resume(
             saved,
@@ -117,9 +129,8 @@ def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool) -> Sta
             functional.cross_entropy,
             make_optimizer(config, model),
             pool=pool,
-            sync=config.sync,
             metrics={"accuracy": accuracy},
-            **({"shares": config.share_weights} if changed else {}),
+            **options,
         )
         standing = Standing.from_extra(trainer.extra, seed=config.seed, path=saved)
     except CheckpointError as error:

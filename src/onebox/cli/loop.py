@@ -20,6 +20,7 @@ from onebox.feed import Batches, Position, Prefetch
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
 
 _READ_AHEAD = 4
+_REMEMBERED = 1000
 _BEHIND = 2
 """Losses are asked for so many steps later: as many steps as the trainer has in flight by default."""
 
@@ -123,6 +124,9 @@ class Loop:
         progress: What a person sees.
         standing: How far the run is.
         saved: The last checkpoint, if any.
+        meter: Samples and seconds of training.
+        peak_bytes: Most memory of each device up to the end of the first epoch of training; empty before.
+        full_steps: The numbers of the last steps that had a whole batch, as events count them, from 0.
     """
 
     config: TrainConfig
@@ -135,8 +139,15 @@ class Loop:
     standing: Standing
     saved: Path | None = None
     meter: Meter = field(default_factory=Meter)
+    peak_bytes: list[int] = field(default_factory=list)
+    full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
+
+    @property
+    def full_batch(self) -> int:
+        """Samples of a whole batch."""
+        return min(self.config.batch, len(self.train.split))
 
     def run(self) -> None:
         """Train the epochs that are left.
@@ -161,6 +172,8 @@ class Loop:
                     here = Position(epoch=position.epoch, index=index, seed=position.seed)
                     self._save(Standing(position=here, loss_sum=self._loss_sum, last=standing.last))
         self._drain(position.epoch)
+        if not self.peak_bytes:  # now, as a test may need more than a step
+            self.peak_bytes = [used.peak_bytes for used in self.trainer.memory()]
         result = self._test(position.epoch + 1)
         following = Position(epoch=position.epoch + 1, index=0, seed=position.seed)
         self._save(Standing(position=following, last=result))
@@ -170,6 +183,8 @@ class Loop:
         loss = self.trainer.step(images, labels)
         if first and self.trainer.plan is not None:
             self.progress.note(f"plan: {self.trainer.plan.describe()}")
+        if len(labels) == self.full_batch:
+            self.full_steps.append(self.trainer.steps_done - 1)
         self._pending.append((self.trainer.steps_done, loss, len(labels)))
         if len(self._pending) > _BEHIND:
             self._record(epoch)

@@ -6,39 +6,52 @@ import dataclasses
 
 from onebox.cli.console import OutputConsole
 from onebox.cli.loop import Loop
-from onebox.plan import as_data
+from onebox.plan import Simulation, as_data
 from onebox.pool import Pool
-from onebox.report import Span, Timeline
+from onebox.report import Comparison, Span, Timeline, compare, comparison_tables, typical_step
+from onebox.report.figure import draw_measured
 
 _CONTENTS = {
     "config.json": "the settings; onebox train --resume reads them",
+    "plan.json": "the plan; onebox train --plan runs it again",
     "metrics.jsonl": "the loss of every step, the results of every epoch",
     "checkpoint": "the newest checkpoints",
     "timeline.json": "what each device did in the last steps; ui.perfetto.dev shows it",
+    "schedule.png": "a step of the plan as it was measured",
     "summary.json": "the result, its rate, peak memory, the plan",
 }
 
 
-def write_outcome(loop: Loop, pool: Pool, *, seconds: float) -> None:
-    """Write the timeline and the summary of a run.
+def write_outcome(loop: Loop, pool: Pool, *, seconds: float, expected: Simulation | None = None) -> Comparison | None:
+    """Write the timeline and the summary of a run, and of one that was given a plan the figure of a step.
 
     Args:
         loop: The loop, which has ended.
         pool: The pool, still open.
         seconds: How long this process trained, tested and saved.
+        expected: The step that was simulated for its plan, if one was.
+
+    Returns:
+        What the plan predicted beside what was measured; ``None`` where there was no plan, or no whole step.
 
     Raises:
         OneboxError: A worker failed meanwhile.
         OSError: A file cannot be written.
     """
     if not loop.meter.samples and loop.folder.summary.exists():
-        return  # the run had ended before
+        return None  # the run had ended before
     _timeline(loop, pool).write(loop.folder.timeline)
-    loop.folder.write_summary(_summary(loop, pool, seconds))
+    found = _compare(loop)
+    if found is not None:
+        _draw(loop, pool, expected)
+    loop.folder.write_summary(_summary(loop, pool, seconds, found))
+    return found
 
 
-def print_outcome(loop: Loop, console: OutputConsole) -> None:
-    """Say how good the model is and where everything lies."""
+def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None = None) -> None:
+    """Say how right the plan was, how good the model is, and where everything lies."""
+    if found is not None:
+        _print_comparison(found, loop, console)
     last = loop.standing.last
     lines = [] if last is None else [f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}"]
     lines.append(f"run folder {loop.folder.path}")
@@ -68,7 +81,49 @@ def _timeline(loop: Loop, pool: Pool) -> Timeline:
     return timeline
 
 
-def _summary(loop: Loop, pool: Pool, seconds: float) -> dict[str, object]:
+def _compare(loop: Loop) -> Comparison | None:
+    """Compare a run with the plan that it was given, by its whole steps."""
+    plan, trainer = loop.trainer.plan, loop.trainer
+    if loop.config.plan is None or plan is None or not loop.full_steps:
+        return None
+    split, size = loop.train.split, loop.full_batch
+    return compare(
+        plan,
+        trainer.events(),
+        dict(enumerate(loop.peak_bytes)),
+        batch=size,
+        steps=set(loop.full_steps),
+        exact=trainer.predicted_memory(split.images[:size], split.labels[:size]),
+    )
+
+
+def _draw(loop: Loop, pool: Pool, expected: Simulation | None) -> None:
+    events, plan = loop.trainer.events(), loop.trainer.plan
+    step = typical_step(events, set(loop.full_steps))
+    if step is None or plan is None:
+        return
+    draw_measured(
+        events,
+        loop.folder.schedule,
+        step,
+        title=plan.describe(),
+        emulated=[device.number for device in pool.devices if device.emulated],
+        simulation=expected,
+    )
+
+
+def _print_comparison(found: Comparison, loop: Loop, console: OutputConsole) -> None:
+    emulated = any(device.emulated for device in loop.trainer.pool.devices)
+    note = ", on emulated devices" if emulated else ""
+    console.print(f"predicted and measured, medians of {found.steps} steps{note}", highlight=False)
+    for table in comparison_tables(found):
+        console.print(table)
+    if found.step_s.predicted is None:
+        text = f"the plan predicts nothing for batches of {found.batch}; onebox plan --check {loop.folder.plan} does"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -> dict[str, object]:
     last, meter, plan = loop.standing.last, loop.meter, loop.trainer.plan
     memory = loop.trainer.memory()
     return {
@@ -86,5 +141,6 @@ def _summary(loop: Loop, pool: Pool, seconds: float) -> dict[str, object]:
             for device, used in zip(pool.devices, memory, strict=True)
         ],
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
+        "comparison": found and found.to_data(),
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),
     }

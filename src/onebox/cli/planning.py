@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from onebox.cli.begin import make_model, make_optimizer
-from onebox.cli.config import JobConfig
+from onebox.cli.config import JobConfig, TrainConfig
+from onebox.cli.stored import read_config
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
 from onebox.engine.planning import make_plan, make_problem, pool_links
@@ -29,7 +30,8 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.pool import Pool
+from onebox.pool import Pool, open_pool
+from onebox.report import RunFolder
 from onebox.report.files import write_atomically
 
 
@@ -162,6 +164,41 @@ def _check_table(problem: Problem, plan: Plan) -> None:
     if plan.schedule == "table":
         edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
+
+
+def plan_of_run(config: TrainConfig, folder: RunFolder, data: DataSet) -> tuple[Plan | None, Simulation | None]:
+    """Return the plan that a run is to have, and the step that was simulated for it where it was searched for here.
+
+    A run that is resumed goes on with the plan in its folder, or with another one that has the same micro-batches.
+    ``auto`` is planned on devices that are opened for that, and given back.
+
+    Args:
+        config: The options, resolved.
+        folder: The run's folder.
+        data: The data set.
+
+    Raises:
+        UsageError: The plan cannot be read, or would change what a resumed run computes.
+        PlanError: Nothing fits.
+    """
+    if config.plan is None:
+        return None, None
+    before = read_config(config.resume) if config.resume is not None else None
+    if before is not None and before.plan == config.plan:
+        return Plan.read(folder.plan), None
+    known = Plan.read(folder.plan) if before is not None and before.plan is not None else None
+    size = known.micro_batch if known is not None else None
+    if config.plan == "auto":
+        with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+            found = search_plan(config, data, pool, micro_batches=[size] if size else None)
+        return found.plan, found.simulation
+    plan = Plan.read(Path(config.plan).expanduser())
+    if before is not None and plan.micro_batch != size:
+        raise UsageError(
+            f"--plan {config.plan} has micro-batches of {plan.micro_batch or 'a share'}, the run to be resumed of "
+            f"{size or 'a share'}; that would change what is computed"
+        )
+    return plan, None
 
 
 def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:

@@ -14,9 +14,11 @@ from onebox.cli.devices import print_devices
 from onebox.cli.exits import FAILED, INTERRUPTED, Exit
 from onebox.cli.loop import Loop
 from onebox.cli.outcome import print_outcome, write_outcome
+from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.stored import to_stored
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Batches, DataSet
+from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
 from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics
 
@@ -38,15 +40,18 @@ def train(config: TrainConfig) -> None:
     data = load_data(config.data)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
+        plan, expected = plan_of_run(config, folder, data)
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes))
         _check_shares(config, pool)
         print_devices(pool, console)
-        begun = start(config, folder, data, pool)
+        begun = start(config, folder, data, pool, plan)
         stack.enter_context(begun.trainer)
         folder.write_config(to_stored(_as_opened(config, pool)))
+        if plan is not None:
+            write_plan(folder.plan, plan, "--plan")
         rewind_metrics(folder.metrics, step=begun.trainer.steps_done)
         with MetricsLog(folder.metrics) as log:
-            _run(_loop(config, folder, data, begun, log, console), pool, console)
+            _run(_loop(config, folder, data, begun, log, console), pool, console, expected)
 
 
 def _check_shares(config: TrainConfig, pool: Pool) -> None:
@@ -85,14 +90,14 @@ def _loop(
     )
 
 
-def _run(loop: Loop, pool: Pool, console: OutputConsole) -> None:
+def _run(loop: Loop, pool: Pool, console: OutputConsole, expected: Simulation | None) -> None:
     began_s = time.monotonic()
     with _failures(loop):
         with loop.progress:
             _note_start(loop)
             loop.run()
-        write_outcome(loop, pool, seconds=time.monotonic() - began_s)
-    print_outcome(loop, console)
+        found = write_outcome(loop, pool, seconds=time.monotonic() - began_s, expected=expected)
+    print_outcome(loop, console, found)
 
 
 def _note_start(loop: Loop) -> None:

@@ -25,8 +25,8 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 _COLOURS = {
     "F": "#3f74b5",
-    "B": "#e08a2e",
-    "I": "#e08a2e",
+    "B": "#d9702b",
+    "I": "#e8a13c",
     "W": "#4f9d57",
     "optimizer": "#7d5ba6",
     "other": "#b9bec6",
@@ -306,7 +306,7 @@ def _draw_legend(figure: Figure, pictures: Sequence[Picture], stages: int) -> No
             if bar.stage is not None:
                 homes.setdefault(bar.device, set()).add(bar.stage)
     if any(len(found) > 1 for found in homes.values()):
-        shown = range(stages) if stages <= 4 else (0, stages - 1)
+        shown = range(stages) if stages <= 8 else (0, stages - 1)
         handles += [Patch(facecolor=_shade("#555b66", stage, stages), label=f"stage {stage}") for stage in shown]
     figure.legend(
         handles=handles,

@@ -103,6 +103,16 @@ class RunFolder:
         return self.path / "timeline.json"
 
     @property
+    def plan(self) -> Path:
+        """File of the plan, of a run that was given one."""
+        return self.path / "plan.json"
+
+    @property
+    def schedule(self) -> Path:
+        """Figure of a step as it was measured, of a run that was given a plan."""
+        return self.path / "schedule.png"
+
+    @property
     def summary(self) -> Path:
         """File of the run's result."""
         return self.path / "summary.json"

@@ -172,7 +172,8 @@ def _digits(value: float) -> str:
 
 def _cells(pair: Pair, text: Callable[[float], str]) -> list[str]:
     found = ["-" if value is None else text(value) for value in (pair.predicted, pair.measured)]
-    return [*found, "-" if pair.error is None else f"{pair.error:+.1%}"]
+    error = "-" if pair.error is None else "0.0%" if abs(pair.error) < 5e-4 else f"{pair.error:+.1%}"
+    return [*found, error]
 
 
 def _bytes(value: float) -> str:
