@@ -1,13 +1,15 @@
 """How much less memory does a device need when a model is on two of them?
 
-AlexNet and VGG-16 at reduced size, trained on one device and on two, with the same batch as one micro-batch and SGD with
-momentum; the peak is the workers' own accounting of parameters, gradients, optimizer state and activations. Two ways to
-use two devices: each layer split over both (as Mariana did, 2014: 3.99 to 2.15 GB, 46 % less), and two stages.
+AlexNet and VGG-16 at reduced size, trained on one device and on two, with the same batch as one micro-batch and SGD
+with momentum; the peak is the workers' own accounting of parameters, gradients, optimizer state and activations. Two
+ways to use two devices: each layer split over both (as Mariana did, 2014: 3.99 to 2.15 GB, 46 % less), and two
+stages.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +30,7 @@ def alexnet(width: int = 32) -> nn.Module:
     channels = (3, width, 3 * width, 6 * width, 4 * width, 4 * width)
     layers: list[nn.Module] = [nn.Conv2d(channels[0], channels[1], 7, stride=2, padding=3), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(channels[1], channels[2], 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-    for before, after in zip(channels[2:], channels[3:], strict=False):
+    for before, after in itertools.pairwise(channels[2:]):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
     layers += [nn.MaxPool2d(2), nn.Flatten()]
     layers += [nn.Linear(16 * channels[-1], 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]

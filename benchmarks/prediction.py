@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from common import finish, show
+from common import finish, show, spread
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -66,25 +66,23 @@ def main() -> None:
     real, emulated = on_cpus(options.rounds), on_sims(options.rounds)
     rows = real + emulated
     memory = [abs(expected / found - 1) for row in real for expected, found in row.memory]
-    orders = [
-        spearmanr([r.predicted_s for r in g], [statistics.median(r.measured_s) for r in g])[0] for g in (real, emulated)
-    ]
+    orders = [rank_correlation(group) for group in (real, emulated)]
     result = {
         "mean_error": round(statistics.fmean(row.error for row in rows), 4),
-        "spearman": round(float(min(orders)), 4),
+        "spearman": round(min(orders), 4),
         "memory_error": round(max(memory), 4),
         "plans": len(rows),
     }
     show(
         f"Predicted and measured, batch {BATCH}: mean error {result['mean_error']:.1%}, rank correlation (the lower of "
         f"the two groups) {result['spearman']}, largest error of memory {result['memory_error']:.2%}",
-        ["plan", "devices", "predicted ms", "measured ms (rounds)", "error", "memory error"],
+        ["plan", "devices", "predicted ms", "measured ms", "error", "memory error"],
         [
             [
                 row.name,
                 row.kind,
                 f"{1e3 * row.predicted_s:.1f}",
-                f"{1e3 * statistics.median(row.measured_s):.1f} ({', '.join(f'{1e3 * s:.1f}' for s in row.measured_s)})",
+                spread([1e3 * seconds for seconds in row.measured_s], 1),
                 f"{row.predicted_s / statistics.median(row.measured_s) - 1:+.1%}",
                 f"{max((abs(a / b - 1) for a, b in row.memory), default=0):.2%}" if row.memory else "",
             ]
@@ -92,6 +90,11 @@ def main() -> None:
         ],
     )
     finish(result, as_json=options.json)
+
+
+def rank_correlation(rows: Sequence[Row]) -> float:
+    """Return Spearman's coefficient of predicted and measured times."""
+    return float(spearmanr([r.predicted_s for r in rows], [statistics.median(r.measured_s) for r in rows])[0])
 
 
 # ---- CPU workers
@@ -128,7 +131,7 @@ def on_cpus(rounds: int) -> list[Row]:
     """Profile, predict and run plans on two CPU workers."""
     model, optimizer = fresh()
     with onebox.open("cpu*2", threads=1) as pool:
-        profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32])
+        profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32], fresh=True)
         problem = make_problem(profile, pool.devices, pool_links(pool), batch=BATCH, micro_batches=(8, 16, 32))
     names = [segment.name for segment in problem.segments]
     rows = []

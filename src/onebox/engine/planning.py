@@ -62,6 +62,7 @@ def make_plan(
     schedules: Sequence[str] = SCHEDULES,
     precision: Precision = "fp32",
     budget_s: float = 5.0,
+    fresh: bool = False,
 ) -> Planned:
     """Find the best plan for a model, a batch and a pool.
 
@@ -77,6 +78,7 @@ def make_plan(
         schedules: Allowed schedules.
         precision: As for :class:`Trainer`.
         budget_s: The most seconds that the search may take.
+        fresh: Measure anew what is known from an earlier time.
 
     Raises:
         UsageError: The batch cannot be divided as asked.
@@ -96,9 +98,17 @@ def make_plan(
     batch = as_batch(inputs, targets)
     allowed = _allowed(batch.size, micro_batches)
     profile, captures = measure_model(
-        model, loss, optimizer, inputs, targets, pool=pool, sizes=_measured(batch.size, allowed), precision=precision
+        model,
+        loss,
+        optimizer,
+        inputs,
+        targets,
+        pool=pool,
+        sizes=_measured(batch.size, allowed),
+        precision=precision,
+        fresh=fresh,
     )
-    links = pool_links(pool)
+    links = pool_links(pool, fresh=fresh)
     problem = make_problem(
         profile, pool.devices, links, batch=batch.size, micro_batches=allowed, schedules=tuple(schedules)
     )
@@ -183,12 +193,12 @@ def _measured(batch: int, allowed: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({sensible[0], sensible[len(sensible) // 2], sensible[-1]}))
 
 
-def pool_links(pool: Pool) -> Links:
-    """Return the measured links of a pool."""
+def pool_links(pool: Pool, *, fresh: bool = False) -> Links:
+    """Return the links of a pool, as they are measured or known from an earlier time."""
     if len(pool) == 1:
         only = pool.devices[0].number
         return Links(latency_s={only: {only: 0.0}}, bandwidth_bps={only: {only: float("inf")}})
-    measured = pool.profile()
+    measured = pool.profile(fresh=fresh)
     return Links(latency_s=measured.latency_s, bandwidth_bps=measured.bandwidth_bps)
 
 

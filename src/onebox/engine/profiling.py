@@ -14,10 +14,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onebox.cost.model import ModelProfile, SegmentTimes
+from onebox.cost import key_of, load, store
+from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
 from onebox.engine.results import Event
@@ -55,6 +57,8 @@ def profile_model(
     pool: Pool,
     sizes: Sequence[int],
     precision: Precision = "fp32",
+    fresh: bool = False,
+    cache: bool = True,
 ) -> ModelProfile:
     """Measure a model's segments.
 
@@ -67,12 +71,17 @@ def profile_model(
         pool: Where it is measured, on each device. A ``sim`` device is taken for a core of this machine.
         sizes: Samples of a micro-batch: one or more sizes.
         precision: As for :class:`~onebox.engine.Trainer`.
+        fresh: Measure even if it is known.
+        cache: Whether to look in the user's cache, and to keep the times there: by graph, devices and torch version.
 
     Raises:
         UsageError: A size is not in the batch.
         OneboxError: The model cannot be captured, or does not fit.
     """
-    return measure_model(model, loss, optimizer, inputs, targets, pool=pool, sizes=sizes, precision=precision)[0]
+    measured = measure_model(
+        model, loss, optimizer, inputs, targets, pool=pool, sizes=sizes, precision=precision, fresh=fresh, cache=cache
+    )
+    return measured[0]
 
 
 def measure_model(
@@ -85,6 +94,8 @@ def measure_model(
     pool: Pool,
     sizes: Sequence[int],
     precision: Precision = "fp32",
+    fresh: bool = False,
+    cache: bool = True,
 ) -> tuple[ModelProfile, Captures]:
     """Measure a model's segments, as :func:`profile_model` does.
 
@@ -95,25 +106,50 @@ def measure_model(
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
         raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
     measured: dict[str, list[SegmentTimes]] = {}
-    real = [device.number for device in pool.devices if device.kind != "sim"]
     runs: _Runs | None = None
     with contextlib.ExitStack() as stack:
+        place = _Place(pool, stack)
         for size in sorted(set(sizes)):
             samples = torch.arange(size * _MICRO_BATCHES) % batch.size
             small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
             runs = _Runs(model, loss, optimizer, small, size, precision, runs.captures if runs else None)
-            if not real:
-                pool, real = stack.enter_context(open_pool("cpu", threads=1)), [0]
-            try:
-                times = runs.measure(pool, real)
-            except DeviceMemoryError:
-                pool = stack.enter_context(_roomier(pool, real))
-                times = runs.measure(pool, real)
-            for kind, found in times.items():
+            runs.prepare(pool)
+            key = runs.key(pool)
+            known = load(key, KnownTimes) if cache and not fresh else None
+            if known is None:
+                known = KnownTimes(times=place.measure(runs))
+                store(key, known) if cache else None
+            for kind, found in known.times.items():
                 measured.setdefault(kind, []).append(found)
     assert runs is not None
     assert runs.captures is not None
     return ModelProfile(bytes=runs.bytes(), times={k: tuple(found) for k, found in measured.items()}), runs.captures
+
+
+class KnownTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the cache keeps of a model: times of its segments, by type of device."""
+
+    times: dict[str, SegmentTimes]
+
+
+class _Place:
+    """Where runs are measured: on a pool, or, where that computes nothing or has no room, on workers like its own."""
+
+    def __init__(self, pool: Pool, stack: contextlib.ExitStack) -> None:
+        self._pool = pool
+        self._stack = stack
+        self._devices = [device.number for device in pool.devices if device.kind != "sim"]
+
+    def measure(self, runs: _Runs) -> dict[str, SegmentTimes]:
+        """Return the times of each type of device."""
+        if not self._devices:
+            self._pool, self._devices = self._stack.enter_context(open_pool("cpu", threads=1)), [0]
+        try:
+            return runs.measure(self._pool, self._devices)
+        except DeviceMemoryError:
+            self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
+            self._devices = list(range(len(self._pool)))
+            return runs.measure(self._pool, self._devices)
 
 
 def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
@@ -151,6 +187,20 @@ class _Runs:
         self._precision = precision
         self.captures = captures
         self._names: tuple[str, ...] = ()
+        self._bytes: ModelBytes | None = None
+
+    def prepare(self, pool: Pool) -> None:
+        """Capture the model."""
+        if self.captures is None:
+            with Trainer(*self._arguments, pool=pool, precision=self._precision) as probe:
+                self.captures = probe.captures
+        self._names = self.captures.segments(as_batch(*self._small), self._size)
+
+    def key(self, pool: Pool) -> str:
+        """Return under what the times are kept: all that they depend on."""
+        devices = sorted((d.kind, d.name, d.host, d.threads, d.speed) for d in pool.devices)
+        optimizer = type(self._arguments[2]).__name__
+        return key_of("segments", self.bytes().graph, devices, str(torch.__version__), optimizer, self._size)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
         """Train on each device at once; return the times of each type of device."""
@@ -173,10 +223,7 @@ class _Runs:
         return {kind: _median_of(times) for kind, times in found.items()}
 
     def _trainer(self, pool: Pool, device: int) -> Trainer:
-        if self.captures is None:
-            with Trainer(*self._arguments, pool=pool, precision=self._precision) as probe:
-                self.captures = probe.captures
-        self._names = self.captures.segments(as_batch(*self._small), self._size)
+        assert self.captures is not None
         plan = _one_by_one(self._names, device, self._size)
         trainer = Trainer(*self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0)
         trainer.captures = self.captures
@@ -202,8 +249,13 @@ class _Runs:
             call_s=_call_s(events),
         )
 
-    def bytes(self) -> Any:
+    def bytes(self) -> ModelBytes:
         """Return what follows from the graph alone."""
+        if self._bytes is None:
+            self._bytes = self._count()
+        return self._bytes
+
+    def _count(self) -> ModelBytes:
         assert self.captures is not None
         batch = as_batch(*self._small)
         model = self.captures.traced(batch, self._size, train=True, halves=True).divide([[n] for n in self._names])

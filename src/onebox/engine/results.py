@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from onebox.engine.routine import Label
-from onebox.plan import Action
+from onebox.engine.holdings import Members
+from onebox.engine.routine import Label, StepRoutine
+from onebox.errors import ReplicasParted
+from onebox.plan import Action, MicroBatch
 from onebox.pool import Answer, raise_first
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Digest, Scalars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +26,45 @@ class StepValues:
 
     loss: float
     gradient_norm: float | None
+
+
+def step_values(
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+    routines: Mapping[int, StepRoutine],
+    answers: Sequence[Answer],
+    checks: Mapping[int, Sequence[tuple[Members, Ask]]],
+) -> StepValues:
+    """Put together what the workers answered to a step.
+
+    Args:
+        step: Its number.
+        micro_batches: The parts of the batch.
+        routines: What each worker ran.
+        answers: What each answered, in the same order.
+        checks: Whose hashes must be equal, for each worker, in the order in which it was asked.
+
+    Raises:
+        ReplicasParted: Some are not.
+    """
+    batch = sum(part.size for part in micro_batches)
+    total, norm = 0.0, None
+    digests: dict[Members, set[bytes]] = {}
+    for (worker, routine), answer in zip(routines.items(), answers, strict=True):
+        scalars = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
+        losses = scalars[len(scalars) - len(routine.results) :]
+        for (micro_batch, _), value in zip(routine.results, losses, strict=True):
+            total += micro_batches[micro_batch].size / batch * value
+        norm = scalars[0] if len(scalars) > len(losses) else norm
+        hashes = [result.value for result in answer.results if isinstance(result, Digest)]
+        for (members, _), digest in zip(checks.get(worker, ()) if hashes else (), hashes, strict=True):
+            digests.setdefault(members, set()).add(digest)
+    if any(len(found) > 1 for found in digests.values()):
+        raise ReplicasParted(
+            f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
+            "look for faulty memory or an operator that is not deterministic"
+        )
+    return StepValues(loss=total, gradient_norm=norm)
 
 
 class StepLoss:

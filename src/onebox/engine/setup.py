@@ -167,3 +167,19 @@ def set_up(
         shares = resolve_shares(request.shares, pool, captures, batch, remote)
         plan = Plan.data_parallel(devices, shares, micro_batch=request.micro_batch, sync=request.sync)
     return Ready(plan, pool, captures, remote, batch, max_norm)
+
+
+def check_settings(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
+    """Refuse settings of a trainer that cannot be.
+
+    Raises:
+        UsageError: Which one, and what is allowed.
+    """
+    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+        raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
+    if precision not in ("fp32", "bf16"):
+        raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
+    if check_every < 0 or in_flight < 1:
+        raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")

@@ -17,18 +17,17 @@ from onebox.engine.batch import Batch, as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Compiled, Recipe
 from onebox.engine.evaluate import evaluate, step_message
-from onebox.engine.holdings import Members
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
-from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues
-from onebox.engine.setup import Ready, Request, set_up
+from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues, step_values
+from onebox.engine.setup import Ready, Request, check_settings, set_up
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import OneboxError, ReplicasParted, UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, Instruction, Run
-from onebox.wire.sayings import Digest, Memory, Scalars
+from onebox.wire.messages import Instruction, Run
+from onebox.wire.sayings import Memory
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
@@ -96,7 +95,7 @@ class Trainer:
         in_flight: int = 2,
         trace: bool = True,
     ) -> None:
-        _check_arguments(seed, precision, clip_grad_norm, check_every, in_flight)
+        check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
@@ -202,34 +201,15 @@ class Trainer:
 
     def _finish(self, step: int, compiled: Compiled, answers: list[Answer]) -> StepValues:
         """Put together what the workers answered."""
-        batch = sum(part.size for part in compiled.micro_batches)
-        total = 0.0
-        norm = None
-        digests: dict[Members, set[bytes]] = {}
-        for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True):
-            scalars = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
-            losses = scalars[len(scalars) - len(routine.results) :]
-            for (micro_batch, _), value in zip(routine.results, losses, strict=True):
-                total += compiled.micro_batches[micro_batch].size / batch * value
-            norm = scalars[0] if len(scalars) > len(losses) else norm
-            hashes = [result.value for result in answer.results if isinstance(result, Digest)]
-            for (members, _), digest in zip(self._checks(worker) if hashes else (), hashes, strict=True):
-                digests.setdefault(members, set()).add(digest)
-        if any(len(found) > 1 for found in digests.values()):
-            raise ReplicasParted(
-                f"after step {step} the replicas are no longer bit-identical; resume from the last checkpoint, and "
-                "look for faulty memory or an operator that is not deterministic"
-            )
+        checks = self._ready.checks if self._ready else {}
+        values = step_values(step, compiled.micro_batches, compiled.routines, answers, checks)
         if self._trace:
             traced = {
                 worker: (routine.labels, answer.times_ns)
                 for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
             }
             self._traces.append(StepTrace(step=step, workers=traced))
-        return StepValues(loss=total, gradient_norm=norm)
-
-    def _checks(self, worker: int) -> Sequence[tuple[Members, Ask]]:
-        return self._ready.checks.get(worker, ()) if self._ready else ()
+        return values
 
     def _fail(self, error: Exception) -> None:
         """Remember the first failure: the state on the workers is void, and every later call says why."""
@@ -411,14 +391,3 @@ class Trainer:
             self._ready = set_up(self._request, self.pool, self.captures, self._remote, batch, clip)
             self.plan = self._ready.plan
         return self._ready
-
-
-def _check_arguments(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
-    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
-        raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
-    if precision not in ("fp32", "bf16"):
-        raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
-    if check_every < 0 or in_flight < 1:
-        raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
