@@ -1,7 +1,9 @@
 """Are pipelines of onebox quicker than those of ``torch.distributed.pipelining`` and than even cuts?
 
 Both sides train the same model, cut into the same stages, with the same micro-batches and optimizer, in turn in every
-round; each figure is a median over the rounds.
+round; each figure is a median over the rounds. A side runs a few steps at a time. They follow each other without a
+barrier, on both sides: a device that is done with a step begins the next one, so that a step may take a little less
+than the theory of a single one says.
 
 - ``real``: two stages' worth of devices, one core each, real work in float32. The ceiling is what both cores do when
   each trains the whole model for itself in plain PyTorch. ``real_vs_torch`` is the throughput of the best of our
@@ -108,7 +110,7 @@ def measure_real(name: str, case: Case, rounds: int, steps: int = 3) -> dict[str
         sides |= {f"onebox {schedule}": one.run for schedule, one in ours.items()}
         sides |= {f"torch {schedule}": theirs.runner(schedule) for schedule in THEIRS}
         sides["alone"] = theirs.runner("alone")
-        return in_turn(sides, rounds, steps)
+        return in_turn(sides, rounds, steps, most_s=25.0)
 
 
 def require_same_loss(name: str, case: Case, segments: Sequence[str], pool: onebox.Pool, theirs: Theirs) -> None:
@@ -150,7 +152,7 @@ def equal(rounds: int) -> dict[str, float]:
             )
             if who == "onebox":
                 key = schedule.replace("-", "")
-                kind, values = ("bubble", over) if clear else ("step", ratios(times, [ideal] * rounds))
+                kind, values = ("bubble", over) if clear else ("step", ratios(times, [ideal] * len(times)))
                 result[f"{key}_{kind}_over_theory_{devices}"] = round(statistics.median(values), 4)
         ours = best(found, [side for side in found if side.startswith("onebox")])
         theirs = best(found, [side for side in found if side.startswith("torch")])
@@ -180,12 +182,10 @@ def measure_equal(devices: int, count: int, rounds: int, steps: int = 3) -> dict
             plan = plan_for(case, segments, schedule, devices, times_of(schedule, devices))
             ours[schedule] = Ours(case, pool, plan, stack)
             ours[schedule].run(1)
-            least = ours[schedule].least_busy_s()
-            if least < count * 3 * WORK_S:
-                raise SystemExit(f"a device slept for {least} s only under {schedule}, less than its work takes")
+            ours[schedule].require_work(dict.fromkeys(range(devices), count * 3 * WORK_S))
         sides: dict[str, Run] = {f"onebox {schedule}": one.run for schedule, one in ours.items()}
         sides |= {f"torch {schedule}": theirs.runner(schedule) for schedule in THEIRS}
-        return in_turn(sides, rounds, steps)
+        return in_turn(sides, rounds, steps, most_s=45.0)
 
 
 def times_of(schedule: str, devices: int) -> Times:

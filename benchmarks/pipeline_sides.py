@@ -113,13 +113,19 @@ class Ours:
             for stage in range(stages)
         ]
 
-    def least_busy_s(self) -> float:
-        """Return how long the least busy device computed in one of the last steps."""
+    def require_work(self, work_s: Mapping[int, float]) -> None:
+        """Require that in every step each device was busy at least as long as its work takes.
+
+        Args:
+            work_s: Seconds of the work of each device in a step.
+        """
         found: dict[tuple[int, int], float] = defaultdict(float)
         for event in self._trainer.events():
             if event.action is not None:
                 found[event.worker, event.step] += (event.end_ns - event.start_ns) / 1e9
-        return min(found.values())
+        for (worker, step), seconds in found.items():
+            if seconds < work_s[worker] * (1 - 1e-6):
+                raise SystemExit(f"device {worker} slept for {seconds} s in step {step}, not for {work_s[worker]} s")
 
 
 class Theirs:
@@ -156,12 +162,22 @@ class Theirs:
         return found
 
 
-def in_turn(sides: Mapping[str, Run], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Run all sides in turn, in every round; return the seconds of a step of each side in each round."""
+def in_turn(sides: Mapping[str, Run], rounds: int, steps: int, most_s: float) -> dict[str, list[float]]:
+    """Run all sides in turn, in every round; return the seconds of a step of each side in each round.
+
+    Args:
+        sides: What runs steps of each.
+        rounds: How many.
+        steps: Of a side in a round.
+        most_s: After so many seconds no further round begins, if there have been three.
+    """
     for run in sides.values():
         run(2)
     found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() > begin + most_s:
+            break
         for name, run in sides.items():
             found[name].append(run(steps) / steps)
     return found

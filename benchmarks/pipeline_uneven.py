@@ -157,16 +157,31 @@ def at_full_speed(problem: Problem, plan: Plan) -> Plan:
             )
         )
     return msgspec.structs.replace(
-        plan, predicted=msgspec.structs.replace(plan.predicted, stages_s=tuple(at_weights(stages_s)))
+        plan, predicted=msgspec.structs.replace(plan.predicted, stages_s=tuple(at_weights(stages_s)), replicas_s=())
     )
+
+
+def work_of(plan: Plan, batch: int) -> dict[int, float]:
+    """Return the seconds that each device works in a step of a plan that says what stages take at speed 1."""
+    assert plan.predicted is not None
+    full = plan.micro_batch or max(part.size for part in plan.micro_batches(batch))
+    found = dict.fromkeys(plan.devices, 0.0)
+    for route, times in zip(plan.routes(batch), plan.predicted.stages_s, strict=True):
+        for replica, part in zip(route, plan.micro_batches(batch), strict=True):
+            found[replica[0]] += sum(times) * part.size / full / SPEEDS[replica[0]]
+    return found
 
 
 def measure(case: Case, problem: Problem, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
     """Return seconds of a step of each plan in each round."""
     spec = ",".join(f"sim@{speed}" for speed in SPEEDS)
+    sides: dict[str, Run] = {}
     with ExitStack() as stack:
         pool = stack.enter_context(onebox.open(spec, links={SLOW: SLOW_LINK}))
-        sides: dict[str, Run] = {
-            name: Ours(case, pool, at_full_speed(problem, plan), stack).run for name, plan in plans.items()
-        }
-        return in_turn(sides, rounds, steps=2)
+        for name, found in plans.items():
+            plan = at_full_speed(problem, found)
+            ours = Ours(case, pool, plan, stack)
+            ours.run(1)
+            ours.require_work(work_of(plan, case.batch))
+            sides[name] = ours.run
+        return in_turn(sides, rounds, steps=3, most_s=20.0)
