@@ -7,8 +7,8 @@ import dataclasses
 from onebox.cli.console import OutputConsole
 from onebox.cli.loop import Loop
 from onebox.plan import Simulation, as_data
-from onebox.pool import Pool
-from onebox.report import Comparison, Span, Timeline, compare, comparison_tables, typical_step
+from onebox.pool import DeviceInfo, Pool
+from onebox.report import Comparison, compare, comparison_tables, timeline_of, typical_step
 from onebox.report.figure import draw_measured
 
 _CONTENTS = {
@@ -40,7 +40,8 @@ def write_outcome(loop: Loop, pool: Pool, *, seconds: float, expected: Simulatio
     """
     if not loop.meter.samples and loop.folder.summary.exists():
         return None  # the run had ended before
-    _timeline(loop, pool).write(loop.folder.timeline)
+    names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
+    timeline_of(loop.trainer.events(), names).write(loop.folder.timeline)
     found = _compare(loop)
     if found is not None:
         _draw(loop, pool, expected)
@@ -63,22 +64,8 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _timeline(loop: Loop, pool: Pool) -> Timeline:
-    timeline = Timeline()
-    names = {device.number: f"worker {device.number} ({device.device})" for device in pool.devices}
-    tracks: dict[tuple[int, str], list[Span]] = {}
-    for event in loop.trainer.events():
-        span = Span(
-            name=event.name,
-            category=event.track,
-            start_ns=event.start_ns,
-            end_ns=event.end_ns,
-            args={"step": event.step + 1},
-        )
-        tracks.setdefault((event.worker, event.track), []).append(span)
-    for (worker, track), spans in tracks.items():
-        timeline.add(names[worker], track, spans)
-    return timeline
+def _kind(device: DeviceInfo) -> str:
+    return f"{device.device}, emulated" if device.emulated else device.device
 
 
 def _compare(loop: Loop) -> Comparison | None:

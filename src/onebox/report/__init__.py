@@ -17,6 +17,7 @@ from onebox.report.progress import Progress
 from onebox.report.speeds import profile_tables
 from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
+from onebox.report.trace import timeline_of
 
 __all__ = [
     "Comparison",
@@ -39,5 +40,6 @@ __all__ = [
     "rewind_metrics",
     "stage_table",
     "summary_line",
+    "timeline_of",
     "typical_step",
 ]
