@@ -149,6 +149,11 @@ class Loop:
         """Samples of a whole batch."""
         return min(self.config.batch, len(self.train.split))
 
+    @property
+    def computes(self) -> bool:
+        """Whether all devices compute; ``sim`` ones only sleep: then there is no loss and nothing to be saved."""
+        return all(device.kind != "sim" for device in self.trainer.pool.devices)
+
     def run(self) -> None:
         """Train the epochs that are left.
 
@@ -222,6 +227,9 @@ class Loop:
         return every is not None and self.trainer.steps_done % every == 0
 
     def _save(self, standing: Standing) -> None:
+        if not self.computes:
+            self.standing = standing
+            return
         self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
         self.standing = standing
 

@@ -54,7 +54,13 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
     if found is not None:
         _print_comparison(found, loop, console)
     last = loop.standing.last
-    lines = [] if last is None else [f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}"]
+    lines = []
+    if not loop.computes:
+        lines.append(
+            "sim devices compute nothing: times and memory are of use; there is no result, no checkpoint"
+        )
+    elif last is not None:
+        lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():
@@ -103,7 +109,9 @@ def _print_comparison(found: Comparison, loop: Loop, console: OutputConsole) -> 
     emulated = any(device.emulated for device in loop.trainer.pool.devices)
     note = ", on emulated devices" if emulated else ""
     console.print(f"predicted and measured, medians of {found.steps} steps{note}", highlight=False)
-    for table in comparison_tables(found):
+    tables = comparison_tables(found)
+    console.widen(tables)
+    for table in tables:
         console.print(table)
     if found.step_s.predicted is None:
         text = f"the plan predicts nothing for batches of {found.batch}; onebox plan --check {loop.folder.plan} does"

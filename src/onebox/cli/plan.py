@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from onebox.cli.begin import load_data
 from onebox.cli.config import JobConfig, PlanConfig
 from onebox.cli.console import OutputConsole
@@ -25,7 +23,6 @@ from onebox.report.plan_tables import why_not
 
 _STANDARD_OUTPUT = Path("-")
 _PICTURE_WIDTH = 100
-_WIDEST = 10_000
 
 
 def show_plan(config: PlanConfig) -> None:
@@ -70,7 +67,7 @@ def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
         plan_device_table(found.plan, found.simulation, room, emulated),
         *([candidate_table(found.candidates)] if found.candidates else []),
     ]
-    _fit(console, tables)
+    console.widen(tables)
     _say(console, f"\n{found.plan.describe()}")
     _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
     for table in tables[:2]:
@@ -159,13 +156,6 @@ def _write(path: Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
-
-
-def _fit(console: OutputConsole, tables: list[Table]) -> None:
-    """Let tables go on over the edge of a narrow terminal, up to a limit: cut cells would say nothing."""
-    unlimited = console.options.update(max_width=_WIDEST)
-    widest = max(console.measure(table, options=unlimited).maximum for table in tables)
-    console.width = max(console.width, min(widest, _PICTURE_WIDTH + 20))
 
 
 def _say(console: OutputConsole, text: str) -> None:

@@ -102,31 +102,32 @@ def why_not(candidate: Candidate) -> str:
 
 
 def comparison_tables(found: Comparison) -> list[Table]:
-    """Return the tables of what was predicted and what was measured: times of the stages, memory of the devices.
+    """Return the tables of what was predicted and what was measured: stages, the whole step, memory.
 
     Args:
         found: The comparison.
     """
-    times = Table("stage", "devices", "of one micro-batch")
+    times = Table("stage", "devices", "samples")
+    kinds = [kind for kind in _NAMES if any(kind in row.seconds for row in found.stages)]
+    for kind in kinds:
+        times.add_column(f"{_NAMES[kind]}\npredicted, measured", justify="right", no_wrap=True)
+    for row in found.stages:
+        cells = [_line(row.seconds[kind], time_text) if kind in row.seconds else "" for kind in kinds]
+        times.add_row(str(row.stage), "+".join(map(str, row.devices)), str(row.samples), *cells)
+    whole = Table("whole step")
     memory = Table("device", "memory")
-    for table in (times, memory):
+    for table in (whole, memory):
         for heading in ("predicted", "measured", "error"):
             table.add_column(heading, justify="right")
-    for row in found.stages:
-        where = "+".join(map(str, row.devices))
-        for kind, pair in row.seconds.items():
-            what = f"{_NAMES[kind]}, {row.samples} samples"
-            times.add_row(str(row.stage), where, what, *_cells(pair, time_text))
-    times.add_section()
-    times.add_row("all", "", f"step of {found.batch} samples", *_cells(found.step_s, time_text))
-    idle = [("-" if value is None else f"{value:.1%}") for value in (found.bubble.predicted, found.bubble.measured)]
-    times.add_row("all", "", "bubble", *idle, "")
+    whole.add_row(f"time for {found.batch} samples", *_cells(found.step_s, time_text))
+    idle = ["-" if value is None else f"{value:.1%}" for value in (found.bubble.predicted, found.bubble.measured)]
+    whole.add_row("bubble", *idle, "")
     for device in found.devices:
         memory.add_row(str(device.device), "peak, by the plan", *_cells(device.peak_bytes, _bytes))
         if device.exact_bytes not in (None, device.peak_bytes.predicted):
             exact = Pair(predicted=device.exact_bytes, measured=device.peak_bytes.measured)
             memory.add_row("", "peak, by buffer lifetimes", *_cells(exact, _bytes))
-    return [times, memory]
+    return [times, whole, memory]
 
 
 def segments_text(stage: Stage, names: Sequence[str]) -> str:
@@ -174,6 +175,11 @@ def _cells(pair: Pair, text: Callable[[float], str]) -> list[str]:
     found = ["-" if value is None else text(value) for value in (pair.predicted, pair.measured)]
     error = "-" if pair.error is None else "0.0%" if abs(pair.error) < 5e-4 else f"{pair.error:+.1%}"
     return [*found, error]
+
+
+def _line(pair: Pair, text: Callable[[float], str]) -> str:
+    predicted, measured, error = _cells(pair, text)
+    return f"{predicted}, {measured}" + (f" {error:>7}" if pair.error is not None else "")
 
 
 def _bytes(value: float) -> str:

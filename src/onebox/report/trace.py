@@ -14,7 +14,6 @@ DISPATCH_NS = 5_000
 """Shorter gaps between computations are what reading the next instruction takes, and no waits."""
 
 
-
 def timeline_of(events: Iterable[Event], names: Mapping[int, str]) -> Timeline:
     """Return the timeline of what workers did.
 

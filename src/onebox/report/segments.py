@@ -1,0 +1,44 @@
+"""The profile of a model as tables: times and bytes of its segments."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from onebox.cost.model import ModelProfile, SegmentTimes
+from onebox.report.tables import memory_text
+
+
+def segment_tables(profile: ModelProfile) -> list[Table]:
+    """Return a table of a model's segments for each type of device and each measured size of a micro-batch.
+
+    Args:
+        profile: The profile.
+    """
+    return [
+        _table(profile, kind, times) for kind, measured in sorted(profile.times.items()) for times in measured
+    ]
+
+
+def _table(profile: ModelProfile, kind: str, times: SegmentTimes) -> Table:
+    shown = Table(
+        box=SIMPLE_HEAD,
+        title=f"segments on {kind}, micro-batches of {times.size}",
+        title_justify="left",
+        caption=f"optimizer {1e3 * times.update_s:.2f} ms a step; {1e6 * times.call_s:.0f} µs beside each action",
+        caption_justify="left",
+    )
+    for heading in ("segment", "F ms", "I ms", "W ms", "state", "saved", "crosses to the next"):
+        shown.add_column(heading, justify="left" if heading == "segment" else "right", overflow="fold")
+    part = times.size / profile.bytes.size
+    for index, (segment, seconds) in enumerate(zip(profile.bytes.segments, times.seconds, strict=True)):
+        crossing = sum(
+            value.forward_bytes + value.backward_bytes
+            for value in profile.bytes.values
+            if value.source <= index < max(value.consumers)
+        )
+        sizes = (segment.state_bytes, part * segment.saved_bytes, part * crossing)
+        shown.add_row(
+            segment.name, *(f"{1e3 * second:.2f}" for second in seconds), *(memory_text(int(size)) for size in sizes)
+        )
+    return shown
