@@ -221,16 +221,7 @@ class PlanConfig(JobConfig):
     @property
     def micro_batch_sizes(self) -> tuple[int, ...] | None:
         """``micro_batches`` as numbers."""
-        if self.micro_batches is None:
-            return None
-        parts = [part.strip() for part in self.micro_batches.split(",")]
-        sizes = tuple(int(part) for part in parts if part.isdecimal())
-        if len(sizes) < len(parts) or not all(1 <= size <= self.batch for size in sizes):
-            raise UsageError(
-                f"--micro-batches {self.micro_batches}: allowed are whole numbers from 1 to {self.batch}, the batch, "
-                "such as 4,8,16"
-            )
-        return sizes
+        return None if self.micro_batches is None else _sizes(self.micro_batches, self.batch, "the batch")
 
     @property
     def schedule_names(self) -> tuple[str, ...] | None:
@@ -274,12 +265,15 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Measure how fast the devices of a pool and the links between them are.
+    """Measure how fast the devices of a pool and the links between them are, and a model's parts on them.
 
     Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
     each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
 
     Args:
+        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
+        data: Data set that the model is for; see onebox train.
+        micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
@@ -291,6 +285,9 @@ class ProfileConfig:
         UsageError: A value is out of range.
     """
 
+    model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    data: str = "digits"
+    micro_batches: _Ints = None
     pool: str = "auto"
     threads: _Int = None
     memory: _Bytes = None
@@ -301,6 +298,14 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         _at_least(1, threads=self.threads)
         _ = self.memory_bytes
+        if self.micro_batches is not None and self.model is None:
+            raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``micro_batches`` as numbers."""
+        return _sizes(self.micro_batches or "16", _LARGEST, "the most")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -320,6 +325,19 @@ class EnvConfig:
 
 
 Config = TrainConfig | PlanConfig | DevicesConfig | ProfileConfig | EnvConfig
+
+
+_LARGEST = 4096
+"""The largest micro-batch that a model is measured with, outside of a plan."""
+
+
+def _sizes(text: str, most: int, what: str) -> tuple[int, ...]:
+    """Read sizes of micro-batches."""
+    parts = [part.strip() for part in text.split(",")]
+    sizes = tuple(int(part) for part in parts if part.isdecimal())
+    if len(sizes) < len(parts) or not all(1 <= size <= most for size in sizes):
+        raise UsageError(f"--micro-batches {text}: allowed are whole numbers from 1 to {most}, {what}, such as 4,8,16")
+    return sizes
 
 
 def parse_bytes(flag: str, text: str) -> int:

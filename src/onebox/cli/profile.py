@@ -1,18 +1,22 @@
-"""``onebox profile``: how fast the devices of a pool and the links between them are."""
+"""``onebox profile``: how fast the devices of a pool and the links between them are, and a model on them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import msgspec
+from torch.nn import functional
 
-from onebox.cli.config import ProfileConfig
+from onebox.cli.begin import load_data, make_model, make_optimizer
+from onebox.cli.config import JobConfig, ModelName, ProfileConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.devices import print_devices
 from onebox.cost import PoolProfile
+from onebox.cost.model import ModelProfile
+from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
 from onebox.pool import Pool, open_pool
-from onebox.report import profile_tables
+from onebox.report import profile_tables, segment_tables
 from onebox.report.files import write_atomically
 
 _STANDARD_OUTPUT = Path("-")
@@ -30,16 +34,41 @@ def show_profile(config: ProfileConfig) -> None:
         _check_target(config.json)
     with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
+        model = _measure(config, config.model, pool) if config.model is not None else None
         if config.json == _STANDARD_OUTPUT:
-            print(_to_json(profile).decode(), end="")
+            print(_to_json(profile, model).decode(), end="")
             return
-        _print_tables(pool, profile, OutputConsole(highlight=False))
+        console = OutputConsole(highlight=False)
+        _print_tables(pool, profile, console)
+        for table in segment_tables(model) if model is not None else ():
+            console.print(table)
     if config.json is not None:
-        _write(config.json, _to_json(profile))
+        _write(config.json, _to_json(profile, model))
 
 
-def _to_json(profile: PoolProfile) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(profile)) + b"\n"
+def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
+    """Measure a model's segments on a pool."""
+    job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
+    data = load_data(job.data)
+    model = make_model(job, data)
+    images, labels = data.train.images[: job.batch], data.train.labels[: job.batch]
+    sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
+    return profile_model(
+        model,
+        functional.cross_entropy,
+        make_optimizer(job, model),
+        images,
+        labels,
+        pool=pool,
+        sizes=sizes,
+        fresh=config.fresh,
+        cache=not config.no_cache,
+    )
+
+
+def _to_json(profile: PoolProfile, model: ModelProfile | None) -> bytes:
+    both = {**msgspec.to_builtins(profile, str_keys=True), "model": msgspec.to_builtins(model, str_keys=True)}
+    return msgspec.json.format(msgspec.json.encode(both if model is not None else profile)) + b"\n"
 
 
 def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:

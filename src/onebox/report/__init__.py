@@ -14,6 +14,7 @@ from onebox.report.plan_tables import (
     summary_line,
 )
 from onebox.report.progress import Progress
+from onebox.report.segments import segment_tables
 from onebox.report.speeds import profile_tables
 from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
@@ -38,6 +39,7 @@ __all__ = [
     "plan_device_table",
     "profile_tables",
     "rewind_metrics",
+    "segment_tables",
     "stage_table",
     "summary_line",
     "timeline_of",

@@ -6,7 +6,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from onebox.cost.model import ModelProfile, SegmentTimes
-from onebox.report.tables import memory_text
 
 
 def segment_tables(profile: ModelProfile) -> list[Table]:
@@ -15,9 +14,7 @@ def segment_tables(profile: ModelProfile) -> list[Table]:
     Args:
         profile: The profile.
     """
-    return [
-        _table(profile, kind, times) for kind, measured in sorted(profile.times.items()) for times in measured
-    ]
+    return [_table(profile, kind, times) for kind, measured in sorted(profile.times.items()) for times in measured]
 
 
 def _table(profile: ModelProfile, kind: str, times: SegmentTimes) -> Table:
@@ -28,7 +25,7 @@ def _table(profile: ModelProfile, kind: str, times: SegmentTimes) -> Table:
         caption=f"optimizer {1e3 * times.update_s:.2f} ms a step; {1e6 * times.call_s:.0f} µs beside each action",
         caption_justify="left",
     )
-    for heading in ("segment", "F ms", "I ms", "W ms", "state", "saved", "crosses to the next"):
+    for heading in ("segment", "F ms", "I ms", "W ms", "state KiB", "saved KiB", "crossing KiB"):
         shown.add_column(heading, justify="left" if heading == "segment" else "right", overflow="fold")
     part = times.size / profile.bytes.size
     for index, (segment, seconds) in enumerate(zip(profile.bytes.segments, times.seconds, strict=True)):
@@ -39,6 +36,6 @@ def _table(profile: ModelProfile, kind: str, times: SegmentTimes) -> Table:
         )
         sizes = (segment.state_bytes, part * segment.saved_bytes, part * crossing)
         shown.add_row(
-            segment.name, *(f"{1e3 * second:.2f}" for second in seconds), *(memory_text(int(size)) for size in sizes)
+            segment.name, *(f"{1e3 * second:.2f}" for second in seconds), *(f"{size / 2**10:,.0f}" for size in sizes)
         )
     return shown

@@ -130,3 +130,17 @@ def test_a_wide_matrix_is_not_cut(tmp_path: Path, environment: dict[str, str]) -
     rows = [line.split() for line in done.stdout.splitlines() if "│" not in line and " - " in f"{line} "]
     assert [row[0] for row in rows] == [str(number) for number in range(9)] * 2
     assert all(len(row) == 10 for row in rows)
+
+
+def test_a_model_is_measured_by_its_segments_and_kept(environment: dict[str, str], tmp_path: Path) -> None:
+    arguments = ("profile", "--pool", "cpu", "--model", "mlp", "--micro-batches", "4,8", "--json", "-")
+    first = command(arguments, tmp_path, environment=environment)
+    model = json.loads(first.stdout)["model"]
+    names = [segment["name"] for segment in model["bytes"]["segments"]]
+    assert len(names) == len(set(names)) > 1
+    assert [times["size"] for times in model["times"]["cpu"]] == [4, 8]
+    for times in model["times"]["cpu"]:
+        assert len(times["seconds"]) == len(names)
+        assert all(forward > 0 and weight > 0 for forward, _, weight in times["seconds"])
+    again = command(arguments, tmp_path, environment=environment)
+    assert json.loads(again.stdout)["model"] == model
