@@ -16,20 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer
+    from onebox.engine.planning import make_plan
     from onebox.errors import OneboxError
-    from onebox.pool import Pool
+    from onebox.plan import Plan
+    from onebox.pool import Link, Pool
     from onebox.pool import open_pool as open
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "OneboxError", "Pool", "StepLoss", "Trainer", "open"]
+__all__ = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "make_plan", "open"]
 
 _HOMES = {
     "Evaluation": "onebox.engine",
+    "Link": "onebox.pool",
     "OneboxError": "onebox.errors",
+    "Plan": "onebox.plan",
     "Pool": "onebox.pool",
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
+    "make_plan": "onebox.engine.planning",
     "open": "onebox.pool",
 }
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from onebox.engine import Event
 from onebox.errors import UsageError
 from onebox.plan import Simulation
+from onebox.report.tables import time_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,11 +241,12 @@ def _no_date(path: Path | str) -> Mapping[str, Any]:
 def _draw_rows(
     axes: Axes, picture: Picture, devices: Sequence[int], stages: int, emulated: Collection[int], figure: Figure
 ) -> None:
+    digits = max(len(str(bar.micro_batch)) for bar in picture.bars if bar.micro_batch is not None)
     for row, device in enumerate(devices):
         own = [bar for bar in picture.bars if bar.device == device]
         for bar in own:
             if bar.kind not in _THIN:
-                _draw_block(axes, bar, row, stages)
+                _draw_block(axes, bar, row, stages, digits)
         for lane, bars in enumerate(lanes := _lanes([bar for bar in own if bar.kind in _THIN])):
             height = 0.16 / len(lanes)
             spans = [(bar.start_s * 1e3, (bar.end_s - bar.start_s) * 1e3) for bar in bars]
@@ -260,7 +262,7 @@ def _draw_rows(
         axes.spines[side].set_visible(False)
     idle = 1 - _busy(picture) / (picture.step_s * len(devices)) if picture.step_s else 0.0
     note = ", emulated devices are marked *" if set(emulated) & set(devices) else ""
-    text = f"{picture.title}: {picture.step_s * 1e3:.3g} ms, {idle:.1%} idle{note}"
+    text = f"{picture.title}: {time_text(picture.step_s)}, {idle:.1%} idle{note}"
     axes.set_title(text, fontsize=_FONT + 1.5, loc="left")
     axes.axvline(picture.step_s * 1e3, color="#30343b", lw=0.8, ls=(0, (4, 3)), zorder=3)
 
@@ -269,7 +271,7 @@ def _busy(picture: Picture) -> float:
     return math.fsum(bar.end_s - bar.start_s for bar in picture.bars if bar.kind not in (*_THIN, "other"))
 
 
-def _draw_block(axes: Axes, bar: Bar, row: int, stages: int) -> None:
+def _draw_block(axes: Axes, bar: Bar, row: int, stages: int, digits: int) -> None:
     colour = _shade(_COLOURS[bar.kind], bar.stage, stages)
     width = (bar.end_s - bar.start_s) * 1e3
     edge = min(0.5, 60 * width / axes.get_xlim()[1])  # where blocks are narrow, white edges would hide them
@@ -280,7 +282,7 @@ def _draw_block(axes: Axes, bar: Bar, row: int, stages: int) -> None:
         return
     text = str(bar.micro_batch)
     room_pt = width / axes.get_xlim()[1] * (_WIDTH_IN - 1.3) * 72
-    size = min(_FONT, (room_pt - 1.5) / (0.62 * len(text)))
+    size = min(_FONT, (room_pt - 1.5) / (0.62 * digits))
     if size >= 4.5:
         middle = bar.start_s * 1e3 + width / 2
         tone = "white" if _luminance(colour) < 0.5 else "#1d2026"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from onebox.plan import Candidate, Kind, Plan, Simulation, Stage
 from onebox.report.comparison import Comparison, Pair
-from onebox.report.tables import memory_text, rate_text
+from onebox.report.tables import memory_text, rate_text, time_text
 
 _NAMES: dict[Kind, str] = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 
@@ -159,18 +159,6 @@ def _where(plan: Plan) -> str:
     return f"{len(plan.stages)} on {', '.join(stages)}"
 
 
-def time_text(seconds: float) -> str:
-    """Format a time with three significant digits, in microseconds, milliseconds or seconds."""
-    for least, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= least * 0.9995:
-            return f"{_digits(seconds / least)} {unit}"
-    return "0 µs" if seconds < 5e-10 else f"{_digits(seconds * 1e6)} µs"
-
-
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
-
-
 def _cells(pair: Pair, text: Callable[[float], str]) -> list[str]:
     found = ["-" if value is None else text(value) for value in (pair.predicted, pair.measured)]
     error = "-" if pair.error is None else "0.0%" if abs(pair.error) < 5e-4 else f"{pair.error:+.1%}"
@@ -183,7 +171,7 @@ def _line(pair: Pair, text: Callable[[float], str]) -> str:
 
 
 def _bytes(value: float) -> str:
-    return memory_text(int(value)) if value >= 100 * 2**20 else f"{_digits(value / 2**20)} MiB"
+    return memory_text(int(value)) if value >= 100 * 2**20 else f"{value / 2**20:.3g} MiB"
 
 
 def _marked(device: int, emulated: Collection[int]) -> str:
