@@ -34,7 +34,7 @@ from pipeline_uneven import compare_uneven
 import onebox
 from onebox.plan import theory
 
-WORK_S = 0.01
+WORK_S = 0.012
 """Seconds of each of forward, input gradient and weight gradient of a micro-batch on an emulated device."""
 
 MICRO_BATCHES = {4: 8, 8: 16}
@@ -185,7 +185,7 @@ def measure_equal(devices: int, count: int, rounds: int, steps: int = 3) -> dict
             ours[schedule].require_work(dict.fromkeys(range(devices), count * 3 * WORK_S))
         sides: dict[str, Run] = {f"onebox {schedule}": one.run for schedule, one in ours.items()}
         sides |= {f"torch {schedule}": theirs.runner(schedule) for schedule in THEIRS}
-        return in_turn(sides, rounds, steps, most_s=45.0)
+        return in_turn(sides, rounds, steps, most_s=40.0)
 
 
 def times_of(schedule: str, devices: int) -> Times:

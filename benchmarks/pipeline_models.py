@@ -177,7 +177,7 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Linears:
-    """A row of small linear layers, two a part; what they take is emulated.
+    """A row of small linear layers, one a part; what they take is emulated.
 
     Args:
         parts: How many parts.
@@ -208,7 +208,7 @@ class Linears:
     def _make(self) -> list[nn.Module]:
         width = self.width
         if not self.tokens:
-            return [nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(self.parts)]
+            return [nn.Linear(width, width, bias=False) for _ in range(self.parts)]
         return [nn.Embedding(_WORDS, width), *(nn.Linear(width, width) for _ in range(self.parts))]
 
     def _inputs(self, samples: int) -> Tensor:
