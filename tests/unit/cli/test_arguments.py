@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import DevicesConfig, EnvConfig, ProfileConfig, TrainConfig
+from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, TrainConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
 
@@ -26,6 +26,7 @@ def test_the_commands() -> None:
     assert parse(["train"]) == TrainConfig()
     assert parse(["devices", "--json", "--pool", "cpu*3"]) == DevicesConfig(json=True, pool="cpu*3")
     assert parse(["env"]) == EnvConfig()
+    assert parse(["plan"]) == PlanConfig()
     assert parse(["profile"]) == ProfileConfig()
     line = "profile --pool cpu*3 --threads 1 --memory 1GiB --fresh --no-cache --json -"
     assert parse(line.split()) == ProfileConfig(
@@ -63,11 +64,41 @@ def test_all_flags_of_train() -> None:
     )
 
 
+def test_all_flags_of_plan() -> None:
+    line = (
+        "plan --data digits --model gpt --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 --momentum 0.8 "
+        "--precision bf16 --seed 7 --pool sim*4@2 --threads 1 --memory 2GiB --micro-batches 4,8 --schedules 1f1b,zb-h1 "
+        "--budget 2 --out plan.json --figure plan.svg --json -"
+    )
+    parsed = parse(line.split())
+    assert parsed == PlanConfig(
+        model="gpt",
+        batch=32,
+        optimizer="sgd",
+        lr=0.1,
+        weight_decay=0.001,
+        momentum=0.8,
+        precision="bf16",
+        seed=7,
+        pool="sim*4@2",
+        threads=1,
+        memory="2GiB",
+        micro_batches="4,8",
+        schedules="1f1b,zb-h1",
+        budget=2.0,
+        out=Path("plan.json"),
+        figure=Path("plan.svg"),
+        json=Path("-"),
+    )
+    assert parse(["plan", "--check", "p.json"]) == PlanConfig(check=Path("p.json"))
+    assert parse(["train", "--plan", "auto"]) == TrainConfig(plan="auto")
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("", ["{train, devices, profile, env}", "onebox --help"]),
-        ("trian", ["trian", "the commands are train, devices, profile, env"]),
+        ("", ["{train, plan, devices, profile, env}", "onebox --help"]),
+        ("trian", ["trian", "the commands are train, plan, devices, profile, env"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
@@ -81,6 +112,10 @@ def test_all_flags_of_train() -> None:
         ("profile --threads 0", ["--threads 0: allowed are 1 and more"]),
         ("profile --memory lots", ["--memory lots: allowed are bytes"]),
         ("profile --jsn x", ["--jsn", "perhaps --json?"]),
+        ("plan --micro-batches 4,x", ["--micro-batches 4,x: allowed are whole numbers from 1 to 64"]),
+        ("plan --schedules 1f2b", ["--schedules 1f2b: allowed are gpipe, 1f1b"]),
+        ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
+        ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
     ],
     ids=str,
@@ -90,7 +125,7 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize("line", ["--help", "train --help", "devices -h", "profile --help"])
+@pytest.mark.parametrize("line", ["--help", "train --help", "plan --help", "devices -h", "profile --help"])
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(line.split())
@@ -167,3 +202,12 @@ def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
     with pytest.raises(UsageError, match="colour"):
         read_config(tmp_path)
+
+
+def test_a_resumed_run_may_have_another_plan_but_not_shares_beside_it(tmp_path: Path) -> None:
+    store(tmp_path, TrainConfig(plan="auto"))
+    resumed = parse(["train", "--resume", str(tmp_path), "--plan", "other.json"])
+    assert isinstance(resumed, TrainConfig)
+    assert resumed.plan == "other.json"
+    text = message(f"train --resume {tmp_path} --shares 3,1")
+    assert text == "--plan auto and --shares 3,1: a plan says that itself; give one of them"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cli.config import DevicesConfig, ModelName, TrainConfig, parse_bytes
+from onebox.cli.config import DevicesConfig, ModelName, PlanConfig, TrainConfig, parse_bytes
 from onebox.cli.models import MODEL_NAMES
 from onebox.errors import UsageError
 
@@ -40,6 +40,10 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"shares": "1,x"}, "--shares 1,x"),
         ({"shares": "0,0"}, "--shares 0,0"),
         ({"shares": "inf,1"}, "--shares inf,1"),
+        ({"plan": "p.json", "micro_batch": 8}, "--plan p.json and --micro-batch 8"),
+        ({"plan": "auto", "sync": "client"}, "--plan auto and --sync client"),
+        ({"plan": "auto", "shares": "3,1"}, "--plan auto and --shares 3,1"),
+        ({"plan": ""}, "--plan"),
         ({"run": Path("a"), "resume": Path("b")}, "--run is for a new run"),
     ],
     ids=str,
@@ -49,6 +53,37 @@ def test_a_value_that_makes_no_sense_is_refused_with_its_flag(options: dict[str,
         TrainConfig(**options)
     assert str(caught.value).startswith(flag)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"batch": 0}, "--batch 0"),
+        ({"momentum": 0.9}, "--momentum is for --optimizer sgd"),
+        ({"memory": "lots"}, "--memory lots"),
+        ({"micro_batches": "0,4"}, "--micro-batches 0,4"),
+        ({"micro_batches": "4,,8"}, "--micro-batches 4,,8"),
+        ({"micro_batches": "65"}, "--micro-batches 65"),
+        ({"micro_batches": "²"}, "--micro-batches ²"),
+        ({"schedules": "1f1b,"}, "--schedules 1f1b,"),
+        ({"schedules": "table"}, "--schedules table"),
+        ({"budget": -1.0}, "--budget -1.0"),
+        ({"check": Path("p"), "micro_batches": "4"}, "--check p and --micro-batches 4"),
+        ({"check": Path("p"), "schedules": "1f1b"}, "--check p and --schedules 1f1b"),
+    ],
+    ids=str,
+)
+def test_the_plan_command_checks_too(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        PlanConfig(**options)
+    assert str(caught.value).startswith(flag)
+
+
+def test_micro_batches_and_schedules_as_the_planner_takes_them() -> None:
+    assert PlanConfig(micro_batches="4, 8,16").micro_batch_sizes == (4, 8, 16)
+    assert PlanConfig(schedules="1f1b, zb-h1").schedule_names == ("1f1b", "zb-h1")
+    assert PlanConfig().micro_batch_sizes is None
+    assert PlanConfig().schedule_names is None
 
 
 @pytest.mark.parametrize(("options", "flag"), [({"threads": 0}, "--threads 0"), ({"memory": "0"}, "--memory 0")])
