@@ -38,7 +38,7 @@ def emit(
         group: The group of the ranks that split it; 0 where there is one.
         micro_batch: The micro-batch.
         cost_s: What it costs a device that computes nothing.
-        done: Told of the outputs that each step has made.
+        done: Told, behind each step, of the outputs that no later step makes or reads.
     """
     ports = dict(zip(part.slots, part.outputs, strict=True))
     place = dict(enumerate(inputs))
@@ -53,6 +53,7 @@ def emit(
         mortal.add(end)
         return builder.new()
 
+    made: list[int] = []
     for index, step in enumerate(steps):
         later = {slot for other in steps[index + 1 :] for slot in _read(other)}
         if isinstance(step, Piece):
@@ -68,19 +69,20 @@ def emit(
                 micro_batch=micro_batch,
                 cost_s=cost_s * len(step.program.operators) / work,
             )
-            made = [slot for slot in step.outputs if slot in ports]
+            made += [slot for slot in step.outputs if slot in ports]
         elif isinstance(step, AllReduce):
             place[step.target] = place[step.source]
             builder.add(Reduce((place[step.source],), group), Label("reduce", "transfer"))
-            made = [step.target] if step.target in ports else []
+            made += [step.target] if step.target in ports else []
         else:
             place[step.target] = number(step.target)
             gather = Gather(place[step.source], place[step.target], step.spec, group, step.dim)
             builder.add(gather, Label("gather", "transfer"))
-            made = [step.target] if step.target in ports else []
+            made += [step.target] if step.target in ports else []
             if step.source in mortal and step.source not in later:
                 builder.add(Free((place[step.source],)), Label("free"))
-        done([ports[slot] for slot in made])
+        done([ports[slot] for slot in made if slot not in later])  # a gradient may be a value that is computed with
+        made = [slot for slot in made if slot in later]
 
 
 def _read(step: RankStep) -> Sequence[int]:

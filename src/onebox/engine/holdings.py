@@ -76,7 +76,8 @@ class Holdings:
     def members(self, worker: int, stage: int) -> Members:
         """Return the workers that compute what a worker computes of a stage, on other micro-batches."""
         rank = self.ranks.get(worker, 0)
-        return tuple(replica[rank] for replica in self.stages[stage])
+        found = {replica[rank] for replica in self.stages[stage]}
+        return tuple(device for device in self.devices if device in found)
 
     def groups(self, trained: Iterable[str], changed: Iterable[str], *, everybody: bool) -> list[Members]:
         """Return the sets of workers that exchange anything, the largest first.
@@ -111,7 +112,8 @@ def find_holdings(plan: Plan, parts: Parts) -> Holdings:
         circles[name] = (holders[name],)
         if len(found) == 1:
             (stage,) = found
-            circles[name] = tuple(tuple(same) for same in zip(*stages[stage], strict=True))
+            same = zip(*stages[stage], strict=True)  # equal sets are one group: its members have one order
+            circles[name] = tuple(tuple(device for device in plan.devices if device in each) for each in same)
         else:
             later = {device for stage in found for replica in stages[stage] for device in replica[1:]}
             silent[name] = frozenset(later)

@@ -12,9 +12,9 @@ from onebox.graph.capture import Captured
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
 from onebox.graph.joint import Port, joint_graph
-from onebox.graph.lower import arguments_of, canonical, lower, random_positions
+from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
 from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
-from onebox.graph.segments import Segments, accumulates, find_segments, picks
+from onebox.graph.segments import Segments, accumulates, find_segments, picks, root_of
 from onebox.graph.updates import Update, buffer_updates
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
@@ -104,6 +104,7 @@ class TracedModel:
         self._updates = buffer_updates(self._joint) if backward else {}
         self._positions = random_positions(self._joint.graph)
         self._order = {node: number for number, node in enumerate(self._joint.graph.nodes)}
+        self._readers = self._find_readers()
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -129,6 +130,16 @@ class TracedModel:
         used = {port for part in made.values() for port in part.inputs}
         constants = {name: t for name, t in self._joint.constants.items() if Port("constant", name) in used}
         return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
+
+    def _find_readers(self) -> dict[str, list[fx.Node]]:
+        """Return the nodes of forward that read each parameter, itself or a view of it."""
+        names = {node: str(port.name) for node, port in self._joint.inputs if port.kind == "parameter"}
+        found: dict[str, list[fx.Node]] = {}
+        for node in self._segments.of:
+            if node in self._ahead and not (is_view(node) and root_of(node) in names):
+                for root in {root_of(argument) for argument in arguments_of(node)} & names.keys():
+                    found.setdefault(names[root], []).append(node)
+        return found
 
     # ---- dividing
 
@@ -183,13 +194,19 @@ class TracedModel:
                     )
 
     def _terms(self, division: Division) -> list[tuple[fx.Node, Port]]:
-        """Return the gradients of the parameters; one that several stages contribute to comes as a term of each."""
+        """Return the gradients of the parameters; one of a parameter that several stages read comes as a term of each.
+
+        Where one stage reads it, its gradient is made there whole, whatever that is the sum of: the gradient of what is
+        added to a stream is that of the stream, to which all later stages contribute.
+        """
         found: list[tuple[fx.Node, Port]] = []
         for node, port in self._gradients:
+            readers = {division.stage_of[reader] for reader in self._readers.get(str(port.name), ())}
             stack = [canonical(node)]
             while stack:
                 term = stack.pop()
-                if len({division.stage_of.get(leaf, 0) for leaf in _addends(term)}) > 1:
+                stages = {division.stage_of.get(leaf, 0) for leaf in _addends(term)}
+                if len(stages) > 1 and stages <= readers:
                     stack += [canonical(source) for source in term.all_input_nodes]
                 else:
                     found.append((term, port))

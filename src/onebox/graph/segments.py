@@ -64,9 +64,9 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     known: set[fx.Node] = set()
     begun = False
     for node in forward:
-        if is_view(node) and _root(node).op != "call_function":
+        if is_view(node) and root_of(node).op != "call_function":
             continue  # a view of an input belongs to who reads it
-        own = {_root(argument) for argument in arguments_of(node)} & matrices
+        own = {root_of(argument) for argument in arguments_of(node)} & matrices
         path = _path(node)
         if not names:
             names.append(path)
@@ -84,7 +84,7 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     return of, names or [_LOSS]
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """Follow views to the node whose memory they show."""
     node = canonical(node)
     while is_view(node):

@@ -16,6 +16,7 @@ from onebox.engine.gradients import Gradients
 from onebox.engine.holdings import Holdings, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
+from onebox.engine.parts import Parts
 from onebox.engine.routine import StepRoutine
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.graph import Captured, ModelPrograms, TracedModel, capture
@@ -119,8 +120,10 @@ def lower(
     stages = None if len(plan.stages) == 1 else tuple(stage.segments for stage in plan.stages)
     halves = plan.schedule in HALVES and stages is not None
     model = programs(parts[0].size, stages, train=True, halves=halves)
-    found = {part.size: programs(part.size, stages, train=train, halves=train and halves) for part in parts}
-    holdings = find_holdings(plan, model)
+    split = range(len(plan.stages)) if halves else ()
+    divided = {part.size: programs(part.size, stages, train=train, halves=train and halves) for part in parts}
+    found = {size: Parts(each, plan, halves=split if train else ()) for size, each in divided.items()}
+    holdings = find_holdings(plan, Parts(model, plan, halves=split))
     backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
     gradients = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
     trained = tuple(name for name in state_of(build()) if name in gradients)
@@ -134,7 +137,7 @@ def lower(
         new=lambda: next(new),
     )
     schedule = make_schedule(plan, parts, routes, model) if train else forward_only(routes)
-    constants = {n: {name: 500 + i for i, name in enumerate(sorted(m.constants))} for n, m in found.items()}
+    constants = {n: {name: 500 + i for i, name in enumerate(sorted(m.constants))} for n, m in divided.items()}
     job = Job(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
     lowering = Lowering(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,

@@ -141,7 +141,7 @@ class _Player:
         for number, (value, spec) in routine.constants.items():
             self.store[number] = torch.full(spec.shape, value, dtype=torch.float64)
         for size, named in lowered.job.constants.items():
-            self.store |= {number: lowered.job.models[size].constants[name] for name, number in named.items()}
+            self.store |= {number: lowered.job.models[size].programs.constants[name] for name, number in named.items()}
         self.before = set(self.store)
         for place, (micro_batch, leaf) in enumerate(routine.leaves):
             part = lowered.job.micro_batches[micro_batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ def named(lowered: Lowered, worker: int, label: str) -> list[Step]:
 def contributions(lowered: Lowered, worker: int) -> Counter[str]:
     """Return how often a worker makes each gradient, as its schedule says."""
     row = lowered.job.schedule.rows.get(worker, ())
-    programs = [lowered.job.model(action.micro_batch).of(action.stage, action.kind) for action in row]
+    programs = [lowered.job.programs(action.micro_batch).of(action.stage, action.kind) for action in row]
     return Counter(str(port.name) for part in programs for port in part.outputs if port.kind == "gradient")
 
 
@@ -193,11 +194,11 @@ def test_the_optimizer_steps_once_behind_all_gradients(name: str) -> None:
 def test_a_worker_with_nothing_to_train_takes_part_in_the_norm_and_keeps_nothing() -> None:
     """The stage of the second layer alone: its bias is frozen, its weight another stage's too where that is cut off."""
     lowered = lower(plan(stage("a", 0), stage("bcd", 1)), 4, max_norm=1.0)
-    alone = type(lowered.holdings)(
-        devices=lowered.holdings.devices,
-        holders={**lowered.holdings.holders, **dict.fromkeys(lowered.holdings.makers, (0,))},
-        stages=lowered.holdings.stages,
-        makers=lowered.holdings.makers,
+    mine = dict.fromkeys(lowered.trained, (0,))
+    alone = dataclasses.replace(
+        lowered.holdings,
+        holders={**lowered.holdings.holders, **mine},
+        circles={**lowered.holdings.circles, **{name: (members,) for name, members in mine.items()}},
     )
     assert alone.held_by(1, lowered.trained) == ()
     made = _finish(lowered, alone, worker=1)

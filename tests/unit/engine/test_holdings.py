@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onebox.engine.holdings import Holdings, find_holdings
+from onebox.engine.parts import Parts
 from onebox.plan import Plan
 from tests.unit.engine.nets import PLANS, build, lower, plan, programs, stage, state_of
 
@@ -13,13 +14,12 @@ NAMES = tuple(state_of(build()))
 
 def holdings(made: Plan) -> Holdings:
     stages = None if len(made.stages) == 1 else tuple(each.segments for each in made.stages)
-    return find_holdings(made, programs(2, stages, train=True, halves=False))
+    return find_holdings(made, Parts(programs(2, stages, train=True, halves=False), made, halves=()))
 
 
 def test_a_tied_weight_is_held_where_it_is_read() -> None:
     found = holdings(plan(stage("ab", 3), stage("cd", 1)))
     assert found.holders["model.b.weight"] == (3, 1)
-    assert found.makers["model.b.weight"] == (0, 1)
     assert found.holders["model.a.weight"] == (3,)
     assert found.holders["model.d.weight"] == (1,)
 
@@ -27,20 +27,18 @@ def test_a_tied_weight_is_held_where_it_is_read() -> None:
 def test_a_tied_weight_of_one_stage_has_one_holder() -> None:
     found = holdings(plan(stage("a", 3), stage("bcd", 1)))
     assert found.holders["model.b.weight"] == (1,)
-    assert found.makers["model.b.weight"] == (1,)
 
 
 def test_replicas_and_stages_that_share_a_weight_are_one_set() -> None:
     found = holdings(plan(stage("ab", 0, 1), stage("c", 1, 2), stage("d", 3)))
     assert found.holders["model.b.weight"] == (0, 1, 2)
     assert found.holders["model.a.weight"] == (0, 1)
-    assert found.stages == ((0, 1), (1, 2), (3,))
+    assert found.stages == (((0,), (1,)), ((1,), (2,)), ((3,),))
 
 
-def test_what_is_frozen_is_held_and_has_no_maker() -> None:
+def test_what_is_frozen_is_held_where_it_is_read() -> None:
     found = holdings(plan(stage("ab", 0), stage("cd", 1)))
     assert found.holders["model.b.bias"] == (0,)
-    assert "model.b.bias" not in found.makers
 
 
 def test_buffers_are_held_by_the_stage_that_changes_them() -> None:
@@ -52,7 +50,7 @@ def test_buffers_are_held_by_the_stage_that_changes_them() -> None:
 def test_equal_sets_of_workers_are_one_group_in_whatever_order_the_plan_names_them() -> None:
     """Members of a group have one order: that of the plan's devices."""
     found = holdings(plan(stage("ab", 2, 0), stage("cd", 0, 2)))
-    assert found.stages == ((2, 0), (2, 0))
+    assert {found.members(worker, stage) for worker in (0, 2) for stage in (0, 1)} == {(2, 0)}
     assert set(found.holders.values()) == {(2, 0)}
     assert found.groups(["model.a.weight", "model.d.bias"], ["model.mean"], everybody=True) == [(2, 0)]
 

@@ -187,7 +187,7 @@ STAGED = [name for name, each in PLANS.items() if len(each.stages) > 1]
 def computed(lowered: Lowered, worker: int) -> list[Action]:
     """Return the actions of a worker that have anything to compute: nobody waits for the inputs of the first stage."""
     row = lowered.job.schedule.rows[worker]
-    return [a for a in row if lowered.job.model(a.micro_batch).of(a.stage, a.kind).program.operators]
+    return [a for a in row if lowered.job.programs(a.micro_batch).of(a.stage, a.kind).program.operators]
 
 
 @pytest.mark.parametrize("name", STAGED)

@@ -382,3 +382,14 @@ def test_random_operators_keep_their_places_in_the_whole_model() -> None:
     alone = positions(traced.model.divide())
     assert alone == list(range(len(alone))) != []
     assert positions(traced.model.divide([names[:2], names[2:4], names[4:]])) == alone
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_is_made_where_its_parameter_is_read_whatever_it_is_the_sum_of(size: int) -> None:
+    """With one sample, the gradient of a position embedding is that of the stream, a sum of all later stages' parts."""
+    case = CASES["vit"]
+    traced = trace(case.model(), case.loss, case.batches([size])[0])
+    names = traced.model.segments
+    model = check_division(traced, [names[:8], names[8:]], whole(traced))
+    positions = Port("gradient", "model.vit.embeddings.position_embeddings")
+    assert [positions in model.of(stage, "B").outputs for stage in (0, 1)] == [True, False]
