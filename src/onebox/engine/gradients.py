@@ -12,6 +12,7 @@ from onebox.engine.holdings import Holdings, Members
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
+from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
 from onebox.graph.shard import RankStep
 from onebox.plan import Action
@@ -129,6 +130,12 @@ class WorkerGradients:
             for port in job.part(worker, action).outputs:
                 if port.kind == "gradient":
                     self._last[str(port.name)] = position
+        strangers = sorted(set(self._last) - set(self._held))
+        if strangers:
+            raise CaptureError(
+                f"device {worker} would make a part of the gradient of {strangers[0]}, which other devices hold: the "
+                "graph of micro-batches of this size is another than that of the first; train with batches of one size"
+            )
         self._missing: list[tuple[set[str], Exchange]] = []
         self._bucket_of: dict[str, int] = {}
         for members, buckets in shared.buckets.items():

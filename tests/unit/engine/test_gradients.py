@@ -9,8 +9,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients
-from onebox.plan import Plan
+from onebox.engine.holdings import Holdings
+from onebox.engine.routine import RoutineBuilder
+from onebox.errors import CaptureError
+from onebox.plan import Action, Plan
 from onebox.wire import Program
 from onebox.wire.messages import Call, Free, OptimizerStep, Reduce, Step
 from tests.unit.engine.nets import PLANS, Lowered, batch, lower, plan, stage
@@ -207,13 +211,18 @@ def test_a_worker_with_nothing_to_train_takes_part_in_the_norm_and_keeps_nothing
     assert made[0].outputs == made[1].buffers == made[2].buffers  # type: ignore[union-attr]
 
 
-def _finish(lowered: Lowered, holdings: object, *, worker: int) -> list[Step]:
-    """Return what the end of a step is on a worker that has computed nothing."""
-    from onebox.engine.exchanges import Exchanges
-    from onebox.engine.routine import RoutineBuilder
-
+def _finish(lowered: Lowered, holdings: Holdings, *, worker: int, actions: Sequence[Action] = ()) -> list[Step]:
+    """Return what the end of a step is on a worker that has computed nothing yet."""
     builder = RoutineBuilder(lowered.numbers.new)
-    gradients = Gradients(holdings, lowered.numbers, trained=lowered.trained, model=lowered.model, max_norm=1.0)  # type: ignore[arg-type]
+    gradients = Gradients(holdings, lowered.numbers, trained=lowered.trained, model=lowered.model, max_norm=1.0)
     exchanges = Exchanges(builder, worker, lowered.numbers.groups)
-    gradients.begin(builder, worker, (), lowered.job, exchanges).finish()
+    gradients.begin(builder, worker, actions, lowered.job, exchanges).finish()
     return builder.steps
+
+
+def test_a_gradient_that_a_worker_does_not_hold_is_an_error_and_not_left_out() -> None:
+    """Who holds what is settled with the first batch; a graph of another size that disagrees must not train wrongly."""
+    lowered = lower(plan(stage("ab", 0), stage("cd", 1)), 4)
+    lowered.holdings.holders["model.b.weight"] = (0,)  # type: ignore[index]
+    with pytest.raises(CaptureError, match=r"device 1 would make a part of the gradient of model\.b\.weight"):
+        _finish(lowered, lowered.holdings, worker=1, actions=lowered.job.schedule.rows[1])
