@@ -1,7 +1,7 @@
 """How right are predictions? Step time and memory of many plans, predicted and measured.
 
-On CPU workers: a convolutional net is profiled once, each plan is timed by the simulator from that profile, and then
-runs. On emulated devices of several speeds with emulated links: the stages' times are given, and what is measured is
+On CPU workers: a convolutional net is profiled, a plan is timed by the simulator from that profile, and then runs;
+profile and run in turn for each plan, for the machine's speed wanders. On emulated devices of several speeds with emulated links: the stages' times are given, and what is measured is
 whether the runtime takes as long as the simulator says. Memory is predicted from buffer lifetimes alone, and compared
 with the workers' own accounting (on CPU workers; a worker's peak is that of one plan in a pool of its own).
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import onebox
 from onebox.engine.planning import make_problem, pool_links
 from onebox.engine.profiling import profile_model
+from onebox.graph import TracedModel, capture
 from onebox.plan import DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict
 from onebox.pool import Link
 
@@ -128,17 +129,19 @@ LOSS = nn.functional.cross_entropy
 
 
 def on_cpus(rounds: int) -> list[Row]:
-    """Profile, predict and run plans on two CPU workers."""
+    """Predict and run plans on two CPU workers, each from a profile that is measured just before it runs."""
     model, optimizer = fresh()
-    with onebox.open("cpu*2", threads=1) as pool:
-        profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[8, 16, 32], fresh=True)
-        problem = make_problem(profile, pool.devices, pool_links(pool), batch=BATCH, micro_batches=(8, 16, 32))
-    names = [segment.name for segment in problem.segments]
+    segments = TracedModel(capture(model, LOSS, data()), backward=True).segments
     rows = []
-    for name, plan in cpu_plans(names):
+    for name, plan in cpu_plans(segments):
+        with onebox.open("cpu*2", threads=1) as pool:
+            assert plan.micro_batch is not None
+            size = plan.micro_batch
+            profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[size], cache=False)
+            links = pool_links(pool)
+            problem = make_problem(profile, pool.devices, links, batch=BATCH, micro_batches=(size,))
         prediction, _ = predict(problem, plan)
-        rows.append(Row("cpu*2", name, prediction.step_s, [], []))
-        rows[-1].measured_s, rows[-1].memory = run_on_cpus(plan, rounds)
+        rows.append(Row("cpu*2", name, prediction.step_s, *run_on_cpus(plan, rounds)))
     return rows
 
 
@@ -220,15 +223,23 @@ def on_sims(rounds: int) -> list[Row]:
 
 
 def sim_problem(blocks: nn.Sequential) -> Problem:
-    """Return eight equal segments of 2 ms, 2 ms and 2 ms for eight samples, on devices of four speeds."""
-    from onebox.graph import TracedModel, capture
+    """Return eight equal segments of 2 ms, 2 ms and 2 ms for eight samples, on devices of four speeds.
 
+    The first has no gradient of its input, as nothing needs that.
+    """
     example = (torch.zeros(8, 64), torch.zeros(8, 64))
     names = TracedModel(capture(blocks, nn.functional.mse_loss, example), backward=True).segments
-    each = {"cpu": Time(sample_s=0.00025)}
+    each, none = {"cpu": Time(sample_s=0.00025)}, {"cpu": Time()}
     segments = tuple(
-        Segment(name=name, forward_s=each, input_s=each, weight_s=each, update_s={"cpu": 0.0}, parameter_bytes=16640)
-        for name in names
+        Segment(
+            name=name,
+            forward_s=each,
+            input_s=each if index else none,
+            weight_s=each,
+            update_s={"cpu": 0.0},
+            parameter_bytes=16640,
+        )
+        for index, name in enumerate(names)
     )
     values = tuple(
         Value(source=i, consumers=(i + 1,), forward_bytes=256, backward_bytes=256) for i in range(len(names) - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ from onebox.pool import DeviceInfo, Pool, open_pool
 
 _WARM = 2
 _STEPS = 6
+_LONG_S = 0.6
+_MOST = 60
+"""At least six steps after two, for at least this long if these are not enough, but not more than so many."""
+
 _MICRO_BATCHES = 2
 """Of each step; so that gradients are accumulated, as they are in a pipeline."""
 
@@ -208,10 +213,13 @@ class _Runs:
         try:
             for device in devices:
                 trainers.append(self._trainer(pool, device))
-            for _ in range(_WARM + _STEPS):
-                running = [trainer.step(*self._small) for trainer in trainers]
-                for loss in running:
-                    loss.values()
+            start_s, steps = time.monotonic(), 0
+            while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S and steps < _MOST):
+                for trainer in trainers:
+                    trainer.step(*self._small)
+                steps += 1
+            for trainer in trainers:
+                trainer.wait()
             found: dict[str, list[SegmentTimes]] = {}
             for trainer, device in zip(trainers, devices, strict=True):
                 info = pool.devices[device]
@@ -237,15 +245,18 @@ class _Runs:
                 by_action.setdefault(key, []).append((event.end_ns - event.start_ns) / 1e9 * speed)
 
         def taken(kind: str, index: int) -> float:
-            return statistics.median(by_action.get((kind, index), [_LEAST_S]))
+            return _typical(by_action.get((kind, index), [_LEAST_S]))
 
-        updates = [(e.end_ns - e.start_ns) / 1e9 * speed for e in events if e.name == "optimizer"]
+        sums = _named(events, "accumulate", speed)
+        parameters = [segment.parameter_bytes for segment in self.bytes().segments]
+        parts = [found / max(1, sum(parameters)) for found in parameters]  # of what it takes to add gradients up
         return SegmentTimes(
             size=self._size,
             seconds=tuple(
-                (taken("F", index), taken("I", index), taken("W", index)) for index in range(len(self._names))
+                (taken("F", index), taken("I", index), taken("W", index) + part * _typical(sums) * len(self._names))
+                for index, part in enumerate(parts)
             ),
-            update_s=statistics.median(updates) if updates else 0.0,
+            update_s=_typical(_named(events, "optimizer", speed)) + _between_s(events),
             call_s=_call_s(events),
         )
 
@@ -279,6 +290,28 @@ def _one_by_one(names: Sequence[str], device: int, size: int) -> Plan:
             row += [Action("I", stage, micro_batch), Action("W", stage, micro_batch)]
     table = Schedule(rows={device: tuple(row)}).lines()
     return Plan(stages=stages, micro_batch=size, schedule="table", table=table)
+
+
+def _named(events: Iterable[Event], name: str, speed: float) -> list[float]:
+    """Return how long the events of a name took, at full speed."""
+    return [(event.end_ns - event.start_ns) / 1e9 * speed for event in events if event.name == name] or [0.0]
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Return the mean without the longest fifth: what others on the machine held up."""
+    kept = sorted(seconds)[: max(1, round(len(seconds) * 0.8))]
+    return statistics.fmean(kept)
+
+
+def _between_s(events: Iterable[Event]) -> float:
+    """Return the median time between the end of a step and the start of the next: the upload of a batch, mostly."""
+    spans: dict[int, tuple[int, int]] = {}
+    for event in events:
+        start, end = spans.get(event.step, (event.start_ns, event.end_ns))
+        spans[event.step] = (min(start, event.start_ns), max(end, event.end_ns))
+    ordered = [spans[step] for step in sorted(spans)]
+    gaps = [(later[0] - earlier[1]) / 1e9 for earlier, later in itertools.pairwise(ordered)]
+    return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
 def _call_s(events: Iterable[Event]) -> float:
