@@ -110,7 +110,7 @@ def measure_real(name: str, case: Case, rounds: int, steps: int = 3) -> dict[str
         sides |= {f"onebox {schedule}": one.run for schedule, one in ours.items()}
         sides |= {f"torch {schedule}": theirs.runner(schedule) for schedule in THEIRS}
         sides["alone"] = theirs.runner("alone")
-        return in_turn(sides, rounds, steps, most_s=25.0)
+        return in_turn(sides, rounds, steps, most_s=20.0)
 
 
 def require_same_loss(name: str, case: Case, segments: Sequence[str], pool: onebox.Pool, theirs: Theirs) -> None:
@@ -185,7 +185,7 @@ def measure_equal(devices: int, count: int, rounds: int, steps: int = 3) -> dict
             ours[schedule].require_work(dict.fromkeys(range(devices), count * 3 * WORK_S))
         sides: dict[str, Run] = {f"onebox {schedule}": one.run for schedule, one in ours.items()}
         sides |= {f"torch {schedule}": theirs.runner(schedule) for schedule in THEIRS}
-        return in_turn(sides, rounds, steps, most_s=40.0)
+        return in_turn(sides, rounds, steps, most_s=35.0)
 
 
 def times_of(schedule: str, devices: int) -> Times:

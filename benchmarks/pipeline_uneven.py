@@ -184,4 +184,4 @@ def measure(case: Case, problem: Problem, plans: dict[str, Plan], rounds: int) -
             ours.run(1)
             ours.require_work(work_of(plan, case.batch))
             sides[name] = ours.run
-        return in_turn(sides, rounds, steps=3, most_s=20.0)
+        return in_turn(sides, rounds, steps=3, most_s=15.0)
