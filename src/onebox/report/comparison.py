@@ -46,7 +46,8 @@ class StageComparison:
         stage: The stage.
         devices: The replica's devices; several split its layers.
         samples: Samples of the micro-batch that the times are for.
-        seconds: For each kind of action that it does, the seconds of one. ``B`` is ``I`` and ``W`` at once.
+        seconds: For each kind of action that it does, the seconds of one. ``B`` is ``I`` and ``W`` at once; so is the
+            ``W`` of a stage that has no ``I``, because no gradient leaves it.
     """
 
     stage: int
@@ -209,7 +210,9 @@ def _stages(plan: Plan, batch: int, seconds: Mapping[tuple[int, Action], float])
             largest = [part for part in own if part.size == samples]
             expected = _expected(plan, batch, stage, place, samples, parts)
             measured = {kind: _measured(seconds, kind, stage, devices, largest) for kind in _KINDS}
-            split = any(measured[kind] is not None for kind in ("I", "W"))
+            if measured["I"] is None and measured["B"] is None:
+                measured["B"] = measured["W"]  # no gradient leaves the stage, so that the weight gradient is all
+            split = measured["I"] is not None
             kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
             rows.append(
                 StageComparison(

@@ -44,6 +44,15 @@ def test_a_run_that_does_what_was_simulated_shows_how_much_slower_it_was(schedul
     assert [row.peak_bytes.predicted for row in found.devices] == list(expected.predicted.peak_bytes)
 
 
+def test_a_stage_that_no_gradient_leaves_has_a_backward_even_where_it_is_split() -> None:
+    expected, simulation = foreseen(plan("zb-h1"))
+    events = [e for e in as_measured(simulation, 0) if e.action is None or (e.action.stage, e.action.kind) != (0, "I")]
+    first, second, _ = compare(expected, events, {}, batch=8).stages
+    assert set(first.seconds) == {"F", "B"} and set(second.seconds) == {"F", "I", "W"}
+    assert first.seconds["B"].predicted == pytest.approx(8e-3)
+    assert first.seconds["B"].measured == pytest.approx(4e-3)
+
+
 def test_only_steps_of_the_whole_batch_count() -> None:
     expected, simulation = foreseen(plan())
     events = as_measured(simulation, 0) + as_measured(simulation, 1, factor=9.0)
