@@ -147,7 +147,7 @@ def optimizer_factor(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
     Returns:
         Its bytes as a multiple of those of its parameters, and the bytes that each parameter adds whatever its size.
     """
-    parameter = nn.Parameter(torch.zeros(1 << 12))
+    parameter = nn.Parameter(torch.zeros(1 << 6, 1 << 6))  # Muon wants matrices
     group = optimizer.param_groups[0]
     known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach"}
     options = {key: group[key] for key in optimizer.defaults if key in group and key in known}

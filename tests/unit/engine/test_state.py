@@ -13,6 +13,7 @@ from onebox.engine.state import (
     local_optimizer_state,
     named_state,
     optimizer_definition,
+    optimizer_factor,
     options_of,
     state_entries,
     trained_names,
@@ -20,6 +21,7 @@ from onebox.engine.state import (
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec
 from onebox.wire.messages import StateEntry
+from onebox.worker import OPTIMIZERS
 
 
 class Tied(nn.Module):
@@ -143,3 +145,15 @@ def test_what_an_optimizer_remembers_becomes_entries_and_tensors() -> None:
         StateEntry(0, "count", 3),
     )
     assert len(tensors) == 3
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_the_state_of_every_optimizer_takes_is_known(kind: str) -> None:
+    """Per parameter, as PyTorch's own makes it for a matrix of the size that is tried."""
+    matrix = nn.Parameter(torch.zeros(64, 64))
+    optimizer = getattr(torch.optim, kind)([matrix])
+    factor, fixed_bytes = optimizer_factor(optimizer)
+    matrix.grad = torch.ones_like(matrix)
+    optimizer.step()
+    made = sum(value.nbytes for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor))
+    assert factor * matrix.nbytes + fixed_bytes == made
