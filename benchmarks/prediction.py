@@ -1,9 +1,10 @@
 """How right are predictions? Step time and memory of many plans, predicted and measured.
 
 On CPU workers: a convolutional net is profiled, a plan is timed by the simulator from that profile, and then runs;
-profile and run in turn for each plan, for the machine's speed wanders. On emulated devices of several speeds with emulated links: the stages' times are given, and what is measured is
-whether the runtime takes as long as the simulator says. Memory is predicted from buffer lifetimes alone, and compared
-with the workers' own accounting (on CPU workers; a worker's peak is that of one plan in a pool of its own).
+profile and run in turn for each plan, for the machine's speed wanders. On emulated devices of several speeds with
+emulated links: the stages' times are given, and what is measured is whether the runtime takes as long as the simulator
+says. Memory is predicted from buffer lifetimes alone, and compared with the workers' own accounting (on CPU workers; a
+worker's peak is that of one plan in a pool of its own).
 """
 
 from __future__ import annotations

@@ -305,6 +305,8 @@ class _Row:
             place = next(index for index, replica in enumerate(replicas) if self._worker in replica)
             times = self._plan.predicted.replicas_s[action.stage][place]
             forward_s, input_s, weight_s = (seconds * self._speed for seconds in times)
+        if action.kind == "W" and not self._part(action._replace(kind="I")).steps:
+            input_s, weight_s = 0.0, input_s + weight_s  # nobody waits for its input gradient: all of it comes with W
         full = self._plan.micro_batch or max(part.size for part in self._job.micro_batches)
         seconds = {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}[action.kind]
         return seconds * self._job.micro_batches[action.micro_batch].size / full
