@@ -110,9 +110,9 @@ def comparison_tables(found: Comparison) -> list[Table]:
     times = Table("stage", "devices", "samples")
     kinds = [kind for kind in _NAMES if any(kind in row.seconds for row in found.stages)]
     for kind in kinds:
-        times.add_column(f"{_NAMES[kind]}\npredicted, measured", justify="right", no_wrap=True)
+        times.add_column(f"{_NAMES[kind]}, ms\n pred.  meas.   error", justify="left", no_wrap=True)
     for row in found.stages:
-        cells = [_line(row.seconds[kind], time_text) if kind in row.seconds else "" for kind in kinds]
+        cells = [_milliseconds(row.seconds[kind]) if kind in row.seconds else "" for kind in kinds]
         times.add_row(str(row.stage), "+".join(map(str, row.devices)), str(row.samples), *cells)
     whole = Table("whole step")
     memory = Table("device", "memory")
@@ -165,9 +165,10 @@ def _cells(pair: Pair, text: Callable[[float], str]) -> list[str]:
     return [*found, error]
 
 
-def _line(pair: Pair, text: Callable[[float], str]) -> str:
-    predicted, measured, error = _cells(pair, text)
-    return f"{predicted}, {measured}" + (f" {error:>7}" if pair.error is not None else "")
+def _milliseconds(pair: Pair) -> str:
+    """Return prediction, measurement and error in columns."""
+    predicted, measured, error = _cells(pair, lambda seconds: f"{seconds * 1e3:.3g}")
+    return f"{predicted:>6} {measured:>6} {error if pair.error is not None else '':>7}"
 
 
 def _bytes(value: float) -> str:
