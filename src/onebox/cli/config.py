@@ -183,15 +183,17 @@ class TrainConfig(JobConfig):
 class PlanConfig(JobConfig):
     """Find the best plan for a model and a pool, and say what it will cost.
 
-    The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. The
-    plan says which device computes which part of the model, for which micro-batches, in which order. As a file it can
-    be edited, checked with --check and run with onebox train --plan.
+    The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. What
+    was measured is kept in the user's folder for caches, and recalled the next time. The plan says which device computes
+    which part of the model, for which micro-batches, in which order. As a file it can be edited, checked with --check
+    and run with onebox train --plan.
 
     Args:
         micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
         schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
             and auto, which is made for the measured times.
         budget: The most seconds that the search may take, after measuring.
+        fresh: Measure even what is known from an earlier time.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
@@ -205,6 +207,7 @@ class PlanConfig(JobConfig):
     micro_batches: _Ints = None
     schedules: _Names = None
     budget: float = 5.0
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     check: _File = None
     out: _File = None
     figure: _File = None

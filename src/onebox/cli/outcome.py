@@ -56,9 +56,7 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
     last = loop.standing.last
     lines = []
     if not loop.computes:
-        lines.append(
-            "sim devices compute nothing: times and memory are of use; there is no result, no checkpoint"
-        )
+        lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
     lines.append(f"run folder {loop.folder.path}")

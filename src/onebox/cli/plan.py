@@ -41,7 +41,7 @@ def show_plan(config: PlanConfig) -> None:
     with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
         print_devices(pool, console)
         if given is not None:
-            found = predict_plan(config.resolved(), data, pool, given)
+            found = predict_plan(config.resolved(), data, pool, given, fresh=config.fresh)
         else:
             found = search_plan(
                 config.resolved(),
@@ -50,6 +50,7 @@ def show_plan(config: PlanConfig) -> None:
                 micro_batches=config.micro_batch_sizes,
                 schedules=config.schedule_names,
                 budget_s=config.budget,
+                fresh=config.fresh,
             )
         print_plan(found, pool, console)
         _write_files(config, found, pool, console)

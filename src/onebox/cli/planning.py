@@ -78,6 +78,7 @@ def search_plan(
     micro_batches: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     budget_s: float = 5.0,
+    fresh: bool = False,
 ) -> Foreseen:
     """Measure, and search for the best plan.
 
@@ -88,6 +89,7 @@ def search_plan(
         micro_batches: Allowed sizes of micro-batches.
         schedules: Allowed schedules.
         budget_s: The most seconds that the search may take.
+        fresh: Measure even what is known.
 
     Raises:
         UsageError: The batch cannot be divided as asked.
@@ -106,6 +108,7 @@ def search_plan(
         schedules=schedules or SCHEDULES,
         precision=config.precision,
         budget_s=budget_s,
+        fresh=fresh,
     )
     _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
     return Foreseen(
@@ -113,7 +116,7 @@ def search_plan(
     )
 
 
-def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan) -> Foreseen:
+def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan, *, fresh: bool = False) -> Foreseen:
     """Measure, and predict a given plan.
 
     Args:
@@ -121,6 +124,7 @@ def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan) -> Fo
         data: The data set.
         pool: The devices.
         plan: The plan; what it predicts itself is not looked at.
+        fresh: Measure even what is known.
 
     Raises:
         UsageError: It is no plan for this model and pool, or its schedule cannot be run.
@@ -143,8 +147,9 @@ def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan) -> Fo
         pool=pool,
         sizes=sizes,
         precision=config.precision,
+        fresh=fresh,
     )
-    problem = make_problem(profile, pool.devices, pool_links(pool), batch=len(labels), micro_batches=sizes)
+    problem = make_problem(profile, pool.devices, pool_links(pool, fresh=fresh), batch=len(labels), micro_batches=sizes)
     _check_table(problem, plan)
     predicted, simulation = predict(problem, plan)
     peaks = forecast_memory(

@@ -68,7 +68,7 @@ def test_all_flags_of_plan() -> None:
     line = (
         "plan --data digits --model gpt --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 --momentum 0.8 "
         "--precision bf16 --seed 7 --pool sim*4@2 --threads 1 --memory 2GiB --micro-batches 4,8 --schedules 1f1b,zb-h1 "
-        "--budget 2 --out plan.json --figure plan.svg --json -"
+        "--budget 2 --fresh --out plan.json --figure plan.svg --json -"
     )
     parsed = parse(line.split())
     assert parsed == PlanConfig(
@@ -86,6 +86,7 @@ def test_all_flags_of_plan() -> None:
         micro_batches="4,8",
         schedules="1f1b,zb-h1",
         budget=2.0,
+        fresh=True,
         out=Path("plan.json"),
         figure=Path("plan.svg"),
         json=Path("-"),
