@@ -16,7 +16,9 @@ from onebox.plan import (
     Schedule,
     StageWork,
     Work,
+    auto_schedule,
     named_schedule,
+    validate,
 )
 
 _BOTH: tuple[Kind, ...] = ("F", "B")
@@ -44,8 +46,6 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
         table = Schedule.parse(plan.table)
         count = 1 + max((action.micro_batch for row in table.rows.values() for action in row), default=-1)
         if count == len(micro_batches):
-            from onebox.plan import validate
-
             validate(table, routes, edges)
             return table
     if plan.schedule in ("auto", "table"):
@@ -53,8 +53,6 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
             return named_schedule("1f1b", routes, edges=edges)
         full = plan.micro_batch or micro_batches[0].size
         sizes = [part.size / full for part in micro_batches]
-        from onebox.plan import auto_schedule
-
         return auto_schedule(routes, _expected_work(plan, edges), sizes)
     return named_schedule(plan.schedule, routes, edges=edges)
 

@@ -150,7 +150,7 @@ class Plan(_Part, frozen=True):
             others = [d for other in self.stages if other is not stage for replica in other.replicas for d in replica]
             shared = sorted(own & set(others))
             if stage.ranks > 1 and shared:
-                raise UsageError(f"device {shared[0]} splits the layers of a stage, and can have no part in another one")
+                raise UsageError(f"device {shared[0]} splits the layers of a stage, and has no part in another one")
 
     @classmethod
     def data_parallel(

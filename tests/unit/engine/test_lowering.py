@@ -292,7 +292,7 @@ def test_leaves_go_only_where_they_are_read() -> None:
 def test_a_device_that_computes_nothing_sleeps_for_what_the_plan_expects() -> None:
     times = ((1.0, 2.0, 4.0), (8.0, 16.0, 32.0))
     guess = Prediction(batch=8, step_s=1.0, bubble=0.0, peak_bytes=(1, 1), stages_s=times)
-    for schedule, first_s in (("1f1b", 7.0), ("zb-h1", 5.0)):  # nobody waits for the inputs of the first stage
+    for schedule, first_s in (("1f1b", 7.0), ("zb-h1", 7.0)):  # there all of the first backward comes as W
         lowered = lower(plan(stage("ab", 0), stage("cd", 1), schedule=schedule, predicted=guess), 6)
         for worker, expected_s in enumerate((first_s, 56.0)):
             costs = {
