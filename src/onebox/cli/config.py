@@ -184,9 +184,9 @@ class PlanConfig(JobConfig):
     """Find the best plan for a model and a pool, and say what it will cost.
 
     The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. What
-    was measured is kept in the user's folder for caches, and recalled the next time. The plan says which device computes
-    which part of the model, for which micro-batches, in which order. As a file it can be edited, checked with --check
-    and run with onebox train --plan.
+    was measured is kept in the user's folder for caches, and recalled the next time. The plan says which device
+    computes which part of the model, for which micro-batches, in which order. As a file it can be edited, checked with
+    --check and run with onebox train --plan.
 
     Args:
         micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
