@@ -27,11 +27,12 @@ def data_parallel_plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def stages(draw: st.DrawFn, name: str) -> Stage:
-    """Draw a stage whose replicas are of one size."""
+def stages(draw: st.DrawFn, name: str, number: int) -> Stage:
+    """Draw a stage whose replicas are of one size; one that splits its layers has devices of its own."""
     shares = draw(weights())
     width = draw(st.integers(1, 2))
-    devices = draw(st.permutations(range(12)))[: width * len(shares)]
+    first = 12 * number if width > 1 else 0
+    devices = draw(st.permutations(range(first, first + 12)))[: width * len(shares)]
     replicas = tuple(tuple(devices[i : i + width]) for i in range(0, len(devices), width))
     return Stage(segments=(name, f"{name}.more"), replicas=replicas, shares=shares)
 
@@ -39,7 +40,7 @@ def stages(draw: st.DrawFn, name: str) -> Stage:
 @st.composite
 def staged_plans(draw: st.DrawFn) -> Plan:
     count = draw(st.integers(2, 4))
-    made = tuple(draw(stages(f"part{number}")) for number in range(count))
+    made = tuple(draw(stages(f"part{number}", number + 1)) for number in range(count))
     schedule = draw(st.sampled_from([*SCHEDULES, "table"]))
     table = ("0: 0F0 0B0",) if schedule == "table" else ()
     return Plan(stages=made, micro_batch=draw(st.integers(1, 40)), schedule=schedule, table=table)
@@ -260,3 +261,15 @@ def test_a_plan_file_of_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UsageError, match="is no plan file"):
         Plan.read(path)
+
+
+def test_a_device_that_splits_layers_has_no_other_stage() -> None:
+    split = Stage(segments=("a",), replicas=((0, 1),), shares=(1.0,))
+    other = Stage(segments=("b",), replicas=((1,),), shares=(1.0,))
+    with pytest.raises(UsageError, match="device 1 splits the layers of a stage"):
+        Plan(stages=(split, other), micro_batch=4)
+
+
+def test_replicas_of_a_stage_are_split_alike() -> None:
+    with pytest.raises(UsageError, match="as many devices"):
+        Stage(replicas=((0, 1), (2,)), shares=(1.0, 1.0))
