@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,15 @@ def test_too_small_devices_are_an_error_that_says_what_would_help(
     text = capsys.readouterr().err
     assert "no plan fits" in text and "misses device" in text and "What would help" in text
     assert not (tmp_path / "p.json").exists()
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, Plan.data_parallel([0], [1.0], micro_batch=32))
+    assert main(["plan", "--model", "mlp", "--pool", "sim", "--memory", "1MiB", "--check", path]) == 2
+    said = capsys.readouterr()
+    assert re.search(r"onebox: the plan does not fit: device 0 lacks [\d,]+ bytes; smaller micro-batches", said.err)
+    assert "too much" in said.out
+    assert "run it with" not in said.out
 
 
 def test_emulated_devices_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,8 @@ def test_the_summary(undisturbed: Run) -> None:
     assert summary["steps"] == EPOCHS * STEPS_PER_EPOCH
     assert summary["seconds"] > 0 and summary["samples_per_s"] > 0
     assert [device["peak_bytes"] > 0 for device in summary["devices"]] == [True, True]
-    assert summary["plan"]["shares"] == [0.5, 0.5]
+    assert summary["plan"]["stages"][0]["shares"] == [0.5, 0.5]
+    assert summary["comparison"] is None  # there was no plan to compare with
     assert (undisturbed.folder / summary["checkpoint"] / "manifest.json").exists()
 
 
