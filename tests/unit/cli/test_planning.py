@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,12 +23,13 @@ from onebox.report import RunFolder
 from tests.unit.report.steps import foreseen, plan, problem
 
 
-@pytest.mark.parametrize(("missing", "text"), [(0, ""), (1, "device 0 lacks 1 bytes"), (-1, "")])
+@pytest.mark.parametrize(("missing", "text"), [(0, ""), (1, "device 1 lacks 1 bytes"), (-1, "")])
 def test_a_plan_lacks_what_its_prediction_has_too_much(missing: int, text: str) -> None:
     expected, simulation = foreseen(plan())
     assert expected.predicted is not None
-    capacity = expected.predicted.peak_bytes[0] - missing
-    assert capacity > max(expected.predicted.peak_bytes[1:])
+    first, second, third = expected.predicted.peak_bytes
+    capacity = second - missing
+    assert capacity > max(first, third)
     found = Foreseen(plan=expected, simulation=simulation, problem=problem(3, capacity))
     assert found.shortfall == text
     assert found.peak_bytes == dict(enumerate(expected.predicted.peak_bytes))
@@ -42,18 +44,16 @@ NAMES = st.sampled_from(["mlp", "gpt"])
 
 
 @given(NAMES, st.integers(1, 99), st.sampled_from(["cpu*2", "sim*2,sim@0.5", "auto"]), st.sampled_from([None, "1GiB"]))
-def test_the_command_that_is_shown_trains_what_was_planned(
-    model: str, batch: int, pool: str, memory: str | None
-) -> None:
-    config = PlanConfig(model=model, batch=batch, pool=pool, memory=memory, budget=1.0)  # type: ignore[arg-type]
+def test_the_command_that_is_shown_trains_the_plan(model: Any, batch: int, pool: str, memory: str | None) -> None:
+    config = PlanConfig(model=model, batch=batch, pool=pool, memory=memory, budget=1.0)
     words = shlex.split(command_line(config, {"--plan": Path("my plan.json")}))
     assert words[0] == "onebox"
-    expected = TrainConfig(model=model, batch=batch, pool=pool, memory=memory, plan="my plan.json")  # type: ignore[arg-type]
+    expected = TrainConfig(model=model, batch=batch, pool=pool, memory=memory, plan="my plan.json")
     assert parse(words[1:]) == expected
 
 
 def test_a_plan_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--out .* cannot be written: No such file"):
+    with pytest.raises(UsageError, match=r"--out .* cannot be written: No such file"):
         write_plan(tmp_path / "nowhere" / "plan.json", plan())
 
 
