@@ -43,9 +43,9 @@ def write_outcome(loop: Loop, pool: Pool, *, seconds: float, expected: Simulatio
     names = {device.number: f"worker {device.number} ({_kind(device)})" for device in pool.devices}
     timeline_of(loop.trainer.events(), names).write(loop.folder.timeline)
     found = _compare(loop)
+    loop.folder.write_summary(_summary(loop, pool, seconds, found))
     if found is not None:
         _draw(loop, pool, expected)
-    loop.folder.write_summary(_summary(loop, pool, seconds, found))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,7 +171,9 @@ def _check_table(problem: Problem, plan: Plan) -> None:
         validate(Schedule.parse(plan.table), plan.routes(problem.batch), edges)
 
 
-def plan_of_run(config: TrainConfig, folder: RunFolder, data: DataSet) -> tuple[Plan | None, Simulation | None]:
+def plan_of_run(
+    config: TrainConfig, folder: RunFolder, data: DataSet, say: Callable[[str], None] = lambda text: None
+) -> tuple[Plan | None, Simulation | None]:
     """Return the plan that a run is to have, and the step that was simulated for it where it was searched for here.
 
     A run that is resumed goes on with the plan in its folder, or with another one that has the same micro-batches.
@@ -181,6 +183,7 @@ def plan_of_run(config: TrainConfig, folder: RunFolder, data: DataSet) -> tuple[
         config: The options, resolved.
         folder: The run's folder.
         data: The data set.
+        say: Tells a person what takes its time.
 
     Raises:
         UsageError: The plan cannot be read, or would change what a resumed run computes.
@@ -191,19 +194,23 @@ def plan_of_run(config: TrainConfig, folder: RunFolder, data: DataSet) -> tuple[
     before = read_config(config.resume) if config.resume is not None else None
     if before is not None and before.plan == config.plan:
         return Plan.read(folder.plan), None
-    known = Plan.read(folder.plan) if before is not None and before.plan is not None else None
-    size = known.micro_batch if known is not None else None
+    size = None
+    if before is not None:
+        size = before.micro_batch if before.plan is None else Plan.read(folder.plan).micro_batch
+    simulation = None
     if config.plan == "auto":
+        say("planning: the model, the devices and the links are measured unless they are known")
         with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
             found = search_plan(config, data, pool, micro_batches=[size] if size else None)
-        return found.plan, found.simulation
-    plan = Plan.read(Path(config.plan).expanduser())
+        plan, simulation = found.plan, found.simulation
+    else:
+        plan = Plan.read(Path(config.plan).expanduser())
     if before is not None and plan.micro_batch != size:
         raise UsageError(
             f"--plan {config.plan} has micro-batches of {plan.micro_batch or 'a share'}, the run to be resumed of "
             f"{size or 'a share'}; that would change what is computed"
         )
-    return plan, None
+    return plan, simulation
 
 
 def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:

@@ -20,7 +20,7 @@ from onebox.errors import OneboxError, UsageError
 from onebox.feed import Batches, DataSet
 from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
-from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics
+from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics, summary_line
 
 _TEST_BATCH = 500
 """Divides the test sets of MNIST and CIFAR-10, so that one shape is captured."""
@@ -40,10 +40,12 @@ def train(config: TrainConfig) -> None:
     data = load_data(config.data)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
-        plan, expected = plan_of_run(config, folder, data)
+        plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes))
         _check_shares(config, pool)
         print_devices(pool, console)
+        if plan is not None and plan.predicted is not None:
+            console.print(f"predicted: {summary_line(plan)}", highlight=False, soft_wrap=True)
         begun = start(config, folder, data, pool, plan)
         stack.enter_context(begun.trainer)
         folder.write_config(to_stored(_as_opened(config, pool)))

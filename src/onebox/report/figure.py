@@ -210,6 +210,7 @@ def draw(pictures: Sequence[Picture], path: Path | str, *, title: str = "", emul
         UsageError: The suffix is another one, or the file cannot be written.
     """
     check_suffix(path)
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -228,7 +229,8 @@ def draw(pictures: Sequence[Picture], path: Path | str, *, title: str = "", emul
     if title:
         figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
     try:
-        figure.savefig(path, dpi=_DPI, metadata=_no_date(path))
+        with rc_context({"svg.hashsalt": "onebox"}):  # else names inside the file are drawn at random
+            figure.savefig(path, dpi=_DPI, metadata=_no_date(path))
     except OSError as error:
         raise UsageError(f"figure {path} cannot be written: {error.strerror}") from error
 
@@ -241,7 +243,7 @@ def _no_date(path: Path | str) -> Mapping[str, Any]:
 def _draw_rows(
     axes: Axes, picture: Picture, devices: Sequence[int], stages: int, emulated: Collection[int], figure: Figure
 ) -> None:
-    digits = max(len(str(bar.micro_batch)) for bar in picture.bars if bar.micro_batch is not None)
+    digits = max((len(str(bar.micro_batch)) for bar in picture.bars if bar.micro_batch is not None), default=1)
     for row, device in enumerate(devices):
         own = [bar for bar in picture.bars if bar.device == device]
         for bar in own:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from onebox.cli import main
 from onebox.plan import Plan, Stage
+from onebox.report.tables import time_text
 from tests.process.cli.commands import POOL, command, metrics
 
 JOB = ("--model", "mlp", "--data", "digits", *POOL)
@@ -275,6 +276,8 @@ def test_plan_auto_plans_runs_and_keeps(tmp_path: Path, capsys: pytest.CaptureFi
     plan = Plan.read(run / "plan.json")
     assert plan.predicted is not None
     text = capsys.readouterr().out
+    assert text.startswith("planning: ")
+    assert f"predicted: step {time_text(plan.predicted.step_s)} for 64 samples" in text
     assert f"plan: {plan.describe()}" in text
     assert "predicted and measured, medians of 22 steps" in text
     config = json.loads((run / "config.json").read_text())

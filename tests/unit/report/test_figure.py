@@ -130,7 +130,8 @@ def test_no_window_and_no_global_state(tmp_path: Path) -> None:
 
 def test_the_same_step_is_the_same_file(tmp_path: Path) -> None:
     _, simulation = foreseen(plan())
-    for name in ("a.pdf", "b.pdf", "a.png", "b.png"):
-        draw_simulation(simulation, tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert (tmp_path / "a.pdf").read_bytes() == (tmp_path / "b.pdf").read_bytes()
+    for suffix in ("pdf", "png", "svg"):
+        first, second = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+        draw_simulation(simulation, first)
+        draw_simulation(simulation, second)
+        assert first.read_bytes() == second.read_bytes()
