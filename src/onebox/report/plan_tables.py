@@ -107,7 +107,7 @@ def comparison_tables(found: Comparison) -> list[Table]:
     Args:
         found: The comparison.
     """
-    times = Table("stage", "devices", "samples")
+    times = Table("stage", "on", "size")
     kinds = [kind for kind in _NAMES if any(kind in row.seconds for row in found.stages)]
     for kind in kinds:
         times.add_column(f"{_NAMES[kind]}, ms\n pred.  meas.   error", justify="left", no_wrap=True)
