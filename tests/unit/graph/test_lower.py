@@ -75,7 +75,7 @@ def test_several_outputs_and_those_that_nobody_reads() -> None:
     same(lambda x: torch.max(x, 1), X)
     program = same(lambda x: torch.max(x, 1)[1], X)
     assert program.operators[0].outs[0] is None
-    assert program.operators[0].specs[0] is None
+    assert program.operators[0].specs[0] is not None, "it takes memory while the operator runs"
     same(lambda x: [part * 2 for part in torch.split(x, 2, 1)], X)
     program = same(lambda x: torch.split(x, 2, 1)[1].relu(), X)
     assert program.operators[0].outs == (None, 1)

@@ -100,7 +100,7 @@ def test_every_policy_heeds_the_memory(case: Case, more: int) -> None:
     alone = Schedule(
         rows=dict(zip(instance_of(routes, work).devices, one_by_one(instance_of(routes, work)), strict=True))
     )
-    late = max(stage.late_bytes for stage in work.stages)
+    late = sum(stage.late_bytes for stage in work.stages)
     peaks = simulate(alone, routes, work, detail=False).peak_bytes
     work = replace(work, capacity_bytes={device: most + late + more for device, most in peaks.items()})
     instance = instance_of(routes, work)
