@@ -79,8 +79,8 @@ def main() -> None:
     }
     show(
         f"Predicted and measured, batch {BATCH}: mean error {result['mean_error']:.1%}, rank correlation "
-        f"{result['spearman']} ({orders[0]:.3f} of the CPU plans, {orders[1]:.3f} of the emulated ones), largest error of "
-        f"memory {result['memory_error']:.2%}",
+        f"{result['spearman']} ({orders[0]:.3f} of the CPU plans, {orders[1]:.3f} of the emulated ones), largest error "
+        f"of memory {result['memory_error']:.2%}",
         ["plan", "devices", "predicted ms", "measured ms", "error", "memory error"],
         [
             [
