@@ -149,3 +149,17 @@ def test_a_trainer_works_on_sim_devices_and_takes_the_memory_that_it_takes_on_cp
     for one, other in zip(memory_of_a_run("sim*2"), memory_of_a_run("cpu*2"), strict=True):
         assert (one.used_bytes, one.peak_bytes) == (other.used_bytes, other.peak_bytes)
         assert one.peak_bytes > one.used_bytes > 0
+
+
+def test_shares_of_sim_devices_are_their_speeds() -> None:
+    model = nn.Linear(4, 1)
+    with (
+        open_pool("sim,sim@0.5") as pool,
+        onebox.Trainer(
+            model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), pool=pool
+        ) as trainer,
+    ):
+        trainer.step(torch.zeros(6, 4), torch.zeros(6, 1))
+        trainer.wait()
+        assert trainer.plan is not None
+        assert trainer.plan.stages[0].shares == pytest.approx((2 / 3, 1 / 3))

@@ -36,9 +36,11 @@ def resolve_shares(shares: Any, pool: Pool, captures: Captures, batch: Batch, re
     if isinstance(shares, str):
         if shares not in ("auto", "equal", "measured"):
             raise UsageError(f"shares={shares!r}: allowed are 'auto', 'equal', 'measured', or one weight a device")
-        kinds = {(device.host, device.name, device.kind, device.threads) for device in pool.devices}
+        kinds = {(device.host, device.name, device.kind, device.threads, device.speed) for device in pool.devices}
         if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
             return (1 / count,) * count
+        if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: they are as fast as they say
+            return tuple(shares_from_speeds([device.speed for device in pool.devices]))
         return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, remote)))
     weights = [float(share) for share in shares]
     if len(weights) != count:

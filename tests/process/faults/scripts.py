@@ -24,6 +24,8 @@ import onebox
 from onebox.pool import open_pool
 from tests.process.faults.training import batch, parts, steps, train, trainer_on
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background of a shell ignores it
+
 
 def ready(pool):
     print("workers", *pool.process_ids, flush=True)
