@@ -1,0 +1,119 @@
+"""Layers split over workers give the result of one process: alone, replicated, and in stages, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.errors import UsageError
+from onebox.plan import Plan, Stage
+from tests.models import CASES, OPTIMIZERS
+from tests.process.stages import reference, run, segments
+from tests.reference import assert_same
+
+SIZES = (6, 6, 5, 6)
+"""Samples of the steps; the third has a micro-batch that is smaller than the others."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[onebox.Pool]:
+    with onebox.open("cpu*4", threads=1) as opened:
+        yield opened
+
+
+def split(name: str, layout: str) -> Plan:
+    """Return a plan that splits the layers of a case."""
+    names = segments(name)
+    first, second = names[: len(names) // 2], names[len(names) // 2 :]
+
+    def stage(part: tuple[str, ...], *replicas: tuple[int, ...]) -> Stage:
+        return Stage(segments=part, replicas=replicas, shares=(1.0,) * len(replicas))
+
+    stages = {
+        "over two": (stage((), (0, 1)),),
+        "over three": (stage((), (0, 1, 2)),),
+        "twice over two": (stage((), (0, 1), (2, 3)),),
+        "both stages": (stage(first, (0, 1)), stage(second, (2, 3))),
+        "behind replicas": (stage(first, (2,), (3,)), stage(second, (0, 1))),
+    }
+    return Plan(stages=stages[layout], micro_batch=2, schedule="zb-h1" if layout == "behind replicas" else "1f1b")
+
+
+RUNS = [
+    ("mlp", "over three", "adamw"),
+    ("mlp", "behind replicas", "sgd"),
+    ("cnn", "over two", "adam-in-groups"),
+    ("cnn", "twice over two", "sgd"),
+    ("cnn", "both stages", "adamw"),
+    ("unet", "over two", "adamw"),
+    ("gpt2", "twice over two", "adamw"),
+    ("gpt2", "both stages", "sgd"),
+    ("vit", "over three", "sgd"),
+    ("vit", "behind replicas", "adamw"),
+    ("tied", "over two", "adam-in-groups"),
+    ("dropping", "both stages", "adamw"),
+]
+"""Each model and each layout at least once; the product would take a minute more."""
+
+
+@pytest.mark.parametrize(("name", "layout", "optimizer"), RUNS)
+def test_layers_split_over_workers_give_the_result_of_one_process(
+    pool: onebox.Pool, name: str, layout: str, optimizer: str
+) -> None:
+    plan = split(name, layout)
+    found = run(pool, name, plan, SIZES, optimizer=optimizer, clip_grad_norm=0.5)
+    assert_same(found, reference(name, plan, SIZES, optimizer=optimizer, max_norm=0.5))
+
+
+def test_workers_hold_shares_and_predict_their_memory(pool: onebox.Pool) -> None:
+    case = CASES["cnn"]
+    model = case.model()
+    (batch,) = case.batches([6])
+    plan = split("cnn", "over two")
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan) as trainer:
+        trainer.evaluate([batch])
+        before = trainer.memory()
+        predicted = trainer.predicted_memory(*batch)
+        trainer.step(*batch)
+        trainer.wait()
+        whole = sum(tensor.nbytes for tensor in model.state_dict().values())
+        assert all(memory.used_bytes < 0.8 * whole for memory in before[:2])
+        assert set(predicted) == {0, 1}
+
+
+def test_a_run_with_split_layers_goes_on_on_one_device(pool: onebox.Pool, tmp_path: Path) -> None:
+    """Shares of parameters and of the optimizer's state are put together in a checkpoint, and cut again from it."""
+    case, plan = CASES["cnn"], split("cnn", "over two")
+    alone = Plan.data_parallel([3], [1.0], micro_batch=2)
+    batches = case.batches(list(SIZES))
+    for first, second in ((plan, alone), (alone, plan)):
+        model = case.model()
+        with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=first) as trainer:
+            for batch in batches[:2]:
+                trainer.step(*batch)
+            saved = trainer.save(tmp_path / f"{first.split}")
+        model = case.model()
+        resumed = onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=second)
+        with resumed as trainer:
+            for batch in batches[2:]:
+                trainer.step(*batch)
+            found = trainer.tensors()
+        expected = reference("cnn", plan, SIZES, optimizer="adamw").tensors
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[f"model.{name}"], tensor, rtol=1e-10, atol=1e-10)
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(pool: onebox.Pool) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    plan = Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=2)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with (
+        onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan) as trainer,
+        pytest.raises(UsageError, match="looks at a parameter as a whole"),
+    ):
+        trainer.step(torch.ones(4, 8), torch.zeros(4, 4))
