@@ -221,10 +221,11 @@ class _Runs:
             for trainer in trainers:
                 trainer.wait()
             found: dict[str, list[SegmentTimes]] = {}
-            for trainer, device in zip(trainers, devices, strict=True):
+            events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
+            between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
+            for own, device in zip(events, devices, strict=True):
                 info = pool.devices[device]
-                events = [event for event in trainer.events() if event.step >= _WARM]
-                found.setdefault(device_type(info), []).append(self._times(events, info.speed))
+                found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
         finally:
             for trainer in trainers:
                 trainer.close()
@@ -237,7 +238,7 @@ class _Runs:
         trainer.captures = self.captures
         return trainer
 
-    def _times(self, events: Sequence[Event], speed: float) -> SegmentTimes:
+    def _times(self, events: Sequence[Event], speed: float, between_s: float) -> SegmentTimes:
         by_action: dict[tuple[str, int], list[float]] = {}
         for event in events:
             if event.action is not None:
@@ -256,7 +257,7 @@ class _Runs:
                 (taken("F", index), taken("I", index), taken("W", index) + part * _typical(sums) * len(self._names))
                 for index, part in enumerate(parts)
             ),
-            update_s=_typical(_named(events, "optimizer", speed)) + _between_s(events),
+            update_s=_typical(_named(events, "optimizer", speed)) + between_s * speed,
             call_s=_call_s(events),
         )
 
