@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from onebox.engine.buckets import fill_buckets
 from onebox.engine.emission import emit
@@ -18,26 +17,6 @@ from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Free, OptimizerStep, Reduce
-
-
-class RunBackward(Protocol):
-    """Adds the call of a backward program to a routine."""
-
-    def __call__(
-        self,
-        part: Part,
-        inputs: Sequence[int],
-        values: Mapping[Port, int],
-        label: Label,
-        *,
-        takes: Sequence[int],
-        group: int,
-        action: Action,
-        position: int,
-        cost_s: float,
-        hand_on: Callable[[], None],
-    ) -> None:
-        """Add it; see :meth:`WorkerGradients.run`."""
 
 
 class Gradients:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchanges
-from onebox.engine.gradients import Gradients, RunBackward
+from onebox.engine.gradients import Gradients, WorkerGradients
 from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
@@ -67,7 +67,7 @@ class Lowering:
             exchanges = Exchanges(row.builder, worker, self._numbers.groups)
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
-            row.run(gradients.run, statistics)
+            row.run(gradients, statistics)
             exchanges.finish()
             statistics.finish()
             gradients.finish()
@@ -170,11 +170,11 @@ class _Row:
     def _part(self, action: Action) -> Part:
         return self._job.part(self._worker, action)
 
-    def run(self, call: RunBackward | None, statistics: WorkerStatistics | None) -> None:
+    def run(self, gradients: WorkerGradients | None, statistics: WorkerStatistics | None) -> None:
         """Add all actions.
 
         Args:
-            call: Runs the program of a backward action; forward's are called as they are.
+            gradients: Runs the backward actions; forward ones are called as they are.
             statistics: Told before and after each action.
         """
         if self.actions:
@@ -184,7 +184,7 @@ class _Row:
                 self._receive(self.actions[position + 1])
             if statistics is not None:
                 statistics.before(action)
-            self._execute(position, action, call, statistics)
+            self._execute(position, action, gradients, statistics)
             if statistics is not None:
                 statistics.after(action)
 
@@ -200,7 +200,7 @@ class _Row:
     # ---- one action
 
     def _execute(
-        self, position: int, action: Action, call: RunBackward | None, statistics: WorkerStatistics | None
+        self, position: int, action: Action, gradients: WorkerGradients | None, statistics: WorkerStatistics | None
     ) -> None:
         part = self._part(action)
         stage, micro_batch = action.stage, action.micro_batch
@@ -215,7 +215,7 @@ class _Row:
         cost_s = self._cost_s(action)
         replica = self._job.routes[stage][micro_batch]
         group = self._numbers.groups[replica] if len(replica) > 1 else 0
-        if action.kind == "F" or call is None:
+        if action.kind == "F" or gradients is None:
             outputs = [self._number(port, micro_batch, moved, made=True) for port in part.outputs]
             numbers = dict(zip(part.outputs, outputs, strict=True))
             emit(
@@ -233,7 +233,7 @@ class _Row:
             self._hand_on(part, stage, micro_batch)
         else:
             values = {p: self._tables.value(p, micro_batch) for p in part.outputs if p.kind == "value"}
-            call(
+            gradients.run(
                 part,
                 inputs,
                 values,
