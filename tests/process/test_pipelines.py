@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 import onebox
-from onebox.plan import Plan
-from tests.process.stages import expected, reference, run, staged, tabled
+from onebox.plan import Plan, Stage
+from tests.process.stages import expected, reference, run, segments, staged, tabled
 from tests.reference import assert_same
 
 STEPS = 20
@@ -124,3 +124,13 @@ def test_other_models_in_stages(model: str, schedule: str, pool: onebox.Pool) ->
     plan = staged(model, (0, 1, 2), schedule=schedule)
     sizes = [8, 5, 8, 2, 12]
     assert_same(run(pool, model, plan, sizes), reference(model, plan, sizes))
+
+
+def test_parallel_branches_on_different_devices(pool: onebox.Pool) -> None:
+    """Every segment is a stage, so that the branches of a block lie beside each other, on all devices."""
+    stages = tuple(
+        Stage(segments=(name,), replicas=((place % 4,),), shares=(1.0,))
+        for place, name in enumerate(segments("inception"))
+    )
+    plan = Plan(stages=stages, micro_batch=2, schedule="1f1b")
+    assert_same(run(pool, "inception", plan, (6, 5, 6)), reference("inception", plan, (6, 5, 6)))
