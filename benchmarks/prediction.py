@@ -141,7 +141,7 @@ def on_cpus(rounds: int) -> list[Row]:
         with onebox.open("cpu*2", threads=1) as pool:
             assert plan.micro_batch is not None
             size = plan.micro_batch
-            profile = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[size], cache=False)
+            profile, _ = profile_model(model, LOSS, optimizer, *data(), pool=pool, sizes=[size], cache=False)
             links = pool_links(pool)
             problem = make_problem(profile, pool.devices, links, batch=BATCH, micro_batches=(size,))
         prediction, _ = predict(problem, plan)

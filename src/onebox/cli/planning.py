@@ -16,7 +16,7 @@ from onebox.cli.stored import read_config
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
 from onebox.engine.planning import make_plan, make_problem, pool_links
-from onebox.engine.profiling import measure_model
+from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
 from onebox.feed import DataSet
 from onebox.plan import (
@@ -138,7 +138,7 @@ def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan, *, fr
         raise UsageError(f"the plan has micro-batches of {plan.micro_batch}, but the batch has {len(labels)} samples")
     sizes = sorted({part.size for part in plan.micro_batches(len(labels))})
     optimizer = make_optimizer(config, model)
-    profile, captures = measure_model(
+    profile, captures = profile_model(
         model,
         functional.cross_entropy,
         optimizer,

@@ -53,7 +53,7 @@ def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile
     model = make_model(job, data)
     images, labels = data.train.images[: job.batch], data.train.labels[: job.batch]
     sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
-    return profile_model(
+    profile, _ = profile_model(
         model,
         functional.cross_entropy,
         make_optimizer(job, model),
@@ -64,6 +64,7 @@ def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile
         fresh=config.fresh,
         cache=not config.no_cache,
     )
+    return profile
 
 
 def _to_json(profile: PoolProfile, model: ModelProfile | None) -> bytes:

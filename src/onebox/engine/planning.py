@@ -13,7 +13,7 @@ from torch import nn
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
-from onebox.engine.profiling import device_type, measure_model
+from onebox.engine.profiling import device_type, profile_model
 from onebox.errors import PlanError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Links, Plan, Prediction
@@ -97,7 +97,7 @@ def make_plan(
     """
     batch = as_batch(inputs, targets)
     allowed = _allowed(batch.size, micro_batches)
-    profile, captures = measure_model(
+    profile, captures = profile_model(
         model,
         loss,
         optimizer,

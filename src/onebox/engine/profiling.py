@@ -64,7 +64,7 @@ def profile_model(
     precision: Precision = "fp32",
     fresh: bool = False,
     cache: bool = True,
-) -> ModelProfile:
+) -> tuple[ModelProfile, Captures]:
     """Measure a model's segments.
 
     Args:
@@ -79,33 +79,12 @@ def profile_model(
         fresh: Measure even if it is known.
         cache: Whether to look in the user's cache, and to keep the times there: by graph, devices and torch version.
 
+    Returns:
+        The profile, and the model as it was captured.
+
     Raises:
         UsageError: A size is not in the batch.
         OneboxError: The model cannot be captured, or does not fit.
-    """
-    measured = measure_model(
-        model, loss, optimizer, inputs, targets, pool=pool, sizes=sizes, precision=precision, fresh=fresh, cache=cache
-    )
-    return measured[0]
-
-
-def measure_model(
-    model: nn.Module,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    inputs: Any,
-    targets: Any,
-    *,
-    pool: Pool,
-    sizes: Sequence[int],
-    precision: Precision = "fp32",
-    fresh: bool = False,
-    cache: bool = True,
-) -> tuple[ModelProfile, Captures]:
-    """Measure a model's segments, as :func:`profile_model` does.
-
-    Returns:
-        The profile, and the model as it was captured.
     """
     batch = as_batch(inputs, targets)
     if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
