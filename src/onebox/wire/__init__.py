@@ -12,6 +12,7 @@ from onebox.wire.channel import (
     receive,
     send,
 )
+from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
 from onebox.wire.operators import is_random, overload, shares_memory
 from onebox.wire.program import (
     DType,
@@ -33,7 +34,15 @@ from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, 
 
 __all__ = [
     "DTYPES",
+    "FREE",
+    "Argument",
+    "Block",
+    "Complex",
     "DType",
+    "Generator",
+    "Hole",
+    "Items",
+    "Kernel",
     "KeyPair",
     "Layout",
     "Many",
@@ -42,6 +51,8 @@ __all__ = [
     "OwnDevice",
     "Program",
     "Slot",
+    "Source",
+    "Strided",
     "TensorSpec",
     "Value",
     "check",

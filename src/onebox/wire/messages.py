@@ -11,9 +11,10 @@ from typing import Literal
 
 from msgspec import Struct
 
+from onebox.wire.eager import Block, Generator, Kernel
 from onebox.wire.program import Program, TensorSpec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything in this file and in ``program.py``; both sides must agree."""
 
 Number = bool | int | float | None
@@ -135,11 +136,12 @@ class Ask(Message, frozen=True, tag="ask"):
 
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
-            ``memory``: bytes used, peak and quota; ``optimizer``: its state, elements in frames.
-        buffers: What it is about; for ``optimizer`` its number.
+            ``memory``: bytes used, peak and quota; ``optimizer``: its state, elements in frames; ``generator``: the
+            state of a random number generator, as one tensor of bytes in a frame.
+        buffers: What it is about; for ``optimizer`` and ``generator`` its number, 0 for the device's own generator.
     """
 
-    about: Literal["scalars", "digest", "memory", "optimizer"]
+    about: Literal["scalars", "digest", "memory", "optimizer", "generator"]
     buffers: tuple[int, ...] = ()
 
 
@@ -213,10 +215,10 @@ class StoredProgram(Message, frozen=True, tag="program"):
 
 
 class Define(Message, frozen=True, tag="define"):
-    """Store a program, a routine or an optimizer under a number."""
+    """Store something under a number."""
 
     number: int
-    what: StoredProgram | Routine | Optimizer
+    what: StoredProgram | Routine | Optimizer | Kernel | Block | Generator
 
 
 class Put(Message, frozen=True, tag="put"):
@@ -267,6 +269,62 @@ class EmulatedLink(Message, frozen=True):
     link: int
     latency_s: float
     bandwidth_bps: float
+
+
+class Operate(Message, frozen=True, tag="operate"):
+    """Run operators one after the other.
+
+    Args:
+        calls: The calls, coded as :mod:`onebox.wire.eager` says, with buffers by number.
+        floats: The floating-point numbers of all of them, in order.
+    """
+
+    calls: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+
+
+class Replay(Message, frozen=True, tag="replay"):
+    """Run a stored block.
+
+    Args:
+        block: Its number.
+        inputs: Buffers for its first slots.
+        outputs: Numbers for the slots that it keeps.
+        floats: The floating-point numbers of all its calls, in order.
+    """
+
+    block: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+
+
+class Perform(Message, frozen=True, tag="perform"):
+    """Run one operator of which the client does not know what it will return, and answer with that.
+
+    Args:
+        kernel: The operator, with no ``outs``.
+        inputs: Its tensors.
+        floats: Its floating-point numbers.
+        first: The number of the first tensor that it returns; the next returns get the next numbers, whatever they are.
+    """
+
+    kernel: Kernel
+    inputs: tuple[int, ...]
+    floats: tuple[float, ...]
+    first: int
+
+
+class SetGenerator(Message, frozen=True, tag="random"):
+    """Set a random number generator.
+
+    Args:
+        generator: Its number; 0 for the device's own.
+        seed: The seed, or ``None`` where the state is in the next frame.
+    """
+
+    generator: int
+    seed: int | None
 
 
 class FormGroup(Message, frozen=True, tag="form"):
@@ -322,7 +380,22 @@ class Bye(Message, frozen=True, tag="bye"):
     """End the worker."""
 
 
-Instruction = Step | Define | Put | Run | FormGroup | LeaveGroup | Rendezvous | Reduced | Gone | Bye
+Instruction = (
+    Step
+    | Define
+    | Put
+    | Run
+    | Operate
+    | Replay
+    | Perform
+    | SetGenerator
+    | FormGroup
+    | LeaveGroup
+    | Rendezvous
+    | Reduced
+    | Gone
+    | Bye
+)
 
 
 class Envelope(Message, frozen=True):

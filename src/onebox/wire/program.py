@@ -24,6 +24,11 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float32": 4,
     "float64": 8,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "complex64": 8,
+    "complex128": 16,
 }
 """The element types that travel, with the bytes of one element."""
 

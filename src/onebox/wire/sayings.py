@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from onebox.wire.eager import Complex, Strided
 from onebox.wire.messages import Message, StateEntry
 from onebox.wire.program import TensorSpec
 
@@ -81,7 +82,19 @@ class OptimizerState(Message, frozen=True, tag="state"):
     entries: tuple[StateEntry, ...]
 
 
-Result = Tensors | Scalars | Digest | Memory | OptimizerState
+class Made(Message, frozen=True, tag="made"):
+    """Answer to ``Perform``.
+
+    Args:
+        results: What the operator returned, lists one by one: a tensor, an undefined one, or a number.
+        inputs: What its inputs are now.
+    """
+
+    results: tuple[Strided | Complex | bool | int | float | None, ...]
+    inputs: tuple[Strided, ...]
+
+
+Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState
 
 
 class Reply(Message, frozen=True, tag="reply"):

@@ -1,0 +1,111 @@
+"""Eager operators: what a virtual device sends, one operator after the other.
+
+An operator that a script runs again and again differs from call to call in its tensors and in numbers such as a
+learning rate, hardly ever in anything else. So all else is defined once, as a :class:`Kernel`, and a call is a handful
+of integers. A sequence of calls that repeats is defined once, too, as a :class:`Block`. Unlike a
+:class:`~onebox.wire.program.Program` these may write to their arguments and make views: a worker holds the storages,
+and so it knows what shares memory with what.
+
+Calls are coded as integers: ``kernel, inputs..., outputs...`` with as many of each as the kernel says, or
+``FREE, number``.
+"""
+
+from __future__ import annotations
+
+from onebox.wire.program import DType, Layout, MemoryFormat, OwnDevice, Slot, _Part
+
+FREE = 0
+"""Instead of a kernel's number: the next integer is a buffer that ends here."""
+
+
+class Hole(_Part, frozen=True, tag="h"):
+    """An argument that each call brings along: its floating-point number with this index."""
+
+    index: int
+
+
+class Complex(_Part, frozen=True, tag="c"):
+    """An argument: a complex number."""
+
+    real: float
+    imag: float
+
+
+class Source(_Part, frozen=True, tag="g"):
+    """An argument: the random number generator that was defined under a number."""
+
+    number: int
+
+
+class Items(_Part, frozen=True, tag="i"):
+    """An argument: a flat list."""
+
+    items: tuple[Slot | Hole | Complex | bool | int | float | None, ...]
+
+
+Argument = (
+    Slot | Hole | Complex | Source | Items | DType | OwnDevice | Layout | MemoryFormat | bool | int | float | str | None
+)
+
+
+class Strided(_Part, frozen=True, tag="t"):
+    """Where the elements of a tensor lie.
+
+    Args:
+        dtype: A key of :data:`~onebox.wire.program.ITEM_BYTES`.
+        shape: Sizes, outermost first.
+        strides: Elements from one index to the next, for each dimension.
+        offset: Elements from the start of the storage to the first.
+        storage_bytes: Bytes of the storage.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+    storage_bytes: int = 0
+
+
+class Kernel(_Part, frozen=True, tag="kernel"):
+    """An operator with its tensors and floating-point numbers left open.
+
+    Args:
+        name: Overload, such as ``aten.add_.Tensor``.
+        args: Positional arguments; slot ``i`` is input ``i`` of a call.
+        kwargs: Keyword arguments, likewise.
+        inputs: How many tensors a call brings.
+        floats: How many floating-point numbers a call brings.
+        outs: For each tensor that the operator returns, those of lists one by one: what it is, if a call keeps it,
+            under the next of its output numbers; ``None`` for one that is an argument, or undefined, or that nobody
+            reads. A new tensor whose strides are others is laid out as is said here.
+    """
+
+    name: str
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
+    inputs: int
+    floats: int
+    outs: tuple[Strided | None, ...] = ()
+
+
+class Block(_Part, frozen=True, tag="block"):
+    """A sequence of calls over slots: the first ``inputs`` slots are given, each output fills the next.
+
+    Args:
+        calls: The calls, coded as integers, with slots for buffers. ``FREE`` ends what a slot holds; where it held an
+            input, its buffer ends, too.
+        inputs: How many buffers a :class:`~onebox.wire.messages.Replay` brings.
+        outputs: The slots that are kept, in the order of the numbers that a ``Replay`` gives them.
+        floats: How many floating-point numbers a ``Replay`` brings: those of all calls, in order.
+    """
+
+    calls: tuple[int, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+    floats: int
+
+
+class Generator(_Part, frozen=True, tag="generator"):
+    """A random number generator of the worker's device, as a definition."""
+
+    seed: int
