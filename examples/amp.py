@@ -75,7 +75,8 @@ def main():
     accuracy = (outputs.argmax(1).cpu() == labels[1437:]).float().mean().item()
     print(f"test accuracy {accuracy:.1%}")
     if args.json:
-        results = {"losses": losses, "accuracy": accuracy, "outputs": str(outputs.dtype), "scale": scaler.get_scale()}
+        results = {"device": str(device), "outputs": str(outputs.dtype), "scale": scaler.get_scale()}
+        results |= {"losses": losses, "accuracy": accuracy}
         Path(args.json).write_text(json.dumps(results))
 
 

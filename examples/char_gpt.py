@@ -144,7 +144,7 @@ def main():
     text = "".join(characters[each] for each in written)
     print(text)
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "text": text}))
+        Path(args.json).write_text(json.dumps({"device": device, "losses": losses, "text": text}))
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def main():
     if peak:
         print(f"at most {peak / 2**20:.1f} MiB on {torch.cuda.get_device_name(device)}")
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "peak_bytes": peak}))
+        Path(args.json).write_text(json.dumps({"device": str(device), "losses": losses, "peak_bytes": peak}))
 
 
 if __name__ == "__main__":

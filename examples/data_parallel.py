@@ -97,7 +97,7 @@ def main():
     bare = model.module if isinstance(model, nn.DataParallel) else model
     print(f"{sum(weight.numel() for weight in bare.parameters()):,} parameters")
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "accuracy": accuracy}))
+        Path(args.json).write_text(json.dumps({"device": str(device), "losses": losses, "accuracy": accuracy}))
 
 
 if __name__ == "__main__":

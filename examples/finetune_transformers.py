@@ -117,7 +117,8 @@ def main():
     difference = (evaluate(again, test_loader, device)[0] - logits).abs().max().item()
     print(f"saved and loaded: logits differ by {difference:.1e}")
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "accuracy": accuracy, "difference": difference}))
+        results = {"device": str(device), "losses": losses, "accuracy": accuracy, "difference": difference}
+        Path(args.json).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def main():
         show(picture)
         print()
     if args.json:
-        results = {"losses": losses, "generator_losses": generator_losses, "mean_shade": drawn.mean().item()}
+        results = {"device": str(device), "mean_shade": drawn.mean().item()}
+        results |= {"losses": losses, "generator_losses": generator_losses}
         Path(args.json).write_text(json.dumps(results))
 
 

@@ -124,7 +124,8 @@ def main():
     if args.save_model:
         torch.save(model.state_dict(), args.save_model)
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "test_loss": test_loss, "accuracy": accuracy}))
+        results = {"device": str(device), "losses": losses, "test_loss": test_loss, "accuracy": accuracy}
+        Path(args.json).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,8 @@ def main():
     accuracy = hits.float().mean().item()
     print(f"test accuracy {accuracy:.1%}")
     if args.json:
-        Path(args.json).write_text(json.dumps({"losses": losses, "accuracy": accuracy}))
+        results = {"devices": [str(first), str(second)], "losses": losses, "accuracy": accuracy}
+        Path(args.json).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

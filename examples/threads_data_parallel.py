@@ -139,8 +139,8 @@ def main():
     accuracy = (outputs.argmax(1).cpu() == test_labels).float().mean().item()
     print(f"{rate:,.0f} samples/s, test accuracy {accuracy:.1%}, replicas differ by {apart:.1e}")
     if args.json:
-        losses = replicas.losses.mean(dim=0).tolist()
-        results = {"losses": losses, "accuracy": accuracy, "apart": apart, "samples_per_s": rate}
+        results = {"devices": [str(device) for device in replicas.devices], "samples_per_s": rate}
+        results |= {"losses": replicas.losses.mean(dim=0).tolist(), "accuracy": accuracy, "apart": apart}
         Path(args.json).write_text(json.dumps(results))
 
 
