@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onebox.errors import OneboxError
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
-    from onebox.pool import open_pool as open
+    from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
     "make_plan": "onebox.engine.planning",
-    "open": "onebox.pool",
+    "open": "onebox.vgpu",
 }
 
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'onebox' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), "open_pool" if name == "open" else name)
+    return getattr(importlib.import_module(home), "open_devices" if name == "open" else name)
 
 
 def __dir__() -> list[str]:

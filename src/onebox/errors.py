@@ -126,13 +126,19 @@ class OperatorError(WorkerError):
         message: The whole story, for a person.
         operator: Name of the operator or instruction, such as ``aten.mm.default``.
         shapes: Types and shapes of its tensor arguments, for a person.
+        said: What the exception on the worker said.
+        cause: Its type, such as ``IndexError``.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
-    def __init__(self, message: str, *, operator: str = "", shapes: str = "", **where: Any) -> None:
+    def __init__(
+        self, message: str, *, operator: str = "", shapes: str = "", said: str = "", cause: str = "", **where: Any
+    ) -> None:
         super().__init__(message, **where)
         self.operator = operator
         self.shapes = shapes
+        self.said = said
+        self.cause = cause
 
 
 class DeviceMemoryError(OperatorError):

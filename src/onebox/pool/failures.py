@@ -49,7 +49,8 @@ def to_error(failure: Failure, place: Place) -> OneboxError:
     if failure.kind == "peer":
         return PeerLost(message, **where)
     kind = DeviceMemoryError if failure.kind == "memory" else OperatorError
-    return kind(message, operator=failure.operator, shapes=failure.shapes, **where)
+    said = {"said": failure.message, "cause": failure.cause}
+    return kind(message, operator=failure.operator, shapes=failure.shapes, **said, **where)
 
 
 @dataclass

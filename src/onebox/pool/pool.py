@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -83,6 +83,8 @@ class Pool:
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
+        self.closing: list[Callable[[], object]] = []
+        """Called when the pool is closed, before its workers end."""
         atexit.register(self.close)
 
     def __enter__(self) -> Self:
@@ -210,6 +212,8 @@ class Pool:
             return
         self._closed = True
         atexit.unregister(self.close)
+        for call in self.closing:
+            call()
         broken = self._switchboard.broken is not None
         self._switchboard.stop(Bye())
         _close(self._processes, grace_s=0.0 if broken else 2.0)

@@ -42,12 +42,14 @@ class Failure(Message, frozen=True, tag="failure"):
         operator: Operator or instruction that failed.
         message: What it said.
         shapes: Its tensor arguments.
+        cause: Type of the exception, such as ``IndexError``.
     """
 
     kind: Literal["operator", "memory", "values", "peer", "protocol"]
     operator: str
     message: str
     shapes: str = ""
+    cause: str = ""
 
 
 class Tensors(Message, frozen=True, tag="tensors"):

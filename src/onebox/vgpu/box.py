@@ -1,0 +1,168 @@
+"""The box: the pool whose devices are ``vgpu:0 … vgpu:N-1``, with a stream for each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool import Pool
+from onebox.vgpu.stream import IDLE_S, Stream
+
+
+class Idle:
+    """The thread that sends what a stream has recorded when nothing more comes."""
+
+    def __init__(self) -> None:
+        self._rung: deque[Stream] = deque()
+        self._bell = threading.Event()
+        self._pause = (
+            threading.Event()
+        )  # never set: a wait on it is a sleep that the end of the process does not hold up
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def ring(self, stream: Stream) -> None:
+        """Note that a stream has begun a batch."""
+        self._rung.append(stream)
+        if not self._bell.is_set():
+            self._bell.set()
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._bell.wait()
+            self._bell.clear()
+            while self._rung:
+                seen = {stream: stream.records for stream in self._taken()}
+                self._pause.wait(IDLE_S)
+                for stream, records in seen.items():
+                    if stream.records != records:
+                        self._rung.append(stream)
+                        continue
+                    with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+                        stream.flush()
+
+    def _taken(self) -> list[Stream]:
+        taken = []
+        while self._rung:
+            taken.append(self._rung.popleft())
+        return taken
+
+
+class Box:
+    """The virtual devices of one pool.
+
+    Args:
+        pool: The pool; whoever opened it closes it.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.owner = os.getpid()
+        self.transfers = threading.RLock()
+        self.streams = tuple(Stream(pool, worker, idle.ring) for worker in range(len(pool)))
+        self._group = 0
+
+    def group(self) -> int:
+        """Return the group of all devices, in which tensors go from worker to worker; formed when first needed.
+
+        Raises:
+            OneboxError: It could not be formed.
+        """
+        with self.transfers:
+            if not self._group:
+                self._group = self.pool.form_group(range(len(self.pool)), "workers")
+            return self._group
+
+
+idle = Idle()
+_boxes: list[weakref.ref[Box]] = []
+_kept: dict[int, Box] = {}
+_local = threading.local()
+
+
+def attach(pool: Pool) -> Box:
+    """Let the devices of a pool be ``vgpu:0 …`` from now on, until it is closed or another one is attached."""
+    made = Box(pool)
+    _kept[id(pool)] = made
+    _boxes.append(weakref.ref(made))
+    pool.closing.append(lambda: _kept.pop(id(pool), None))
+    return made
+
+
+def current_box() -> Box:
+    """Return the box of the pool that was opened last and is still open.
+
+    Raises:
+        PoolError: There is none, or this is a forked process.
+    """
+    while _boxes:
+        found = _boxes[-1]()
+        if found is not None and id(found.pool) in _kept:
+            if found.owner != os.getpid():
+                raise PoolError("a forked process cannot use the virtual devices of its parent")
+            return found
+        _boxes.pop()
+    raise PoolError("there are no virtual devices; open a pool first: onebox.open()")
+
+
+def device_count() -> int:
+    """Return how many virtual devices there are."""
+    try:
+        return len(current_box().streams)
+    except PoolError:
+        return 0
+
+
+def current_device() -> int:
+    """Return the number of this thread's current device."""
+    return getattr(_local, "device", 0)
+
+
+def set_current_device(number: int) -> None:
+    """Set this thread's current device.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    stream_of(torch.device("vgpu", number))
+    _local.device = number
+
+
+def stream_of(device: torch.device) -> Stream:
+    """Return the stream of a device; of the current one where it has no number.
+
+    Raises:
+        UsageError: There is no such device.
+        PoolError: There are none.
+    """
+    streams = current_box().streams
+    number = current_device() if device.index is None else device.index
+    if not 0 <= number < len(streams):
+        raise UsageError(f"there is no device vgpu:{number}; the pool has vgpu:0 to vgpu:{len(streams) - 1}")
+    return streams[number]
+
+
+def box_of(stream: Stream) -> Box:
+    """Return the box that a stream is of.
+
+    Raises:
+        PoolError: Its pool is closed.
+    """
+    found = _kept.get(id(stream.pool))
+    if found is None:
+        raise PoolError("the pool is closed; open another with onebox.open()")
+    return found

@@ -1,0 +1,237 @@
+"""The dispatcher: every operator on a virtual tensor arrives here, below autograd.
+
+The way that nearly all take is :func:`dispatch` itself: a key is made of the operator, the layouts of its tensors and
+its other arguments; the recipe for it is known; the call is recorded; new tensors stand for what it will return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.vgpu.asking import perform
+from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, recipe
+from onebox.vgpu.stream import Stream
+from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
+
+aten = torch.ops.aten
+
+Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+specials: dict[Any, Special] = {}
+"""Operators that do not run on one device, or not as they are: copies, reads and the like."""
+
+
+def special(*functions: Any) -> Callable[[Special], Special]:
+    """Let a function be what happens for operators."""
+
+    def register(handler: Special) -> Special:
+        for function in functions:
+            specials[function] = handler
+        return handler
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator of which some argument is a virtual tensor.
+
+    Args:
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        RuntimeError: What PyTorch raises for such arguments.
+        OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
+    """
+    if func in specials:
+        return specials[func](args, kwargs or {})
+    key: list[Any] = [func]
+    tensors: list[VirtualTensor] = []
+    floats: list[float] = []
+    if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
+        return _with_foreign(func, args, kwargs or {})
+    stream = tensors[0]._handle.stream
+    return run(stream, func, args, kwargs, key, tensors, floats)
+
+
+def run(
+    stream: Stream,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    key: list[Any],
+    tensors: list[VirtualTensor],
+    floats: list[float],
+) -> Any:
+    """Run an operator on the device of a stream.
+
+    Args:
+        stream: The stream.
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+        key: What :func:`_scan` made of them.
+        tensors: The tensors among them.
+        floats: The floating-point numbers among them.
+    """
+    numbers = []
+    for tensor in tensors:
+        handle = tensor._handle
+        if handle.stream is not stream:
+            raise _mixed(tensors)
+        numbers.append(handle.number)
+    if func in SHAPED_BY_FLOATS:
+        key += map(repr, floats)
+        floats = []
+    found = stream.recipes.get(tuple(key))
+    if found is None:
+        try:
+            found = recipe(func, args, kwargs or {})
+        except Unknown:
+            return perform(stream, func, args, kwargs or {}, tensors, floats)
+        except WireError as error:
+            raise NotImplementedError(str(error)) from None
+        stream.remember(tuple(key), found)
+    first = stream.record(found, numbers, floats)
+    only = found.only
+    if only is not None:
+        return wrap(Handle(stream, first), only)
+    return _returned(stream, found, tensors, first)
+
+
+def _returned(stream: Stream, found: Recipe, tensors: list[VirtualTensor], first: int) -> Any:
+    """Return what an operator returns that does more than make one tensor."""
+    for position, metadata in found.changes:
+        if tensors[position]._metadata is not metadata:
+            relay(tensors[position], metadata)
+    values: list[Any] = []
+    for item in found.returns:
+        if item is None:
+            values.append(None)
+        elif isinstance(item, int):
+            values.append(tensors[item])
+        else:
+            values.append(wrap(Handle(stream, first), item))
+            first += 1
+    return values[0] if found.rebuild is None else found.rebuild(values)
+
+
+def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
+    """Add to the key of an operator; tell whether all its tensors are virtual."""
+    for value in args:
+        kind = value.__class__
+        if kind is VirtualTensor:
+            tensors.append(value)
+            key.append(value._metadata)
+        elif kind is float:
+            floats.append(value)
+            key.append(float)
+        elif kind is int or value is None:
+            key.append(value)
+        elif kind is bool:
+            key.append("true" if value else "false")
+        elif kind is list or kind is tuple:
+            key.append(list)
+            if not _scan(value, key, tensors, floats):
+                return False
+            key.append(tuple)
+        elif isinstance(value, Tensor):
+            return False
+        else:
+            key.append(kind)
+            key.append(value)
+    return True
+
+
+def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _scan((value,), key, tensors, floats):
+            return False
+    return True
+
+
+def launch(stream: Stream, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on a given device, whether or not it has tensors among its arguments."""
+    key: list[Any] = [func]
+    tensors: list[VirtualTensor] = []
+    floats: list[float] = []
+    if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
+        raise RuntimeError(f"{func} for {stream.device} with tensors of other devices")
+    return run(stream, func, args, kwargs, key, tensors, floats)
+
+
+# ---- tensors of other devices among the arguments
+
+HOST_ARGUMENTS = frozenset[Any](
+    {
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+        aten._unsafe_index.Tensor,
+        aten._unsafe_index_put.default,
+    }
+)
+"""Operators that take tensors of the host beside those of a device, whatever their size: PyTorch's indexing does."""
+
+
+def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of which some argument is a tensor of the host; a single number is allowed, as on any device."""
+    from onebox.vgpu.copies import upload
+
+    seen = _tensors((args, kwargs))
+    virtual = [value for value in seen if isinstance(value, VirtualTensor)]
+    stream = virtual[0]._handle.stream
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
+            if (
+                value.device.type != "cpu"
+                or (value.dim() and func not in HOST_ARGUMENTS)
+                or _written(func, value, args)
+            ):
+                raise _mixed(seen)
+            return upload(value, stream)
+        if isinstance(value, list | tuple):
+            return type(value)(moved(item) for item in value)
+        return value
+
+    if not virtual:
+        raise RuntimeError(f"{func} with no virtual tensor")
+    return dispatch(func, tuple(moved(a) for a in args), {key: moved(value) for key, value in kwargs.items()})
+
+
+def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
+    """Tell whether an operator would write to a tensor of the host."""
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if given is value and argument.alias_info is not None and argument.alias_info.is_write:
+            return True
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _mixed(tensors: list[Any]) -> RuntimeError:
+    """Return the error that PyTorch raises when an operator's tensors are on several devices."""
+    places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(places[:2])}!"
+    )
+
+
+VirtualTensor.dispatcher = staticmethod(dispatch)

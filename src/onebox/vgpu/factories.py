@@ -1,0 +1,58 @@
+"""Factories: operators that make a tensor of a device from no tensor, such as ``torch.zeros(3, device="vgpu:1")``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from onebox.errors import WireError
+from onebox.vgpu.box import stream_of
+from onebox.vgpu.dispatch import launch
+from onebox.wire import overload
+
+_libraries: list[torch.library.Library] = []
+
+
+def factories() -> list[OpOverload]:
+    """Return the operators of this torch that take a device and no tensor."""
+    found = []
+    for schema in torch._C._jit_get_all_schemas():
+        if not schema.name.startswith("aten::"):
+            continue
+        types = {argument.name: str(argument.type) for argument in schema.arguments}
+        if not types.get("device", "").endswith("Device]") or any("Tensor" in kind for kind in types.values()):
+            continue
+        if [str(value.type) for value in schema.returns] != ["Tensor"] or "Storage" in str(schema):
+            continue
+        with contextlib.suppress(WireError):
+            name = f"aten.{schema.name.removeprefix('aten::')}.{schema.overload_name or 'default'}"
+            found.append(overload(name))
+    return found
+
+
+def register() -> None:
+    """Let PyTorch find them."""
+    library = torch.library.Library("aten", "IMPL")
+    for function in factories():
+        library.impl(function, _maker(function), "PrivateUse1")
+    library.impl("_pin_memory", _not_pinned, "CPU")
+    _libraries.append(library)
+
+
+def _maker(function: OpOverload) -> Callable[..., Any]:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.pop("device", None) or torch.device("vgpu")
+        kwargs.pop("pin_memory", None)
+        stream = stream_of(device)
+        return launch(stream, function, *args, **kwargs, device=stream.device)
+
+    return make
+
+
+def _not_pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Answer a request for pinned memory: what goes to a worker is copied in any case, so a copy is as good."""
+    return tensor.clone()

@@ -1,0 +1,130 @@
+"""Random numbers: each device draws from a generator of its own, which lives on its worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.box import current_box, stream_of
+from onebox.vgpu.stream import Stream
+from onebox.wire import Generator as GeneratorSpec
+from onebox.wire import from_frame, to_frame
+from onebox.wire.messages import Ask, Define, SetGenerator
+from onebox.wire.sayings import Tensors
+
+_plain: Any = torch._C.Generator
+
+DEFAULT_SEED = 67280421310721
+"""The seed of a generator that nobody has seeded; PyTorch's own value."""
+
+
+class _Either(type(_plain)):  # type: ignore[misc]
+    """Lets ``Generator(device)`` make what the device needs, and ``isinstance`` see all of them."""
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        place = torch.device(device)
+        if place.type != "vgpu":
+            return _plain(place)
+        made = _plain.__new__(cls)
+        made._begin(stream_of(place))
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _plain)
+
+
+class Generator(_plain, metaclass=_Either):
+    """A random number generator; of a virtual device if that is asked for.
+
+    Args:
+        device: Where it draws.
+    """
+
+    def _begin(self, stream: Stream) -> None:
+        self.stream = stream
+        self.number = stream.pool.new_number()
+        self._seed = DEFAULT_SEED
+        stream.before(Define(self.number, GeneratorSpec(self._seed)))
+        stream.flush()
+
+    def __del__(self) -> None:
+        stream = getattr(self, "stream", None)
+        if stream is not None:
+            stream.ended.append(self.number)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it draws."""
+        return self.stream.device
+
+    def manual_seed(self, seed: int) -> Any:
+        """Start anew from a seed."""
+        self._seed = _checked(seed)
+        self.stream.flush([SetGenerator(self.number, self._seed)])
+        return self
+
+    def seed(self) -> int:
+        """Start anew from a seed that nobody can foresee, and return it."""
+        self.manual_seed(_plain().seed())
+        return self._seed
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        return self._seed
+
+    def get_state(self) -> Tensor:
+        """Return the state, as bytes."""
+        return read_state(self.stream, self.number)
+
+    def set_state(self, state: Tensor) -> Any:
+        """Go on from a state."""
+        write_state(self.stream, self.number, state)
+        return self
+
+    def clone_state(self) -> Any:
+        """Return another generator in the same state."""
+        return Generator(self.device).set_state(self.get_state())
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a generator of {self.device} cannot be saved; save its get_state()")
+
+
+def _checked(seed: int) -> int:
+    """Return a seed in the range that generators take.
+
+    Raises:
+        RuntimeError: It has more than 64 bits.
+    """
+    number = int(seed)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise RuntimeError(f"Overflow when unpacking long: {seed} is no seed of 64 bits")
+    return number % (1 << 64)
+
+
+def read_state(stream: Stream, number: int) -> Tensor:
+    """Return the state of a generator of a device; 0 is the device's own."""
+    answer = stream.flush([Ask("generator", (number,))], wait=True)
+    assert answer is not None
+    (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
+    return from_frame(tensors.specs[0], answer.frames[0])
+
+
+def write_state(stream: Stream, number: int, state: Tensor) -> None:
+    """Set the state of a generator of a device; 0 is the device's own."""
+    stream.flush([SetGenerator(number, None)], [to_frame(state.detach().cpu().clone())])
+
+
+def seed_device(stream: Stream, seed: int) -> None:
+    """Seed the generator of a device."""
+    stream.flush([SetGenerator(0, _checked(seed))])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of all devices."""
+    for stream in current_box().streams:
+        seed_device(stream, seed)
+
+
+__all__ = ["Generator", "read_state", "seed_all", "seed_device", "write_state"]

@@ -1,0 +1,124 @@
+"""What a client knows of a tensor that lives on a worker: element type, shape and where the elements lie.
+
+Instances are interned: two tensors that are laid out alike share one, so that comparing and hashing are by identity,
+which is what makes the key of an operator cheap.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.wire import DTYPES, Strided, dtype_name
+
+
+class Metadata:
+    """The layout of a dense tensor; made by :func:`metadata` and its like only.
+
+    Args:
+        dtype: Element type.
+        shape: Sizes, outermost first.
+        strides: Elements from one index to the next, for each dimension.
+        offset: Elements from the start of the storage to the first.
+        storage_bytes: Bytes of the storage.
+    """
+
+    __slots__ = ("__weakref__", "contiguous", "dtype", "offset", "shape", "storage_bytes", "strides")
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, storage_bytes: int
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.strides = strides
+        self.offset = offset
+        self.storage_bytes = storage_bytes
+        self.contiguous = strides == contiguous_strides(shape)
+
+    def __repr__(self) -> str:
+        return f"Metadata({self.dtype}, {self.shape}, {self.strides}, {self.offset}, {self.storage_bytes})"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements, stored densely."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def strided(self) -> Strided:
+        """Return it as it travels.
+
+        Raises:
+            WireError: Tensors of its type do not travel.
+        """
+        return Strided(dtype_name(self.dtype), self.shape, self.strides, self.offset, self.storage_bytes)
+
+    def on_meta(self) -> Tensor:
+        """Return a new tensor of the ``meta`` device that is laid out so."""
+        if self.offset == 0 and self.contiguous:
+            made = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            if made.untyped_storage().nbytes() == self.storage_bytes:
+                return made
+        storage = torch.UntypedStorage(self.storage_bytes, device="meta")
+        return torch.empty((0,), dtype=self.dtype, device="meta").set_(
+            storage,
+            self.offset,
+            self.shape,
+            self.strides,
+        )
+
+
+_known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def metadata(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, storage_bytes: int
+) -> Metadata:
+    """Return the one instance for a layout; the arguments are those of :class:`Metadata`."""
+    key = (dtype, shape, strides, offset, storage_bytes)
+    with _lock:
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = Metadata(*key)
+        return found
+
+
+def dense(dtype: torch.dtype, shape: tuple[int, ...]) -> Metadata:
+    """Return the layout of a new contiguous tensor."""
+    return metadata(dtype, shape, contiguous_strides(shape), 0, prod(shape) * dtype.itemsize)
+
+
+def metadata_of(tensor: Tensor) -> Metadata:
+    """Return the layout of a strided tensor of any device."""
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return metadata(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage_bytes)
+
+
+def from_wire(strided: Strided) -> Metadata:
+    """Return the layout that a worker told."""
+    return metadata(DTYPES[strided.dtype], strided.shape, strided.strides, strided.offset, strided.storage_bytes)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as PyTorch gives them: sizes of 0 count as 1."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def dense_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the order of dimensions in which a tensor is contiguous; ``None`` where it has gaps or overlaps."""
+    order = sorted(range(len(shape)), key=lambda d: (strides[d], shape[d]), reverse=True)
+    step = 1
+    for dimension in reversed(order):
+        if shape[dimension] != 1 and strides[dimension] != step:
+            return None
+        step *= max(shape[dimension], 1)
+    return tuple(order)

@@ -1,0 +1,405 @@
+"""``torch.vgpu``: the module of the virtual devices, as ``torch.cuda`` is that of real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import PoolError
+from onebox.vgpu import box, generators
+from onebox.vgpu.box import current_box, current_device, device_count, stream_of
+from onebox.vgpu.stream import Stream as DeviceStream
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
+
+Device = torch.device | str | int | None
+
+
+def _place(device: Device) -> DeviceStream:
+    """Return the stream of a device, given in any way that PyTorch takes."""
+    if device is None:
+        return stream_of(torch.device("vgpu"))
+    if isinstance(device, int):
+        return stream_of(torch.device("vgpu", device if device >= 0 else current_device()))
+    place = torch.device(device)
+    if place.type != "vgpu":
+        raise ValueError(f"Expected a vgpu device, but got: {device}")
+    return stream_of(place)
+
+
+# ---- devices
+
+
+def is_available() -> bool:
+    """Tell whether there is a virtual device."""
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    """Tell whether a pool is open."""
+    return device_count() > 0
+
+
+def init() -> None:
+    """Do nothing: opening a pool is all that is needed."""
+
+
+def _lazy_init() -> None:
+    """Do nothing; PyTorch calls it."""
+
+
+def _is_in_bad_fork() -> bool:
+    """Tell whether this is a child process whose parent has virtual devices."""
+    try:
+        current_box()
+    except PoolError as error:
+        return "forked" in str(error)
+    return False
+
+
+def set_device(device: Device) -> None:
+    """Set this thread's current device."""
+    box.set_current_device(_place(device).worker)
+
+
+class device(contextlib.ContextDecorator):
+    """A context in which a device is the current one.
+
+    Args:
+        device: The device; ``None`` or a negative number for no change.
+    """
+
+    def __init__(self, device: Device) -> None:
+        none = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if none else _place(device).worker
+        self._before = -1
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        if self.idx >= 0:
+            box.set_current_device(self.idx)
+
+    def __exit__(self, *exit_info: object) -> None:
+        if self.idx >= 0:
+            box.set_current_device(self._before)
+
+
+class device_of(device):
+    """A context in which the device of a tensor is the current one; no change for a tensor of the host."""
+
+    def __init__(self, obj: Tensor) -> None:
+        handle = getattr(obj, "_handle", None)
+        super().__init__(None if handle is None else handle.stream.worker)
+
+
+def exchange_device(number: int) -> int:
+    """Set the current device and return the one before."""
+    before = current_device()
+    if number >= 0:
+        box.set_current_device(number)
+    return before
+
+
+_exchange_device = _maybe_exchange_device = maybe_exchange_device = exchange_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProperties:
+    """What a device is.
+
+    Args:
+        name: Product name, and where it is.
+        total_memory: Bytes.
+        multi_processor_count: Threads of a CPU; 0 where it is not known.
+        major: Of the compute capability.
+        minor: Of the compute capability.
+    """
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+    major: int = 0
+    minor: int = 0
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    """Return what a device is."""
+    stream = _place(device)
+    info = stream.pool.devices[stream.worker]
+    return DeviceProperties(
+        name=f"{info.name} ({info.device} on {info.host})",
+        total_memory=info.memory_bytes,
+        multi_processor_count=info.threads,
+    )
+
+
+def get_device_name(device: Device = None) -> str:
+    """Return the product name of a device, and where it is."""
+    return get_device_properties(device).name
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Return the compute capability of a device: (0, 0) where it is not known."""
+    properties = get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Tell whether tensors go from one device to another without passing the client: always, within a pool."""
+    return _place(device).pool is _place(peer_device).pool
+
+
+# ---- order
+
+
+def synchronize(device: Device = None) -> None:
+    """Wait until a device has done all that it was asked to.
+
+    Raises:
+        OneboxError: Its worker is gone.
+    """
+    _place(device).synchronize()
+
+
+class Stream:
+    """A stream in the sense of ``torch.cuda.Stream``; all of a device are one, so that the order is always right.
+
+    Args:
+        device: The device.
+        priority: Taken for compatibility.
+    """
+
+    def __init__(self, device: Device = None, priority: int = 0, **_: Any) -> None:
+        self._stream = _place(device)
+        self.priority = priority
+        self.stream_id = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self._stream.device
+
+    @property
+    def device_index(self) -> int:
+        """The device's number."""
+        return self._stream.worker
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was asked to."""
+        self._stream.synchronize()
+
+    def query(self) -> bool:
+        """Tell whether the device has done all that it was asked to."""
+        return self._stream.idle()
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what comes on this stream wait for what was issued on another; copies between devices do in any case."""
+        if stream._stream is not self._stream:
+            stream._stream.synchronize()
+
+    def wait_event(self, event: Event) -> None:
+        """Let what comes on this stream wait for an event."""
+        if event._stream is not None and event._stream is not self._stream:
+            event.synchronize()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, a new one where none is given."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exit_info: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other._stream is self._stream
+
+    def __hash__(self) -> int:
+        return hash(id(self._stream))
+
+
+class Event:
+    """A mark in the work of a device, as ``torch.cuda.Event``; times are those of the client, when it waited.
+
+    Args:
+        enable_timing: Whether ``elapsed_time`` is wanted: recording then waits for the device.
+        blocking: Taken for compatibility.
+        interprocess: Not possible.
+    """
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        if interprocess:
+            raise NotImplementedError("events of virtual devices cannot be shared with other processes")
+        self.enable_timing = enable_timing
+        self._stream: DeviceStream | None = None
+        self._mark = 0
+        self._time_s = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark what has been issued so far."""
+        self._stream = _place(None) if stream is None else stream._stream
+        if self.enable_timing:
+            self._stream.synchronize()
+            self._time_s = time.perf_counter()
+        self._mark = self._stream.mark()
+
+    def query(self) -> bool:
+        """Tell whether the device has come to the mark."""
+        return self._stream is None or self._stream.reached(self._mark)
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to the mark."""
+        if self._stream is not None and not self._stream.reached(self._mark):
+            self._stream.synchronize()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let what comes on a stream wait for the mark."""
+        (stream or current_stream()).wait_event(self)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds between two events that were made with ``enable_timing``."""
+        if not (self.enable_timing and end_event.enable_timing and self._stream and end_event._stream):
+            raise RuntimeError("Both events must be created with argument 'enable_timing=True' and be recorded.")
+        return (end_event._time_s - self._time_s) * 1000
+
+
+def current_stream(device: Device = None) -> Stream:
+    """Return the stream of a device."""
+    return Stream(device)
+
+
+default_stream = current_stream
+
+
+def set_stream(stream: Stream) -> None:
+    """Make the device of a stream the current one."""
+    box.set_current_device(stream.device_index)
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """A context in which a stream is the current one."""
+    with device(None if stream is None else stream.device_index):
+        yield
+
+
+# ---- memory
+
+
+def _memory(device: Device) -> Memory:
+    answer = _place(device).flush([Ask("memory")], wait=True)
+    assert answer is not None
+    (memory,) = (result for result in answer.results if isinstance(result, Memory))
+    return memory
+
+
+def memory_allocated(device: Device = None) -> int:
+    """Return the bytes that buffers take on a device."""
+    return _memory(device).used_bytes
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """Return the most bytes that buffers have taken on a device."""
+    return _memory(device).peak_bytes
+
+
+memory_reserved = memory_cached = memory_allocated
+max_memory_reserved = max_memory_cached = max_memory_allocated
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Return the bytes that are free on a device, and those that it has."""
+    total = get_device_properties(device).total_memory
+    return max(0, total - memory_allocated(device)), total
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """Return the figures of a device's memory, by the names that ``torch.cuda`` gives them."""
+    memory = _memory(device)
+    return {
+        f"{what}_bytes.all.{which}": value
+        for what in ("allocated", "active", "reserved")
+        for which, value in (("current", memory.used_bytes), ("peak", memory.peak_bytes))
+    }
+
+
+def empty_cache() -> None:
+    """Send what is recorded, so that buffers whose tensors have gone end now."""
+    for stream in current_box().streams:
+        stream.flush()
+
+
+# ---- random numbers
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random numbers of the current device."""
+    generators.seed_device(_place(None), seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the random numbers of all devices; without devices, do nothing."""
+    if is_available():
+        generators.seed_all(seed)
+
+
+def seed() -> None:
+    """Seed the random numbers of the current device with something that nobody can foresee."""
+    manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def seed_all() -> None:
+    """Seed the random numbers of all devices with something that nobody can foresee."""
+    manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def get_rng_state(device: Device = None) -> Tensor:
+    """Return the state of a device's random numbers, as bytes."""
+    return generators.read_state(_place(device), 0)
+
+
+def set_rng_state(new_state: Tensor, device: Device = None) -> None:
+    """Set the state of a device's random numbers."""
+    generators.write_state(_place(device), 0, new_state)
+
+
+def get_rng_state_all() -> list[Tensor]:
+    """Return the states of all devices' random numbers."""
+    return [get_rng_state(number) for number in range(device_count())]
+
+
+def set_rng_state_all(new_states: list[Tensor]) -> None:
+    """Set the states of all devices' random numbers."""
+    for number, state in enumerate(new_states):
+        set_rng_state(state, number)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the element types that autocast may cast to."""
+    return [torch.bfloat16, torch.float16]
+
+
+def as_module() -> ModuleType:
+    """Return what becomes ``torch.vgpu``."""
+    made = ModuleType("torch.vgpu", __doc__)
+    for name, value in globals().items():
+        own = getattr(value, "__module__", None) in (__name__, box.__name__)
+        if own and name not in ("as_module", "Device", "_memory", "_place"):
+            setattr(made, name, value)
+    for name in ("current_device", "device_count", "memory_reserved", "default_stream"):
+        setattr(made, name, globals()[name])
+    return made
+
+
+__all__ = ["as_module"]

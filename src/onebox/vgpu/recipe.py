@@ -1,0 +1,203 @@
+"""From an operator and its arguments to a recipe: what a worker is to run, and what its results will look like.
+
+What an operator returns is found once for each (operator, layouts of its tensors, other arguments), by running it on
+the ``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape
+depends on them; where one does, the operator is named in :data:`SHAPED_BY_FLOATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.vgpu.metadata import Metadata, metadata_of
+from onebox.vgpu.tensor import VirtualTensor
+from onebox.wire import Complex, DType, Hole, Items, Kernel, Layout, MemoryFormat, OwnDevice, Slot, Source, dtype_name
+
+aten = torch.ops.aten
+
+SHAPED_BY_FLOATS = frozenset(
+    getattr(packet, name) for packet in (aten.arange, aten.range) for name in packet.overloads()
+)
+"""Operators of which a floating-point number says how much they return."""
+
+ASKED = frozenset[Any]()
+"""Operators whose results on ``meta`` differ from those of a device, so that the worker is asked."""
+
+_ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Unknown(Exception):
+    """What an operator will return is not known here: the worker must say."""
+
+
+class Recipe:
+    """How to run an operator whose arguments are of a certain kind.
+
+    Args:
+        kernel: For the worker.
+        returns: For each tensor that it returns, those of lists one by one: what a new one looks like, which input an
+            old one is, or ``None`` for an undefined one.
+        changes: Inputs that look different afterwards.
+        rebuild: From the list of the returned tensors to what the operator returns; ``None`` where that is the first.
+    """
+
+    __slots__ = ("changes", "floats", "inputs", "keeps", "kernel", "number", "only", "rebuild", "returns")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        returns: tuple[Metadata | int | None, ...],
+        changes: tuple[tuple[int, Metadata], ...],
+        rebuild: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self.kernel = kernel
+        self.returns = returns
+        self.changes = changes
+        self.rebuild = rebuild
+        self.number = 0
+        self.inputs = kernel.inputs
+        self.floats = kernel.floats
+        self.keeps = sum(isinstance(item, Metadata) for item in returns)
+        first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
+        self.only = first if isinstance(first, Metadata) else None
+        """What it returns where that is one new tensor and nothing else happens, as for nearly all operators."""
+
+
+def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+    """Find out what an operator will do.
+
+    Args:
+        func: The overload.
+        args: Its arguments; tensors are virtual ones.
+        kwargs: Likewise.
+
+    Raises:
+        Unknown: The worker must be asked, also for the error, if it is one.
+        WireError: An argument is of a kind that does not travel.
+    """
+    kernel = describe(func, args, kwargs)
+    if func in ASKED or _ASK_TAGS & set(func.tags):
+        raise Unknown(str(func))
+    twins: dict[int, Tensor] = {}
+    order: list[VirtualTensor] = []
+
+    def twin(value: Any) -> Any:
+        if isinstance(value, VirtualTensor):
+            order.append(value)
+            if id(value) not in twins:
+                twins[id(value)] = value._metadata.on_meta()
+            return twins[id(value)]
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if isinstance(value, torch.Generator):
+            return None
+        if isinstance(value, list | tuple):
+            return type(value)(twin(item) for item in value)
+        return value
+
+    try:
+        result = func(*[twin(a) for a in args], **{key: twin(value) for key, value in kwargs.items()})
+    except Exception as error:
+        raise Unknown(str(error)) from error
+    return _compared(func, kernel, order, twins, result)
+
+
+def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any) -> Recipe:
+    """Return the recipe, from what an operator did on ``meta``."""
+    flat, rebuild = flatten(func, result)
+    positions = {id(twins[id(tensor)]): number for number, tensor in enumerate(order)}
+    returns: list[Metadata | int | None] = []
+    for item in flat:
+        if item is None:
+            returns.append(None)
+        elif not isinstance(item, Tensor) or item.device.type != "meta" or item.layout != torch.strided:
+            raise Unknown(f"{func} returns {type(item).__name__}")
+        elif id(item) in positions:
+            returns.append(positions[id(item)])
+        else:
+            returns.append(metadata_of(item))
+    changes = []
+    for number, tensor in enumerate(order):
+        now = metadata_of(twins[id(tensor)])
+        if now is not tensor._metadata:
+            changes.append((number, now))
+    outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
+    whole = Kernel(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
+    return Recipe(whole, tuple(returns), tuple(changes), rebuild)
+
+
+def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any] | None]:
+    """Return the values that an operator returned one by one, and how to put them together again."""
+    if not func._schema.returns:
+        return [], _nothing
+    if not isinstance(result, list | tuple):
+        return [result], None
+    lengths = [len(item) if isinstance(item, list | tuple) else -1 for item in result]
+    flat: list[Any] = []
+    for item in result:
+        flat.extend(item) if isinstance(item, list | tuple) else flat.append(item)
+    kind = list if isinstance(result, list) else tuple
+
+    def rebuild(values: list[Any]) -> Any:
+        left = iter(values)
+        return kind(next(left) if n < 0 else [next(left) for _ in range(n)] for n in lengths)
+
+    return flat, rebuild
+
+
+def _nothing(values: list[Any]) -> None:
+    return None
+
+
+# ---- the part that travels
+
+
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
+    """Return the kernel of an operator, with slots for its tensors and holes for its floating-point numbers.
+
+    Raises:
+        WireError: An argument does not travel.
+    """
+    counts = [0, 0]
+    keep = func in SHAPED_BY_FLOATS
+
+    def scalar(value: Any) -> Any:
+        if isinstance(value, VirtualTensor):
+            counts[0] += 1
+            return Slot(counts[0] - 1)
+        if isinstance(value, float) and not keep:
+            counts[1] += 1
+            return Hole(counts[1] - 1)
+        if isinstance(value, complex):
+            return Complex(value.real, value.imag)
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise WireError(f"{func} with an argument of {type(value).__name__} cannot run on a virtual device")
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return Items(tuple(scalar(item) for item in value))
+        if isinstance(value, str):
+            return value
+        if isinstance(value, torch.dtype):
+            return DType(dtype_name(value))
+        if isinstance(value, torch.device):
+            return OwnDevice()
+        if isinstance(value, torch.memory_format):
+            return MemoryFormat(str(value).removeprefix("torch."))
+        if isinstance(value, torch.layout):
+            if value is not torch.strided:
+                raise WireError(f"{func} of layout {value}: virtual devices hold dense (strided) tensors only")
+            return Layout()
+        if isinstance(value, torch.Generator):
+            return Source(int(getattr(value, "number", 0)))
+        return scalar(value)
+
+    whole = tuple(argument(value) for value in args)
+    named = {key: argument(value) for key, value in kwargs.items()}
+    return Kernel(str(func), whole, named, counts[0], counts[1])

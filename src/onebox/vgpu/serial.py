@@ -1,0 +1,82 @@
+"""Saving and loading: files look like those of any device, so that a machine without onebox can read them, too.
+
+A tensor is saved as one of the host whose storage is marked with the device that it was on. When such a storage is
+loaded, or ``map_location`` names a virtual device, the mark is put on it again, and what is built from it goes there.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu import box
+
+PRIORITY = 5
+"""Before those of PyTorch's own devices, of which one takes care of any PrivateUse1 device with real storages."""
+
+_marks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+_rebuild_tensor: Any = torch._utils._rebuild_tensor
+
+
+def reduce(tensor: Any, protocol: Any) -> Any:
+    """Return how to save a virtual tensor; see ``object.__reduce_ex__``."""
+    host = tensor.detach().cpu()
+    storage = host._typed_storage()
+    with _lock:
+        _marks[storage._untyped_storage] = str(tensor.device)
+    hooks: Any = collections.OrderedDict()
+    arguments = (storage, 0, tuple(host.shape), host.stride(), tensor.requires_grad, hooks)
+    if getattr(tensor, "_is_param", False):
+        whole = torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks)
+        return _Rebuild.parameter, (_Saved(whole), tensor.requires_grad, hooks)
+    return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Saved:
+    """Something that is saved as a call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class _Rebuild:
+    parameter = staticmethod(torch._utils._rebuild_parameter)
+
+
+def _tag(storage: Any) -> str | None:
+    return _marks.get(storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    if not location.startswith("vgpu"):
+        return None
+    device = torch.device(location)
+    if not box.device_count():
+        raise RuntimeError(
+            f"Attempting to deserialize object on {location}, but no pool is open. Open one with onebox.open(), or use "
+            "torch.load with map_location=torch.device('cpu') to map your storages to the CPU."
+        )
+    with _lock:
+        _marks[storage] = str(box.stream_of(device).device)
+    return storage
+
+
+def _rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tensor:
+    tensor: Tensor = _rebuild_tensor(storage, storage_offset, size, stride)
+    location = _marks.get(storage._untyped_storage)
+    return tensor if location is None else tensor.to(location)
+
+
+def register() -> None:
+    """Let ``torch.save`` and ``torch.load`` know virtual tensors."""
+    torch.serialization.register_package(PRIORITY, _tag, _restore)
+    torch._utils._rebuild_tensor = _rebuilt

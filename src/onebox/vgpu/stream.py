@@ -1,0 +1,293 @@
+"""A stream: what one virtual device has been asked to do and has not been sent yet.
+
+Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when somebody asks for a
+value, after an optimizer's step, and when nothing has come for :data:`IDLE_S`. A batch that has come before is a block
+on the worker and is called by number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from onebox.pool import Pool
+from onebox.pool.switchboard import Answer
+from onebox.vgpu.coding import SHORTEST, Book, Record, block_of, coded, plain
+from onebox.vgpu.recipe import Recipe
+from onebox.vgpu.tensor import Handle
+from onebox.wire import FREE, Kernel, TensorSpec
+from onebox.wire.messages import Define, Free, Get, Instruction, Operate, Perform, Replay
+from onebox.wire.sayings import Made, Tensors
+
+CALLS = 64
+"""Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
+
+BYTES = 4 << 20
+"""Bytes of new tensors after which a batch is sent."""
+
+IDLE_S = 0.001
+"""How long a record may wait for the next."""
+
+AHEAD = 64
+"""Batches that the client may be ahead of a worker, so that what is queued stays bounded."""
+
+AHEAD_BYTES = 256 << 20
+"""Bytes of uploads that may be on their way."""
+
+
+RECIPES = 1 << 16
+"""The most kinds of calls that are remembered."""
+
+FIRST = 1 << 30
+"""The first number of a buffer; those of :meth:`onebox.pool.Pool.new_number` are lower."""
+
+RETURNS = 1 << 20
+"""Numbers that are set aside for the returns of one operator."""
+
+
+class Stream:
+    """The operators of one device, in the order in which the script issued them.
+
+    Args:
+        pool: The pool.
+        worker: The number of the device in it.
+        ring: Called when a batch begins, so that an idle one is sent.
+    """
+
+    def __init__(self, pool: Pool, worker: int, ring: Any) -> None:
+        self.pool = pool
+        self.worker = worker
+        self.device = torch.device("vgpu", worker)
+        self.recipes: dict[Any, Recipe] = {}
+        self.dead: deque[int] = deque()
+        self.ended: deque[int] = deque()  # generators whose objects have gone
+        self.lock = threading.RLock()
+        self.records = 0
+        self.waits = 0
+        self.messages = 0
+        self.synchronous = False
+        self._ring = ring
+        self._next = FIRST
+        self._first: list[Instruction] = []  # what must be there before the calls
+        self._frames: list[Any] = []
+        self._frame_bytes = 0
+        self._calls: list[Record] = []
+        self._keeps: list[int] = []
+        self._floats: list[float] = []
+        self._reads_of: dict[int, int] = {}
+        self._keeps_of: dict[int, int] = {}
+        self._rooms: set[int] = set()
+        self._book = Book()
+        self._ahead: deque[tuple[Future[Answer], int]] = deque()
+        self._ahead_bytes = 0
+
+    # ---- recording
+
+    def record(self, recipe: Recipe, inputs: list[int], floats: list[float]) -> int:
+        """Take a call and return the number of the first of its outputs."""
+        with self.lock:
+            calls = self._calls
+            if not calls:
+                self._ring(self)
+            if self.dead:
+                self._bury()
+            if not recipe.number:
+                self._define(recipe)
+            first = self._next
+            self._next = first + recipe.keeps
+            calls.append((recipe.number, inputs, first))
+            self._keeps.append(recipe.keeps)
+            if floats:
+                self._floats += floats
+            self.records += 1
+            if len(calls) >= CALLS or self.synchronous:
+                self.flush(wait=self.synchronous)
+            return first
+
+    def _bury(self) -> None:
+        """Let the buffers end whose tensors have gone."""
+        while self.dead:
+            try:
+                number = self.dead.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._calls.append((FREE, number, 0))
+            self._keeps.append(0)
+
+    def _define(self, recipe: Recipe) -> None:
+        """Send a kernel before its first call."""
+        number = self.pool.new_number()
+        self._first.append(Define(number, recipe.kernel))
+        self._reads_of[number], self._keeps_of[number] = recipe.inputs, recipe.keeps
+        recipe.number = number
+        if recipe.kernel.name.startswith("aten.empty"):
+            self._rooms.add(number)
+
+    def new_number(self) -> int:
+        """Return the number of a buffer that something else than a call fills."""
+        with self.lock:
+            number = self._next
+            self._next += 1
+            return number
+
+    def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
+        """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows."""
+        with self.lock:
+            if not self._calls and not self._first:
+                self._ring(self)
+            self._first.append(instruction)
+            self._frames += frames
+            self._frame_bytes += sum(len(frame) for frame in frames)
+            if self._frame_bytes > BYTES:
+                self.flush()
+
+    def fresh(self, number: int) -> bool:
+        """Take back the call that filled a buffer, if it is the last one and only made room."""
+        with self.lock:
+            if not self._calls or self._calls[-1][2] != number or self._keeps[-1] != 1:
+                return False
+            if self._calls[-1][0] not in self._rooms:
+                return False
+            self._calls.pop()
+            self._keeps.pop()
+            return True
+
+    # ---- sending
+
+    def flush(
+        self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False
+    ) -> Answer | None:
+        """Send what is recorded.
+
+        Args:
+            last: Instructions that come after it.
+            frames: Tensors that they bring.
+            wait: Whether to wait for the worker to have done it all, and return its answer.
+
+        Raises:
+            OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
+        """
+        with self.lock:
+            if self.dead:
+                self._bury()
+            if self.ended:
+                gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
+                last = [*last, Free((), gone)]
+            instructions = [*self._first, *self._batch(), *last]
+            if not instructions and not wait:
+                return None
+            carried = [*self._frames, *frames]
+            size_bytes = self._frame_bytes + sum(len(frame) for frame in frames)
+            self._first, self._frames, self._frame_bytes = [], [], 0
+            self.messages += 1
+            future = self.pool.post(self.worker, instructions, carried, answer=True)
+            if not wait:
+                self._pace(future, size_bytes)
+        if not wait:
+            return None
+        self.waits += 1
+        return future.result()
+
+    def _pace(self, future: Future[Answer], size_bytes: int) -> None:
+        """Wait where the worker is too far behind; what failed there is told to who asks for its results."""
+        self._ahead.append((future, size_bytes))
+        self._ahead_bytes += size_bytes
+        while self._ahead and (self._ahead[0][0].done() or len(self._ahead) > AHEAD or self._ahead_bytes > AHEAD_BYTES):
+            oldest, freed_bytes = self._ahead.popleft()
+            oldest.exception()
+            self._ahead_bytes -= freed_bytes
+
+    def _batch(self) -> list[Instruction]:
+        """Return the instructions for the recorded calls."""
+        if not self._calls:
+            return []
+        calls, keeps, floats = self._calls, self._keeps, tuple(self._floats)
+        self._calls, self._keeps, self._floats = [], [], []
+        if len(calls) < SHORTEST:
+            return [Operate(plain(calls, keeps), floats)]
+        coding = coded(calls, keeps)
+        key = (coding.code, tuple(slot for slot, _ in coding.outputs))
+        block = self._book.look(key)
+        if block is None:
+            gone = self._book.shed()
+            return [Operate(plain(calls, keeps), floats), *([Free((), tuple(gone))] if gone else [])]
+        instructions: list[Instruction] = []
+        if not block:
+            block = self.pool.new_number()
+            self._book.define(key, block)
+            instructions.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
+        instructions.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
+        if coding.strays:
+            instructions.append(Free(coding.strays))
+        return instructions
+
+    # ---- waiting
+
+    def perform(self, kernel: Kernel, inputs: list[int], floats: list[float]) -> tuple[Made, int]:
+        """Run an operator and wait for what it returned; also return the number of the first return.
+
+        Raises:
+            OneboxError: It failed.
+        """
+        with self.lock:
+            first = self._next
+            self._next += RETURNS
+            answer = self.flush([Perform(kernel, tuple(inputs), tuple(floats), first)], wait=True)
+        assert answer is not None
+        (made,) = (result for result in answer.results if isinstance(result, Made))
+        return made, first
+
+    def read(self, number: int) -> tuple[TensorSpec, Any]:
+        """Return what a buffer holds, as a frame.
+
+        Raises:
+            OneboxError: It is void, or the worker is gone.
+        """
+        answer = self.flush([Get((number,))], wait=True)
+        assert answer is not None
+        (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
+        return tensors.specs[0], answer.frames[0]
+
+    def synchronize(self) -> None:
+        """Wait until the worker has done all that was recorded.
+
+        Raises:
+            OneboxError: It is gone.
+        """
+        self.flush(wait=True)
+
+    def idle(self) -> bool:
+        """Tell whether the worker has done all that was recorded; sends what has not been sent."""
+        self.flush()
+        return self.reached(self.mark())
+
+    def mark(self) -> int:
+        """Send what is recorded and return the number of the last message, for :meth:`reached`."""
+        self.flush()
+        return self.messages
+
+    def reached(self, mark: int) -> bool:
+        """Tell whether the worker has done all up to a message."""
+        with self.lock:
+            behind = sum(not future.done() for future, _ in self._ahead)
+            return self.messages - behind >= mark
+
+    def remember(self, key: Any, recipe: Recipe) -> None:
+        """Keep a recipe for the next call of its kind; with too many of them, forget all."""
+        with self.lock:
+            if len(self.recipes) >= RECIPES:
+                numbers = tuple(known.number for known in self.recipes.values() if known.number)
+                self.flush([Free((), numbers)])
+                for known in self.recipes.values():
+                    known.number = 0
+                self.recipes.clear()
+            self.recipes[key] = recipe
+
+    def handle(self, number: int) -> Handle:
+        """Return the owner of a buffer."""
+        return Handle(self, number)

@@ -1,0 +1,116 @@
+"""The virtual tensor: a tensor of ``vgpu:i`` whose elements are on a worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.metadata import Metadata
+
+if TYPE_CHECKING:
+    from onebox.vgpu.stream import Stream
+
+
+class Handle:
+    """The number of a buffer on a worker; when it goes, so does the buffer.
+
+    Args:
+        stream: The stream of the device.
+        number: The buffer.
+    """
+
+    __slots__ = ("number", "stream")
+
+    def __init__(self, stream: Stream, number: int) -> None:
+        self.stream = stream
+        self.number = number
+
+    def __del__(self) -> None:
+        self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
+
+
+class VirtualTensor(Tensor):
+    """A tensor whose elements are in a buffer of a worker; here is only what it looks like.
+
+    Autograd, views and version counters are PyTorch's own: its operators arrive below them.
+    """
+
+    __slots__ = ("_handle", "_metadata")
+
+    _handle: Handle
+    _metadata: Metadata
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    dispatcher: Any = None
+    """Set by the dispatch module, which knows this class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Hand an operator on."""
+        return cls.dispatcher(func, args, kwargs)
+
+    # what PyTorch's own classes refuse for subclasses, or do by way of storages
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the elements as a NumPy array; only with ``force``, as for any device."""
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
+        return self.detach().cpu().numpy()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists."""
+        return self.detach().cpu().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from onebox.vgpu.serial import reduce
+
+        return reduce(self, protocol)
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its history, and setting it."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, VirtualTensor):
+            raise RuntimeError(
+                f"a tensor of {self.device} is given the data of one of {new.device}, which PyTorch does not allow; "
+                "set torch.__future__.set_swap_module_params_on_conversion(True), or make a new tensor"
+            )
+        _data.__set__(self, new)
+        self._handle = new._handle
+        self._metadata = new._metadata
+
+
+_data: Any = torch._C.TensorBase.data
+_make = Tensor._make_wrapper_subclass
+
+
+def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
+    """Return a tensor for a buffer."""
+    made: VirtualTensor = _make(
+        VirtualTensor,
+        metadata.shape,
+        metadata.strides,
+        metadata.offset,
+        dtype=metadata.dtype,
+        device=handle.stream.device,
+    )
+    made._handle = handle
+    made._metadata = metadata
+    return made
+
+
+def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
+    """Let a tensor look different from now on, as after ``resize_`` or ``t_``."""
+    _data.__set__(tensor, wrap(tensor._handle, metadata))
+    tensor._metadata = metadata
