@@ -1,4 +1,4 @@
-"""Operators of which only the worker knows what they return: they cost a round trip, and what is wrong shows at once."""
+"""Operators of which only the worker knows what they return: each costs a round trip, and fails where it stands."""
 
 from __future__ import annotations
 

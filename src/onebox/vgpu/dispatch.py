@@ -14,6 +14,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.vgpu.asking import perform
+from onebox.vgpu.box import stream_of
 from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, recipe
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
@@ -57,6 +58,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
         return _with_foreign(func, args, kwargs or {})
     stream = tensors[0]._handle.stream
+    if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
+        return _elsewhere(func, args, kwargs)
     return run(stream, func, args, kwargs, key, tensors, floats)
 
 
@@ -167,7 +170,21 @@ def launch(stream: Stream, func: Any, *args: Any, **kwargs: Any) -> Any:
     return run(stream, func, args, kwargs, key, tensors, floats)
 
 
-# ---- tensors of other devices among the arguments
+# ---- other devices among the arguments
+
+
+def _is_here(device: torch.device, stream: Stream) -> bool:
+    return device.type == "vgpu" and stream_of(device) is stream
+
+
+def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that makes a tensor like another one on another device: of that one only the looks matter."""
+
+    def looks(value: Any) -> Any:
+        return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value
+
+    return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
+
 
 HOST_ARGUMENTS = frozenset[Any](
     {

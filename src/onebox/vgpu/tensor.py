@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,21 @@ class VirtualTensor(Tensor):
     def tolist(self) -> Any:
         """Return the elements as nested lists."""
         return self.detach().cpu().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        text = repr(self.detach().cpu())
+        suffix = [f"device='{self.device}'"]
+        typed = re.search(r",\s+dtype=[\w.]+\)$", text)
+        head, kind = (text[: typed.start()], [f"dtype={self.dtype}"]) if typed else (text[:-1], [])
+        if self.grad_fn is not None:
+            kind.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            kind.append("requires_grad=True")
+        whole = ", ".join([head, *suffix, *kind]) + ")"
+        return f"Parameter containing:\n{whole}" if getattr(self, "_is_param", False) else whole
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from onebox.vgpu.serial import reduce
