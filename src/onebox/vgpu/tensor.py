@@ -70,7 +70,7 @@ class VirtualTensor(Tensor):
         """Return the elements as nested lists."""
         return self.detach().cpu().tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         text = repr(self.detach().cpu())
         suffix = [f"device='{self.device}'"]
         typed = re.search(r",\s+dtype=[\w.]+\)$", text)
