@@ -36,6 +36,8 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 def to_frame(tensor: Tensor) -> memoryview:
     """Return the elements of a tensor; memory is shared where the tensor is dense and on the CPU."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()  # elements that are still to be conjugated or negated
     dense = tensor.detach().to("cpu").contiguous()
     dense = dense.as_strided((dense.numel(),), (1,))  # a single element is contiguous with any stride
     return memoryview(dense.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -45,9 +45,9 @@ class Device:
         torch.set_num_threads(threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            self._generator = torch.cuda.default_generators[self.device.index or 0]
+            self.own_generator = torch.cuda.default_generators[self.device.index or 0]
         else:
-            self._generator = torch.default_generator
+            self.own_generator = torch.default_generator
 
     # ---- programs and optimizers
 
@@ -72,7 +72,11 @@ class Device:
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Seed the random numbers of one operator from all that says where in the run it is."""
         text = f"{run}/{step}/{micro_batch}/{position}".encode()
-        self._generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+        self.own_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+
+    def new_generator(self, seed: int) -> torch.Generator:
+        """Return a new generator of random numbers of this device."""
+        return torch.Generator(self.device).manual_seed(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
         """Let work last as long as it is to last on this device; only an emulated one adds to it.

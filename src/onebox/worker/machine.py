@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import TensorSpec, from_frame, spec_of
+from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, to_frame
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -22,13 +22,17 @@ from onebox.wire.messages import (
     Get,
     Instruction,
     LeaveGroup,
+    Operate,
     OptimizerStep,
+    Perform,
     Put,
     Receive,
     Reduce,
+    Replay,
     Routine,
     Run,
     Send,
+    SetGenerator,
     Snapshot,
     StoredProgram,
     references,
@@ -36,6 +40,8 @@ from onebox.wire.messages import (
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.sayings import Digest, Failure, Memory, OptimizerState, Result, Scalars, Tensors
 from onebox.worker.device import Device
+from onebox.worker.eager import Eager, VoidKernel
+from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
 from onebox.worker.groups import Bucket, ClientChannel
@@ -78,7 +84,8 @@ class Machine:
         self._channel = channel
         self._report = report
         self._faults = faults
-        self._definitions: dict[int, Tape | Routine | NativeOptimizer | Failure] = {}
+        self._definitions: dict[int, Any] = {}
+        self._eager = Eager(device, self.store, self._definitions, self.progress, report)
         self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._trace = Trace()
@@ -100,7 +107,7 @@ class Machine:
         """
         if isinstance(instruction, Run):
             return self._run_routine(instruction)
-        own = iter(list(itertools.islice(frames, _frame_count(instruction))))
+        own = iter(list(itertools.islice(frames, frame_count(instruction))))
         return self._guarded(instruction, own, _same)
 
     def close(self) -> None:
@@ -157,9 +164,9 @@ class Machine:
             self._faults.before(progress)
             return self._handlers[type(instruction)](self, instruction, frames, resolve)
         except Poisoned as error:
-            if isinstance(instruction, Get | Ask):
-                raise
             self._void(instruction, error.failure, resolve)
+            if isinstance(instruction, Get | Ask | Perform):
+                raise
             return []
         except Exception as error:
             failure = explain(error, progress.doing)
@@ -168,7 +175,7 @@ class Machine:
 
     def _failed(self, instruction: Any, failure: Failure) -> list[Result]:
         self._report(failure)
-        if isinstance(instruction, Get | Ask):
+        if isinstance(instruction, Get | Ask | Perform):
             raise Poisoned(failure)
         return []
 
@@ -178,33 +185,21 @@ class Machine:
             for position in instruction.takes:
                 if 0 <= position < len(instruction.inputs):
                     self.store.forget(resolve(instruction.inputs[position]))
-        self.store.void([resolve(reference) for reference in self._writes(instruction)], failure)
+        if isinstance(instruction, Operate | Replay | Perform):
+            self._eager.skip(instruction, failure)
+        if isinstance(instruction, OptimizerStep):
+            optimizer = self._definitions.get(instruction.optimizer)
+            self.store.void(optimizer.numbers if isinstance(optimizer, NativeOptimizer) else (), failure)
+        self.store.void([resolve(reference) for reference in writes(instruction)], failure)
         if isinstance(instruction, Define):
             self._undefine(instruction.number)
-            self._definitions[instruction.number] = failure
-            if isinstance(instruction.what, Routine):
-                self._owed[instruction.number] = groups_of(instruction.what)
+            what = instruction.what
+            self._definitions[instruction.number] = VoidKernel(what, failure) if isinstance(what, Kernel) else failure
+            if isinstance(what, Routine):
+                self._owed[instruction.number] = groups_of(what)
         if isinstance(instruction, Reduce | Gather | Send | FormGroup):
             self._report(failure)
             self._groups.abandon(instruction.group, failure)
-
-    def _writes(self, instruction: Instruction) -> Sequence[int]:
-        match instruction:
-            case Call():
-                return instruction.outputs
-            case Put() | Reduce():
-                return instruction.buffers
-            case Receive():
-                return (instruction.buffer,)
-            case Gather():
-                return (instruction.into,)
-            case Snapshot():
-                return instruction.targets
-            case OptimizerStep():
-                optimizer = self._definitions.get(instruction.optimizer)
-                return optimizer.numbers if isinstance(optimizer, NativeOptimizer) else ()
-            case _:
-                return ()
 
     # ---- one method an instruction
 
@@ -217,6 +212,8 @@ class Machine:
             if any(reference < -what.bindings for step in what.steps for reference in references(step)):
                 raise WireError(f"a routine refers to more than its {what.bindings} bindings")
             self._definitions[define.number] = what
+        elif isinstance(what, Kernel | Block | Generator):
+            self._definitions[define.number] = self._eager.define(define.number, what)
         else:
             self._definitions[define.number] = optimizer = self._optimizer(what, frames)
             self.store.charge(optimizer.charged_bytes)
@@ -289,6 +286,10 @@ class Machine:
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
             return [OptimizerState(tuple(entries))]
+        if ask.about == "generator":
+            state = self._eager.generator(ask.buffers[0] if ask.buffers else 0).get_state()
+            self.frames_out.append(to_frame(state))
+            return [Tensors((spec_of(state),))]
         tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
         if ask.about == "digest":
             return [Digest(self._device.digest(tensors))]
@@ -333,7 +334,7 @@ class Machine:
         gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
         self._trace.ready()
         start_ns = time.monotonic_ns()
-        self.frames_out = [bytes(frame) for frame in self.frames_out]  # answers that share memory with parameters
+        self._part_answers()
         if self._run.options:
             optimizer.set_options(self._run.options)
         before = optimizer.charged_bytes
@@ -342,6 +343,27 @@ class Machine:
         self.store.charge(optimizer.charged_bytes - before)
         self._device.pace(start_ns, optimizer.cost_s, self.progress)
         return [] if norm is None else [Scalars((norm,))]
+
+    def _part_answers(self) -> None:
+        """Copy answers that share memory with buffers, because these are about to be written to."""
+        self.frames_out = [bytes(frame) for frame in self.frames_out]
+
+    def _run_eager(self, what: Operate | Replay | Perform, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._part_answers()
+        start_ns = time.monotonic_ns()
+        results: list[Result] = []
+        if isinstance(what, Operate):
+            self._eager.operate(what.calls, what.floats)
+        elif isinstance(what, Replay):
+            self._eager.replay(what)
+        else:
+            results.append(self._eager.perform(what))
+        self._device.pace(start_ns, 0.0, self.progress)
+        return results
+
+    def _set_generator(self, what: SetGenerator, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._eager.set_generator(what, frames)
+        return []
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._groups.form(form)
@@ -372,6 +394,10 @@ class Machine:
         Gather: _gather,
         Receive: _receive,
         OptimizerStep: _optimize,
+        Operate: _run_eager,
+        Replay: _run_eager,
+        Perform: _run_eager,
+        SetGenerator: _set_generator,
         FormGroup: _form,
         LeaveGroup: _leave_group,
     }
@@ -379,12 +405,3 @@ class Machine:
 
 def _same(reference: int) -> int:
     return reference
-
-
-def _frame_count(instruction: Instruction) -> int:
-    """Return how many frames of its message an instruction brings."""
-    if isinstance(instruction, Put):
-        return len(instruction.specs)
-    if isinstance(instruction, Define) and isinstance(instruction.what, OptimizerSpec):
-        return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
-    return 0

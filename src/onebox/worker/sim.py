@@ -67,6 +67,7 @@ class SimDevice(Device):
         self.threads = 1
         self.speed = speed
         self.emulated = True
+        self.own_generator = torch.Generator()
         wake_on_time()
         wake_promptly()
         torch.set_num_threads(1)
@@ -83,6 +84,10 @@ class SimDevice(Device):
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""
+
+    def new_generator(self, seed: int) -> torch.Generator:
+        """Return a generator that has a state, and of which nothing is drawn."""
+        return torch.Generator().manual_seed(seed)
 
     def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
         """Sleep until work that began at a time, and costs so much at speed 1, would be done."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire.sayings import Failure
+
+_T = TypeVar("_T")
 
 
 class Pending(Protocol):
@@ -34,6 +36,20 @@ class QuotaExceeded(Exception):
     """An allocation would exceed the worker's quota."""
 
 
+class _Held:
+    """A storage that buffers hold.
+
+    Args:
+        size_bytes: What it counts for; kept here, because an operator may make it grow.
+    """
+
+    __slots__ = ("holders", "size_bytes")
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.holders = 1
+
+
 class BufferStore:
     """Numbered buffers of one device.
 
@@ -52,7 +68,8 @@ class BufferStore:
         self._pending: dict[int, Pending] = {}
         self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
         self._void: dict[int, Failure] = {}
-        self._holders: dict[int, int] = {}  # from a storage, by its identity (on meta it has no address), to its uses
+        self._storages: dict[int, int] = {}  # from a number to its storage's identity (on meta it has no address)
+        self._held: dict[int, _Held] = {}  # from a storage's identity
 
     def get(self, number: int) -> Tensor:
         """Return a buffer, waiting for it where it is still being filled.
@@ -76,20 +93,58 @@ class BufferStore:
             raise Poisoned(self._void[number])
         raise WireError(f"there is no buffer {number}")
 
+    def many(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return several buffers; see :meth:`get`."""
+        tensors = self._tensors
+        try:
+            return [tensors[number] for number in numbers]
+        except KeyError:
+            return [self.get(number) for number in numbers]
+
     def put(self, number: int, tensor: Tensor) -> None:
         """Fill a buffer; what it held before is gone.
 
         Raises:
             QuotaExceeded: The quota has no room for it.
         """
-        self.forget(number)
+        if number in self._tensors or number in self._void or number in self._pending:
+            self.forget(number)
         storage = tensor.untyped_storage()
-        holders = self._holders.get(storage._cdata, 0)
-        if holders == 0 and storage.nbytes():
-            self.reserve(storage.nbytes())
-            self.used_bytes += storage.nbytes()
-        self._holders[storage._cdata] = holders + 1
+        self._hold(number, storage._cdata, storage.nbytes())
         self._tensors[number] = tensor
+
+    def recount(self, number: int) -> None:
+        """Count a buffer anew whose storage may have grown, or may be another one; an empty number is passed over.
+
+        Raises:
+            QuotaExceeded: The quota has no room for what it has become; it is counted all the same.
+        """
+        tensor = self._tensors.get(number)
+        if tensor is None:
+            return
+        storage, before = tensor.untyped_storage(), self._storages[number]
+        size_bytes = storage.nbytes()
+        if before == storage._cdata and self._held[before].size_bytes == size_bytes:
+            return
+        self._drop(number)
+        held = self._held.get(storage._cdata)
+        self.used_bytes += size_bytes - (held.size_bytes if held else 0)
+        if held is None:
+            self._held[storage._cdata] = _Held(size_bytes)
+        else:
+            held.size_bytes, held.holders = size_bytes, held.holders + 1
+        self._storages[number] = storage._cdata
+        self.reserve(0)
+
+    def peak_of(self, action: Callable[[], _T]) -> tuple[_T, int]:
+        """Do something, and return what it returns and the most bytes that it had in use beyond those at its start."""
+        start, peak = self.used_bytes, self.peak_bytes
+        self.peak_bytes = start
+        try:
+            made = action()
+            return made, self.peak_bytes - start
+        finally:
+            self.peak_bytes = max(self.peak_bytes, peak)
 
     def promise(self, numbers: Iterable[int], pending: Pending) -> None:
         """Let buffers be filled when somebody asks for them.
@@ -124,13 +179,34 @@ class BufferStore:
         if pending is not None:
             self._release(pending)
         self._void.pop(number, None)
-        tensor = self._tensors.pop(number, None)
-        if tensor is not None:
-            storage = tensor.untyped_storage()
-            self._holders[storage._cdata] -= 1
-            if not self._holders[storage._cdata]:
-                del self._holders[storage._cdata]
-                self.used_bytes -= storage.nbytes()
+        if self._tensors.pop(number, None) is not None:
+            self._drop(number)
+
+    def _hold(self, number: int, storage: int, size_bytes: int) -> None:
+        """Note that a number holds a storage, which counts for as many bytes as it has now."""
+        held = self._held.get(storage)
+        if held is None:
+            if size_bytes:
+                self.reserve(size_bytes)
+                self.used_bytes += size_bytes
+            self._held[storage] = _Held(size_bytes)
+        else:
+            more = size_bytes - held.size_bytes
+            if more:
+                self.reserve(more)
+                self.used_bytes += more
+                held.size_bytes = size_bytes
+            held.holders += 1
+        self._storages[number] = storage
+
+    def _drop(self, number: int) -> None:
+        """Note that a number no longer holds its storage."""
+        storage = self._storages.pop(number)
+        held = self._held[storage]
+        held.holders -= 1
+        if not held.holders:
+            del self._held[storage]
+            self.used_bytes -= held.size_bytes
 
     def _release(self, pending: Pending) -> None:
         """Note that a promise has one number less to fill; with the last its bytes are free."""

@@ -14,12 +14,8 @@ from onebox.cost import Footprint, footprint
 from onebox.errors import WireError
 from onebox.wire import (
     DTYPES,
-    DType,
-    Layout,
     Many,
-    MemoryFormat,
     Operator,
-    OwnDevice,
     Program,
     Slot,
     Value,
@@ -28,6 +24,7 @@ from onebox.wire import (
     reads,
 )
 from onebox.worker.allow import allowed
+from onebox.worker.arguments import Place, by_keyword, constant, picker
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -116,7 +113,7 @@ class Tape:
             raise WireError(f"a program of {len(self.program.inputs)} inputs is given {len(inputs)}")
         for number, (tensor, spec) in enumerate(zip(inputs, self.program.inputs, strict=True)):
             if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
-                raise WireError(f"input {number} of the program is {spec}, but its buffer holds {_shapes([tensor])}")
+                raise WireError(f"input {number} of the program is {spec}, but its buffer holds {describe([tensor])}")
 
     def run(self, inputs: list[Tensor], seed: Seed, progress: Progress) -> list[Tensor]:
         """Run the program.
@@ -151,7 +148,7 @@ class Tape:
                             registers[slot] = tensor
             except Exception as error:
                 operator = self.program.operators[number]
-                raise OperatorFailed(operator.name, _shapes(pick(registers))) from error
+                raise OperatorFailed(operator.name, describe(pick(registers))) from error
             if first:
                 self._check(self.program.operators[number], registers)
             result = tensor = None  # what has died must not live on here
@@ -164,40 +161,22 @@ class Tape:
         call = allowed(operator.name)
         named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
         positional = [self._register(value) for value in (*operator.args, *named.values())]
-        keywords = {key: self._constant(value) for key, value in operator.kwargs.items() if key not in named}
+        keywords = {key: constant(value, self._device) for key, value in operator.kwargs.items() if key not in named}
         returns = call._schema.returns
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
-        run = _last_by_keyword(call, tuple(named)) if named else call
-        return run, _picker(positional), keywords, operator.outs, operator.dies, operator.position
+        run = by_keyword(call, tuple(named)) if named else call
+        return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
 
-    def _register(self, value: Value) -> int | list[int]:
+    def _register(self, value: Value) -> Place:
         """Return the register of an argument, or the registers of a list that holds tensors."""
         if isinstance(value, Slot):
             return value.index
         if isinstance(value, Many) and _holds_tensors(value):
-            return [self._register(item) for item in value.items]  # type: ignore[misc]
-        self._registers.append(self._constant(value))
+            return tuple(self._register(item) for item in value.items)  # type: ignore[misc]
+        self._registers.append(constant(value, self._device))
         return len(self._registers) - 1
-
-    def _constant(self, value: Value) -> Any:
-        if isinstance(value, Many):
-            return list(value.items)
-        if isinstance(value, DType):
-            if value.name not in DTYPES:
-                raise WireError(f"element type {value.name!r} is not allowed")
-            return DTYPES[value.name]
-        if isinstance(value, OwnDevice):
-            return self._device
-        if isinstance(value, Layout):
-            return torch.strided
-        if isinstance(value, MemoryFormat):
-            formats = {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"}
-            if value.name not in formats:
-                raise WireError(f"memory format {value.name!r} is not allowed")
-            return getattr(torch, value.name)
-        return value
 
     def _check(self, operator: Operator, registers: list[Any]) -> None:
         for slot, spec in zip(operator.outs, operator.specs, strict=True):
@@ -205,7 +184,7 @@ class Tape:
                 continue
             made = registers[slot]
             if tuple(made.shape) != spec.shape or dtype_name(made.dtype) != spec.dtype:
-                problem = WireError(f"made {_shapes([made])}, but the program says {spec}")
+                problem = WireError(f"made {describe([made])}, but the program says {spec}")
                 raise OperatorFailed(operator.name, "") from problem
 
 
@@ -213,35 +192,12 @@ def _holds_tensors(value: Value) -> bool:
     return isinstance(value, Slot) or (isinstance(value, Many) and any(isinstance(i, Slot) for i in value.items))
 
 
-def _last_by_keyword(call: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function that passes its last positional arguments on by keyword."""
-
-    def run(*args: Any, **keywords: Any) -> Any:
-        first, last = args[: -len(names)], args[-len(names) :]
-        return call(*first, **dict(zip(names, last, strict=True)), **keywords)
-
-    return run
-
-
-def _picker(registers: list[int | list[int]]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return a function from all registers to the arguments of one operator."""
-    flat = [register for register in registers if isinstance(register, int)]
-    if len(flat) == len(registers) and len(flat) > 1:
-        return op.itemgetter(*flat)
-    plan = tuple(registers)
-
-    def pick(values: list[Any]) -> list[Any]:
-        return [values[r] if isinstance(r, int) else [values[i] for i in r] for r in plan]
-
-    return pick
-
-
-def _shapes(arguments: Sequence[Any]) -> str:
+def describe(arguments: Sequence[Any]) -> str:
     """Describe tensors among arguments, for a person."""
     tensors = [
         tensor
         for argument in arguments
-        for tensor in (argument if isinstance(argument, list) else [argument])
+        for tensor in (argument if isinstance(argument, list | tuple) else [argument])
         if isinstance(tensor, Tensor)
     ]
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

@@ -1,0 +1,350 @@
+"""Eager operators on a worker: single calls, stored blocks of calls, and random number generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, from_frame, spec_of
+from onebox.wire.messages import Operate, Perform, Replay, SetGenerator
+from onebox.wire.sayings import Failure, Made
+from onebox.worker.blocks import CompiledBlock, Void
+from onebox.worker.device import Device
+from onebox.worker.explain import explain
+from onebox.worker.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.sim import NoValues
+from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.tape import OperatorFailed, Progress, describe
+
+
+class VoidKernel:
+    """A kernel that could not be made ready: its calls can be told apart, and void what they would write.
+
+    Args:
+        kernel: What it was to be.
+        failure: Why it is not.
+    """
+
+    def __init__(self, kernel: Kernel, failure: Failure) -> None:
+        self.failure = failure
+        self.name = kernel.name
+        self.inputs = max(0, kernel.inputs)
+        self.floats = max(0, kernel.floats)
+        self.outputs = sum(out is not None for out in kernel.outs)
+        self.writes = tuple(index for index in written_inputs(kernel) if index < self.inputs)
+
+
+class Eager:
+    """Executes eager operators over the buffers of a worker.
+
+    Args:
+        device: Where they run.
+        store: The buffers.
+        definitions: By number; kernels, blocks and generators are found there.
+        progress: Counted up with each operator.
+        report: Called with each failure.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        store: BufferStore,
+        definitions: dict[int, Any],
+        progress: Progress,
+        report: Callable[[Failure], None],
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._definitions = definitions
+        self._progress = progress
+        self._report = report
+
+    def define(self, number: int, what: Kernel | Block | Generator) -> CompiledKernel | CompiledBlock | torch.Generator:
+        """Make a definition ready.
+
+        Raises:
+            WireError: It is none that this worker can run.
+            Poisoned: It is a block, and one of its kernels is void.
+        """
+        if number == FREE:
+            raise WireError(f"{FREE} is the number of no definition: in calls it ends a buffer")
+        if isinstance(what, Kernel):
+            return CompiledKernel(what, self._device.device, self.generator)
+        if isinstance(what, Block):
+            return CompiledBlock(what, self._kernel)
+        return self._device.new_generator(what.seed)
+
+    def generator(self, number: int) -> torch.Generator:
+        """Return a random number generator; 0 is the device's own.
+
+        Raises:
+            Poisoned: It could not be defined.
+            WireError: There is none.
+        """
+        found = self._definitions.get(number) if number else self._device.own_generator
+        if isinstance(found, Failure):
+            raise Poisoned(found)
+        if not isinstance(found, torch.Generator):
+            raise WireError(f"definition {number} is not there, or no generator")
+        return found
+
+    def set_generator(self, instruction: SetGenerator, frames: Iterator[Any]) -> None:
+        """Give a generator a seed, or the state in the next frame."""
+        generator = self.generator(instruction.generator)
+        if instruction.seed is not None:
+            generator.manual_seed(instruction.seed)
+            return
+        frame = next(frames)
+        generator.set_state(from_frame(TensorSpec("uint8", (len(frame),)), frame))
+
+    # ---- calls
+
+    def operate(self, calls: Sequence[int], floats: Sequence[float]) -> bool:
+        """Run operators one after the other; return whether all of them could.
+
+        Raises:
+            WireError: The calls are none.
+        """
+        definitions, forget = self._definitions, self._store.forget
+        at = drawn = 0
+        end, whole = len(calls), True
+        while at < end:
+            number = calls[at]
+            if number == FREE and at + 1 < end:
+                forget(calls[at + 1])
+                at += 2
+                continue
+            kernel = definitions.get(number)
+            if not isinstance(kernel, CompiledKernel | VoidKernel):
+                raise WireError(f"a call of definition {number}, which is not there, or no kernel")
+            middle = at + 1 + kernel.inputs
+            stop, last = middle + kernel.outputs, drawn + kernel.floats
+            if stop > end or last > len(floats):
+                raise WireError(f"a call of {kernel.name} is cut short")
+            if isinstance(kernel, VoidKernel):
+                self._void(kernel, calls[at + 1 : middle], calls[middle:stop], kernel.failure)
+                whole = False
+            elif not self._call(kernel, calls[at + 1 : middle], calls[middle:stop], floats[drawn:last]):
+                whole = False
+            at, drawn = stop, last
+        if drawn != len(floats):
+            raise WireError(f"{len(floats)} numbers came for calls that take {drawn}")
+        return whole
+
+    def _call(
+        self, kernel: CompiledKernel, inputs: Sequence[int], outputs: Sequence[int], floats: Sequence[float]
+    ) -> bool:
+        """Run one operator; return whether it could."""
+        progress, store = self._progress, self._store
+        progress.executed += 1
+        progress.doing = kernel.name
+        values: list[Any] = []
+        try:
+            values += store.many(inputs)
+            if floats:
+                values += floats
+            if kernel.constants:
+                values += kernel.constants
+            result = kernel.run(*kernel.pick(values))
+            if outputs:
+                for number, tensor in zip(outputs, kernel.kept(result), strict=True):
+                    store.put(number, tensor)
+            for index in kernel.resizes:
+                store.recount(inputs[index])
+            return True
+        except Poisoned as error:
+            self._void(kernel, inputs, outputs, error.failure)
+        except Exception as error:
+            self._void(kernel, inputs, outputs, self._explain(error, kernel.name, values))
+        return False
+
+    def _void(
+        self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: Failure
+    ) -> None:
+        self._store.void([*outputs, *(inputs[index] for index in kernel.writes)], failure)
+
+    def _explain(self, error: Exception, operator: str, arguments: Sequence[Any]) -> Failure:
+        """Report what an operator raised, and return it as a failure."""
+        if not isinstance(error, NoValues | WireError):
+            failed = OperatorFailed(operator, describe(arguments))
+            failed.__cause__ = error
+            error = failed
+        failure = explain(error, operator)
+        self._report(failure)
+        return failure
+
+    # ---- one operator whose results nobody knows
+
+    def perform(self, instruction: Perform) -> Made:
+        """Run one operator and return what it made.
+
+        Raises:
+            Poisoned: An input is void.
+            NoValues: It would return what depends on values, on a device without them.
+            OperatorFailed: It failed.
+            WireError: The instruction is wrong.
+        """
+        if instruction.kernel.outs:
+            raise WireError(f"{instruction.kernel.name} is performed: its outputs are told, not given")
+        kernel = CompiledKernel(instruction.kernel, self._device.device, self.generator)
+        inputs, floats = instruction.inputs, instruction.floats
+        if len(inputs) != kernel.inputs or len(floats) != kernel.floats:
+            raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
+        store, progress = self._store, self._progress
+        tensors = store.many(inputs)
+        progress.executed += 1
+        progress.doing = kernel.name
+        if kernel.needs_values and self._device.device.type == "meta":
+            raise NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
+        try:
+            made = kernel.run(*kernel.pick([*tensors, *floats, *kernel.constants]))
+            results = flatten(made) if kernel.returns else []
+            for number, result in enumerate(results, instruction.first):
+                if isinstance(result, Tensor):
+                    store.put(number, result)
+            for index in kernel.resizes:
+                store.recount(inputs[index])
+        except Exception as error:
+            raise OperatorFailed(kernel.name, describe(tensors)) from error
+        return Made(tuple(map(_told, results)), tuple(map(strided_of, tensors)))
+
+    # ---- blocks
+
+    def replay(self, replay: Replay) -> None:
+        """Run a stored block; its first run is counted operator by operator, later ones as a whole.
+
+        Raises:
+            Poisoned: The block is void.
+            WireError: There is no such block, or it has other inputs, outputs or numbers.
+        """
+        compiled, store = self._block(replay.block), self._store
+        block, inputs = compiled.block, replay.inputs
+        if (len(inputs), len(replay.outputs), len(replay.floats)) != (block.inputs, len(block.outputs), block.floats):
+            raise WireError(f"block {replay.block} has other inputs, outputs or numbers than its replay")
+        if len(set(inputs)) != len(inputs):
+            raise WireError(f"a replay of block {replay.block} brings a buffer twice")
+        if compiled.peak_bytes < 0:
+            whole, peak_bytes = store.peak_of(lambda: self._replay_counted(compiled, replay))
+            compiled.peak_bytes = peak_bytes if whole else -1
+            return
+        try:
+            store.reserve(compiled.peak_bytes)
+            tensors = store.many(inputs)
+        except (QuotaExceeded, Poisoned, WireError):
+            self._replay_counted(compiled, replay)  # which finds out at which operator
+            return
+        registers = compiled.run(
+            tensors, replay.floats, self._progress, lambda slot: store.forget(inputs[slot]), self._explain
+        )
+        for slot in compiled.writes:
+            if isinstance(registers[slot], Void):
+                store.void([inputs[slot]], registers[slot].failure)
+        for slot in compiled.resizes:
+            store.recount(inputs[slot])
+        for number, slot in zip(replay.outputs, block.outputs, strict=True):
+            self._keep(number, registers[slot])
+
+    def _replay_counted(self, compiled: CompiledBlock, replay: Replay) -> bool:
+        """Run a block as single calls, whose slots are buffers of negative numbers; return whether all went well."""
+        store, given, count = self._store, replay.inputs, len(replay.inputs)
+
+        def number(slot: int) -> int:
+            return given[slot] if slot < count else -1 - slot
+
+        whole = True
+        for slot in compiled.begins:
+            store.forget(number(slot))
+        for step in compiled.steps:
+            numbers = replay.floats[step.floats : step.floats + step.kernel.floats]
+            outputs = [number(slot) for slot in range(step.first, step.stop)]
+            whole = self._call(step.kernel, [number(slot) for slot in step.slots], outputs, numbers) and whole
+            for slot in step.dies:
+                store.forget(number(slot))
+        kept = [self._held(number(slot)) for slot in compiled.block.outputs]
+        for target, value in zip(replay.outputs, kept, strict=True):
+            self._keep(target, value)
+        for step in compiled.steps:
+            for slot in range(step.first, step.stop):
+                store.forget(number(slot))
+        return whole
+
+    def _held(self, number: int) -> Any:
+        try:
+            return self._store.get(number)
+        except Poisoned as error:
+            return Void(error.failure)
+
+    def _keep(self, number: int, value: Any) -> None:
+        if isinstance(value, Void):
+            self._store.void([number], value.failure)
+        else:
+            self._store.put(number, value)
+
+    # ---- what cannot run
+
+    def skip(self, instruction: Operate | Replay | Perform, failure: Failure) -> None:
+        """Void what an instruction would have written, and end what it would have ended."""
+        store = self._store
+        if isinstance(instruction, Operate):
+            self._skip_calls(instruction.calls, failure)
+        elif isinstance(instruction, Perform):
+            writes = written_inputs(instruction.kernel)
+            inputs = [number for index, number in enumerate(instruction.inputs) if index in writes]
+            store.void([*inputs, instruction.first], failure)
+        else:
+            found, given = self._definitions.get(instruction.block), instruction.inputs
+            freed, written = found.skip(failure) if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
+            store.void([given[slot] for slot in written if slot < len(given)], failure)
+            for slot in freed:
+                if slot < len(given):
+                    store.forget(given[slot])
+            store.void(instruction.outputs, failure)
+
+    def _skip_calls(self, calls: Sequence[int], failure: Failure) -> None:
+        at = 0
+        while at + 1 < len(calls):
+            kernel = self._definitions.get(calls[at])
+            if calls[at] == FREE:
+                self._store.forget(calls[at + 1])
+                at += 2
+            elif isinstance(kernel, CompiledKernel | VoidKernel):
+                middle = at + 1 + kernel.inputs
+                stop = middle + kernel.outputs
+                if stop <= len(calls):
+                    self._void(kernel, calls[at + 1 : middle], calls[middle:stop], failure)
+                at = stop
+            else:
+                return
+
+    # ---- definitions
+
+    def _kernel(self, number: int) -> CompiledKernel:
+        found = self._definitions.get(number)
+        if isinstance(found, VoidKernel):
+            raise Poisoned(found.failure)
+        if not isinstance(found, CompiledKernel):
+            raise WireError(f"a call of definition {number}, which is not there, or no kernel")
+        return found
+
+    def _block(self, number: int) -> CompiledBlock:
+        found = self._definitions.get(number)
+        if isinstance(found, Failure):
+            raise Poisoned(found)
+        if not isinstance(found, CompiledBlock):
+            raise WireError(f"definition {number} is not there, or no block")
+        return found
+
+
+def _told(result: Any) -> Strided | Complex | bool | int | float | None:
+    """Return what an operator returned, for the wire."""
+    if isinstance(result, Tensor):
+        return strided_of(result)
+    if isinstance(result, complex):
+        return Complex(result.real, result.imag)
+    if result is None or isinstance(result, bool | int | float):
+        return result
+    raise TypeError(f"it returned a {type(result).__name__}, which does not travel")

@@ -1,0 +1,47 @@
+"""What an instruction brings and writes, as far as it says so itself; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebox.wire import TensorSpec
+from onebox.wire.messages import (
+    Call,
+    Define,
+    Gather,
+    Instruction,
+    Optimizer,
+    Put,
+    Receive,
+    Reduce,
+    SetGenerator,
+    Snapshot,
+)
+
+
+def writes(instruction: Instruction) -> Sequence[int]:
+    """Return the references of buffers that an instruction names and would write."""
+    match instruction:
+        case Call():
+            return instruction.outputs
+        case Put() | Reduce():
+            return instruction.buffers
+        case Receive():
+            return (instruction.buffer,)
+        case Gather():
+            return (instruction.into,)
+        case Snapshot():
+            return instruction.targets
+        case _:
+            return ()
+
+
+def frame_count(instruction: Instruction) -> int:
+    """Return how many frames of its message an instruction brings."""
+    if isinstance(instruction, Put):
+        return len(instruction.specs)
+    if isinstance(instruction, SetGenerator):
+        return instruction.seed is None
+    if isinstance(instruction, Define) and isinstance(instruction.what, Optimizer):
+        return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
+    return 0
