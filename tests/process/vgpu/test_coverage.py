@@ -1,0 +1,111 @@
+"""A part of PyTorch's own operator, module and optimizer databases, on a virtual device against the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onebox.errors import WorkerDied
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from coverage_judge import Trial, judge
+from coverage_shards import Case, Runner, Tally, names_of, run_cases
+
+CPU = torch.device("cpu")
+SEED = 4
+OPERATORS = 150
+MODULES = 30
+TRIALS = 4
+
+REFUSED: dict[str, str] = {}
+"""Names of what a virtual device refuses, with the reason; the error has to say so."""
+
+
+@pytest.mark.timeout(180)
+def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
+    choose = random.Random(SEED)
+    cases = [
+        Case(kind="opinfo", name=name, dtype=dtype, seed=SEED, limit=TRIALS)
+        for name in choose.sample(names_of("opinfo"), OPERATORS)
+        for dtype in ("float32", "float64", "int64", "bool")
+    ]
+    cases += [
+        Case(kind="moduleinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
+        for name in choose.sample(names_of("moduleinfo"), MODULES)
+    ]
+    cases += [
+        Case(kind="optimizerinfo", name=name, dtype="float64", seed=SEED, limit=TRIALS)
+        for name in names_of("optimizerinfo")
+    ]
+    tallies = run_cases(cases, "cpu", 2)
+    assert not _told(tallies, "wrong")
+    assert not _told(tallies, "crashed")
+    assert not [line for line in _told(tallies, "failed", "unsupported") if line.split()[1] not in REFUSED]
+    assert sum(tally.count("passed") for tally in tallies) > 2 * OPERATORS
+
+
+def _told(tallies: list[Tally], *outcomes: str) -> list[str]:
+    return [
+        f"{tally.case.kind} {tally.case.name} {tally.case.dtype} {name}: {message}"
+        for tally in tallies
+        for name, outcome, message in tally.outcomes
+        if outcome in outcomes
+    ]
+
+
+def test_a_case_whose_process_dies_counts_as_crashed_and_ends() -> None:
+    runner = Runner("none")
+    try:
+        assert runner.run(_case("add")).count("passed") == 3
+        process: Any = runner._process
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+        tally = runner.run(_case("add"))
+        assert (tally.count("crashed"), tally.count("passed")) == (1, 2)
+        assert "status -9" in tally.message()
+    finally:
+        runner.close()
+
+
+def test_other_numbers_are_wrong_and_errors_are_told_apart() -> None:
+    assert judge(_trial(lambda device: torch.ones(2)), CPU).outcome == "passed"
+    assert judge(_trial(_drifting()), CPU).outcome == "wrong"
+    assert judge(_trial(_drifting(torch.int32)), CPU) == ("wrong", "output: dtype torch.int32, not torch.int64")
+    assert judge(_trial(_failing(1, RuntimeError("no"))), CPU) == ("skipped", "RuntimeError: no")
+    assert judge(_trial(_failing(2, RuntimeError("no"))), CPU) == ("failed", "RuntimeError: no")
+    assert judge(_trial(_failing(2, RuntimeError("is not supported"))), CPU).outcome == "unsupported"
+    assert judge(_trial(_failing(2, WorkerDied("gone"))), CPU).outcome == "crashed"
+
+
+def _trial(run: Callable[[torch.device], Any]) -> Trial:
+    return Trial(name="", run=lambda device: {"output": run(device)}, seed=0)
+
+
+def _drifting(dtype: torch.dtype = torch.int64) -> Callable[[torch.device], Any]:
+    calls = iter((torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=dtype) + 1))
+    return lambda device: next(calls)
+
+
+def _failing(call: int, error: Exception) -> Callable[[torch.device], Any]:
+    count = itertools.count(1)
+
+    def run(device: torch.device) -> Any:
+        if next(count) == call:
+            raise error
+        return torch.ones(2)
+
+    return run
+
+
+def _case(name: str) -> Case:
+    return Case(kind="opinfo", name=name, dtype="float32", seed=SEED, limit=3)
