@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 LOWER = (
-    "matmul", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "conv1d",
-    "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "gru_cell", "linear", "lstm_cell",
-    "mm", "mv", "prelu", "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention", "linalg_vecdot",
+    "matmul", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "gru_cell", "linear", "lstm_cell", "mm", "mv", "prelu",
+    "rnn_tanh_cell", "rnn_relu_cell", "scaled_dot_product_attention", "linalg_vecdot",
 )  # fmt: skip
 """Run in the type that autocast was asked for."""
 
