@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,7 @@ class VirtualTensor(Tensor):
     Autograd, views and version counters are PyTorch's own: its operators arrive below them.
     """
 
-    __slots__ = ("_handle", "_metadata")
-
-    _handle: Handle
+    _handle: Handle  # no slots: torch.utils.swap_tensors, by which modules move, wants the same on both sides
     _metadata: Metadata
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -84,6 +83,21 @@ class VirtualTensor(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at present"
+            )
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         from onebox.vgpu.serial import reduce
