@@ -14,8 +14,8 @@ from onebox.worker.arguments import Place, picker
 from onebox.worker.kernels import CompiledKernel
 from onebox.worker.tape import Progress
 
-Explain = Callable[[Exception, str, Sequence[Any]], Failure]
-"""Turns what an operator raised into a failure; told its name and arguments, and reports it where it is new."""
+Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], Failure]
+"""Turns what an operator raised into a failure; told its arguments, too, and reports it where it is new."""
 
 
 class Void(NamedTuple):
@@ -213,7 +213,7 @@ class CompiledBlock:
 def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain) -> None:
     """Void what a call would have written."""
     void = [registers[slot] for slot in step.slots if isinstance(registers[slot], Void)]
-    mark = void[0] if void else Void(explain(error, step.kernel.name, [registers[slot] for slot in step.slots]))
+    mark = void[0] if void else Void(explain(error, step.kernel, [registers[slot] for slot in step.slots]))
     registers[step.first : step.stop] = [mark] * (step.stop - step.first)
     for index in step.kernel.writes:
         registers[step.slots[index]] = mark

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, from_frame, spec_of
 from onebox.wire.messages import Operate, Perform, Replay, SetGenerator
-from onebox.wire.sayings import Failure, Made
+from onebox.wire.sayings import Failure, Made, Result
 from onebox.worker.blocks import CompiledBlock, Void
 from onebox.worker.device import Device
 from onebox.worker.explain import explain
@@ -19,6 +20,8 @@ from onebox.worker.kernels import CompiledKernel, flatten, strided_of, written_i
 from onebox.worker.sim import NoValues
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, describe
+
+EagerWork = Operate | Replay | Perform | SetGenerator
 
 
 class VoidKernel:
@@ -92,7 +95,19 @@ class Eager:
             raise WireError(f"definition {number} is not there, or no generator")
         return found
 
-    def set_generator(self, instruction: SetGenerator, frames: Iterator[Any]) -> None:
+    def run(self, instruction: EagerWork, frames: Iterator[Any]) -> list[Result]:
+        """Execute an instruction and return its answers; see the methods that it calls for what they raise."""
+        if isinstance(instruction, Operate):
+            self.operate(instruction.calls, instruction.floats)
+        elif isinstance(instruction, Replay):
+            self.replay(instruction)
+        elif isinstance(instruction, Perform):
+            return [self.perform(instruction)]
+        else:
+            self._set_generator(instruction, frames)
+        return []
+
+    def _set_generator(self, instruction: SetGenerator, frames: Iterator[Any]) -> None:
         """Give a generator a seed, or the state in the next frame."""
         generator = self.generator(instruction.generator)
         if instruction.seed is not None:
@@ -153,13 +168,13 @@ class Eager:
             if outputs:
                 for number, tensor in zip(outputs, kernel.kept(result), strict=True):
                     store.put(number, tensor)
-            for index in kernel.resizes:
-                store.recount(inputs[index])
+            if kernel.resizes:
+                self._recount(kernel, inputs)
             return True
         except Poisoned as error:
             self._void(kernel, inputs, outputs, error.failure)
         except Exception as error:
-            self._void(kernel, inputs, outputs, self._explain(error, kernel.name, values))
+            self._void(kernel, inputs, outputs, self._explain(error, kernel, values))
         return False
 
     def _void(
@@ -167,20 +182,27 @@ class Eager:
     ) -> None:
         self._store.void([*outputs, *(inputs[index] for index in kernel.writes)], failure)
 
-    def _explain(self, error: Exception, operator: str, arguments: Sequence[Any]) -> Failure:
+    def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Failure:
         """Report what an operator raised, and return it as a failure."""
-        if not isinstance(error, NoValues | WireError):
-            failed = OperatorFailed(operator, describe(arguments))
-            failed.__cause__ = error
-            error = failed
-        failure = explain(error, operator)
+        if not isinstance(error, WireError):
+            error = self._blamed(error, kernel, arguments)
+        failure = explain(error, kernel.name)
         self._report(failure)
         return failure
+
+    def _blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
+        """Return an exception that says which operator raised, or that it needs values where there are none."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if kernel.needs_values and self._device.device.type == "meta":
+            return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
+        failed = OperatorFailed(kernel.name, describe(tensors))
+        failed.__cause__ = error
+        return failed
 
     # ---- one operator whose results nobody knows
 
     def perform(self, instruction: Perform) -> Made:
-        """Run one operator and return what it made.
+        """Run one operator and return what it made; where it fails its arguments are as it left them.
 
         Raises:
             Poisoned: An input is void.
@@ -198,19 +220,23 @@ class Eager:
         tensors = store.many(inputs)
         progress.executed += 1
         progress.doing = kernel.name
-        if kernel.needs_values and self._device.device.type == "meta":
-            raise NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
         try:
             made = kernel.run(*kernel.pick([*tensors, *floats, *kernel.constants]))
             results = flatten(made) if kernel.returns else []
             for number, result in enumerate(results, instruction.first):
                 if isinstance(result, Tensor):
                     store.put(number, result)
-            for index in kernel.resizes:
-                store.recount(inputs[index])
+            self._recount(kernel, inputs)
+            return Made(tuple(map(_told, results)), tuple(map(strided_of, tensors)))
         except Exception as error:
-            raise OperatorFailed(kernel.name, describe(tensors)) from error
-        return Made(tuple(map(_told, results)), tuple(map(strided_of, tensors)))
+            with contextlib.suppress(QuotaExceeded):
+                self._recount(kernel, inputs)
+            raise self._blamed(error, kernel, tensors) from error
+
+    def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
+        """Count the inputs whose storages a kernel may have changed."""
+        for index in kernel.resizes:
+            self._store.recount(inputs[index])
 
     # ---- blocks
 
@@ -287,14 +313,15 @@ class Eager:
     # ---- what cannot run
 
     def skip(self, instruction: Operate | Replay | Perform, failure: Failure) -> None:
-        """Void what an instruction would have written, and end what it would have ended."""
+        """Void what an instruction would have written, and end what it would have ended.
+
+        Of an operator whose failure the client hears at once the arguments stay what they are, as in PyTorch.
+        """
         store = self._store
         if isinstance(instruction, Operate):
             self._skip_calls(instruction.calls, failure)
         elif isinstance(instruction, Perform):
-            writes = written_inputs(instruction.kernel)
-            inputs = [number for index, number in enumerate(instruction.inputs) if index in writes]
-            store.void([*inputs, instruction.first], failure)
+            store.void([instruction.first], failure)
         else:
             found, given = self._definitions.get(instruction.block), instruction.inputs
             freed, written = found.skip(failure) if isinstance(found, CompiledBlock) else ([], list(range(len(given))))

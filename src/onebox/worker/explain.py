@@ -29,10 +29,10 @@ def explain(error: Exception, doing: str) -> Failure:
         return Failure("values", doing, str(error))
     if isinstance(error, OperatorFailed):
         cause = error.__cause__ or error
-        return Failure(_kind(cause), error.operator, _first_lines(cause), error.shapes)
+        return Failure(_kind(cause), error.operator, _first_lines(cause), error.shapes, type(cause).__name__)
     if isinstance(error, WireError | ValueError):
         return Failure("protocol", doing, _first_lines(error))
-    return Failure(_kind(error), doing, _first_lines(error))
+    return Failure(_kind(error), doing, _first_lines(error), "", type(error).__name__)
 
 
 def _kind(error: BaseException) -> Literal["memory", "operator"]:

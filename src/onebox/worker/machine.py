@@ -40,7 +40,7 @@ from onebox.wire.messages import (
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.sayings import Digest, Failure, Memory, OptimizerState, Result, Scalars, Tensors
 from onebox.worker.device import Device
-from onebox.worker.eager import Eager, VoidKernel
+from onebox.worker.eager import Eager, EagerWork, VoidKernel
 from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
@@ -348,22 +348,12 @@ class Machine:
         """Copy answers that share memory with buffers, because these are about to be written to."""
         self.frames_out = [bytes(frame) for frame in self.frames_out]
 
-    def _run_eager(self, what: Operate | Replay | Perform, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+    def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._part_answers()
         start_ns = time.monotonic_ns()
-        results: list[Result] = []
-        if isinstance(what, Operate):
-            self._eager.operate(what.calls, what.floats)
-        elif isinstance(what, Replay):
-            self._eager.replay(what)
-        else:
-            results.append(self._eager.perform(what))
+        results = self._eager.run(what, frames)
         self._device.pace(start_ns, 0.0, self.progress)
         return results
-
-    def _set_generator(self, what: SetGenerator, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._eager.set_generator(what, frames)
-        return []
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._groups.form(form)
@@ -397,7 +387,7 @@ class Machine:
         Operate: _run_eager,
         Replay: _run_eager,
         Perform: _run_eager,
-        SetGenerator: _set_generator,
+        SetGenerator: _run_eager,
         FormGroup: _form,
         LeaveGroup: _leave_group,
     }
