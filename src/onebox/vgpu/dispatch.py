@@ -59,7 +59,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         return _with_foreign(func, args, kwargs or {})
     stream = tensors[0]._handle.stream
     if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
-        return _elsewhere(func, args, kwargs)
+        return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
     return run(stream, func, args, kwargs, key, tensors, floats)
 
 
@@ -94,6 +94,8 @@ def run(
         floats = []
     found = stream.recipes.get(tuple(key))
     if found is None:
+        if _is_composite(func):
+            return _decompose(func, args, kwargs or {})
         try:
             found = recipe(func, args, kwargs or {})
         except Unknown:
@@ -106,6 +108,17 @@ def run(
     if only is not None:
         return wrap(Handle(stream, first), only)
     return _returned(stream, found, tensors, first)
+
+
+def _is_composite(func: Any) -> bool:
+    """Tell whether an operator is made of others on every device: autograd takes it apart, inference mode does not."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take an operator apart, now and whenever it comes again."""
+    specials[func] = lambda args, kwargs: func.decompose(*args, **kwargs)
+    return specials[func](args, kwargs)
 
 
 def _returned(stream: Stream, found: Recipe, tensors: list[VirtualTensor], first: int) -> Any:
@@ -148,7 +161,7 @@ def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[
             return False
         else:
             key.append(kind)
-            key.append(value)
+            key.append(value.initial_seed() if kind is torch._C.Generator else value)
     return True
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.vgpu.box import current_box, stream_of
+from onebox.vgpu.recipe import sources
 from onebox.vgpu.stream import Stream
 from onebox.wire import Generator as GeneratorSpec
 from onebox.wire import from_frame, to_frame
@@ -45,6 +47,9 @@ class Generator(_plain, metaclass=_Either):
     def _begin(self, stream: Stream) -> None:
         self.stream = stream
         self.number = stream.pool.new_number()
+        self._sign = secrets.randbits(63)  # by which recipes know this generator again
+        super().manual_seed(self._sign)
+        sources[self._sign] = self.number
         self._seed = DEFAULT_SEED
         stream.before(Define(self.number, GeneratorSpec(self._seed)))
         stream.flush()
@@ -53,6 +58,7 @@ class Generator(_plain, metaclass=_Either):
         stream = getattr(self, "stream", None)
         if stream is not None:
             stream.ended.append(self.number)
+            sources.pop(self._sign, None)
 
     @property
     def device(self) -> torch.device:

@@ -31,6 +31,11 @@ ASKED = frozenset[Any]()
 _ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
+sources: dict[int, int] = {}
+"""The numbers of the devices' generators by the seed of the host's generator that stands for each: PyTorch hands on a
+generator as another object, but of the same seed."""
+
+
 class Unknown(Exception):
     """What an operator will return is not known here: the worker must say."""
 
@@ -94,7 +99,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
             return twins[id(value)]
         if isinstance(value, torch.device):
             return torch.device("meta")
-        if isinstance(value, torch.Generator):
+        if isinstance(value, torch._C.Generator):
             return None
         if isinstance(value, list | tuple):
             return type(value)(twin(item) for item in value)
@@ -157,6 +162,13 @@ def _nothing(values: list[Any]) -> None:
 # ---- the part that travels
 
 
+def _source(generator: Any) -> int:
+    number = sources.get(generator.initial_seed())
+    if number is None:
+        raise RuntimeError("Expected a 'vgpu' device type for generator but found 'cpu'")
+    return number
+
+
 def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
     """Return the kernel of an operator, with slots for its tensors and holes for its floating-point numbers.
 
@@ -194,8 +206,8 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
             if value is not torch.strided:
                 raise WireError(f"{func} of layout {value}: virtual devices hold dense (strided) tensors only")
             return Layout()
-        if isinstance(value, torch.Generator):
-            return Source(int(getattr(value, "number", 0)))
+        if isinstance(value, torch._C.Generator):
+            return Source(_source(value))
         return scalar(value)
 
     whole = tuple(argument(value) for value in args)
