@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -75,9 +76,11 @@ class Pool:
         switchboard: Switchboard,
         devices: list[DeviceInfo],
         links: LinkMap | None = None,
+        channel_latency_s: float = 0.0,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
+        self.channel_latency_s = channel_latency_s
         self._processes = processes
         self._switchboard = switchboard
         self._numbers = itertools.count(1)
@@ -232,6 +235,7 @@ def open_pool(
     threads: int | None = None,
     memory_bytes: int | None = None,
     links: LinkMap | None = None,
+    channel_latency_s: float = 0.0,
     faults: dict[int, Sequence[Fault]] | None = None,
 ) -> Pool:
     """Open a pool of this machine's devices.
@@ -244,13 +248,16 @@ def open_pool(
         memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
         links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
             where both are given. For experiments on one host; times over them are made, not measured.
+        channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
+            signs of life are not held up. Emulated likewise.
         faults: For tests: what goes wrong on which worker.
 
     Returns:
         The pool; close it, or use it as a context manager.
 
     Raises:
-        UsageError: The specification is wrong, or names a device that is not there; or a link cannot be emulated.
+        UsageError: The specification is wrong, or names a device that is not there; or a link or latency cannot be
+            emulated.
         PoolError: A worker could not be started, or is of another version.
         WorkerDied: A worker ended while it started.
 
@@ -262,11 +269,13 @@ def open_pool(
     """
     if memory_bytes is not None and memory_bytes < 1:
         raise UsageError(f"memory_bytes={memory_bytes}: a worker needs some memory; leave it out for no limit")
+    if not 0 <= channel_latency_s < math.inf:
+        raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
     requests = requested_devices(spec, threads)
     mine = new_keys()
     processes: list[WorkerProcess] = []
     folder = SocketFolder()
-    switchboard = Switchboard(mine)
+    switchboard = Switchboard(mine, channel_latency_s)
     try:
         keys = [new_keys() for _ in requests]
         for number, (request, pair) in enumerate(zip(requests, keys, strict=True)):
@@ -287,7 +296,7 @@ def open_pool(
         hellos = [switchboard.connect(process, pair.public) for process, pair in zip(processes, keys, strict=True)]
         switchboard.start()
         devices = [_welcome(number, hello) for number, hello in enumerate(hellos)]
-        return Pool(processes, switchboard, devices, links)
+        return Pool(processes, switchboard, devices, links, channel_latency_s)
     except BaseException:
         switchboard.stop()
         _close(processes, grace_s=0.0)

@@ -6,10 +6,10 @@ at the client, and watches who is alive.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerHung
+from onebox.pool.delay import DelayLine
 from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import WorkerProcess
@@ -78,13 +79,15 @@ class Switchboard:
 
     Args:
         keys: The client's keys.
+        latency_s: Seconds that every message is held back, each way; for experiments.
     """
 
-    def __init__(self, keys: KeyPair) -> None:
+    def __init__(self, keys: KeyPair, latency_s: float = 0.0) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._lines: dict[int, _Line] = {}
-        self._outbox: deque[tuple[int, list[Any]]] = deque()
+        self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s)
+        self._inbox: DelayLine[tuple[_Line, list[Any]]] = DelayLine(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._futures: dict[tuple[int, int], Future[Answer]] = {}
         self._lock = threading.Lock()
@@ -145,7 +148,7 @@ class Switchboard:
                 self._futures[worker, number] = future
             else:
                 future.set_result(Answer((), (), ()))
-            self._outbox.append((worker, [header, *frames]))
+            self._outbox.put((worker, [header, *frames]), time.monotonic())
             os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
         return future
 
@@ -166,7 +169,8 @@ class Switchboard:
             self._stopping = True  # from here on a worker that ends is no news
             if last and self.broken is None:
                 header = encode(Envelope(0, False, last))
-                self._outbox.extend((worker, [header]) for worker in self._lines)
+                for worker in self._lines:
+                    self._outbox.put((worker, [header]), 0.0)
             self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
             os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:
@@ -204,24 +208,32 @@ class Switchboard:
                 poller.register(line.beats, zmq.POLLIN)
                 poller.register(line.process.descriptor, zmq.POLLIN)
             while not self._stopping:
-                ready = dict(poller.poll(_TICK_MS))
+                ready = dict(poller.poll(self._patience_ms()))
                 if self._bell in ready:
                     os.eventfd_read(self._bell)
-                self._send()
+                self._send(self._outbox.take(time.monotonic()))
                 for line in list(self._lines.values()):
                     self._attend(line, ready, poller)
                 now_s = time.monotonic()
+                self._let_in(now_s)
                 self._complaints.release(now_s)
                 for worker, why in self._liveness.hung(now_s).items():
                     self._lost(self._lines[worker], self._hung(worker, why))
-            self._send()
+            self._send(self._outbox.take_all())
         except BaseException as error:
             self._break(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
 
-    def _send(self) -> None:
-        while self._outbox:
-            worker, parts = self._outbox.popleft()
+    def _patience_ms(self) -> int:
+        """Return how long to wait for something to come: until something that is held back is due, at most a tick."""
+        if not self._outbox.latency_s:
+            return _TICK_MS
+        now_s = time.monotonic()
+        wait_s = min(self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
+        return min(_TICK_MS, math.ceil(wait_s * 1000)) if wait_s < math.inf else _TICK_MS
+
+    def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
+        for worker, parts in messages:
             send(self._lines[worker].commands, parts, copy=False)
 
     def _attend(self, line: _Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
@@ -232,13 +244,27 @@ class Switchboard:
                     self._take(line, receive(line.beats))
             if line.commands in ready:
                 while line.commands.poll(0):
-                    self._take(line, receive(line.commands))
+                    self._come(line, receive(line.commands))
         except WireError as error:
             self._break(error)
         if line.process.descriptor in ready:
             poller.unregister(line.process.descriptor)
             if not self._stopping:
                 self._lost(line, line.process.death())
+
+    def _come(self, line: _Line, parts: list[Any]) -> None:
+        if self._inbox.latency_s:
+            self._inbox.put((line, parts), time.monotonic())
+        else:
+            self._take(line, parts)
+
+    def _let_in(self, now_s: float) -> None:
+        """Take what has been held back long enough."""
+        try:
+            for line, parts in self._inbox.take(now_s):
+                self._take(line, parts)
+        except WireError as error:
+            self._break(error)
 
     def _take(self, line: _Line, parts: Sequence[Any]) -> None:
         saying: Saying
@@ -280,8 +306,11 @@ class Switchboard:
                 self._tell(member, Reduced(ticket), frame)
 
     def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
-        parts = [encode(Envelope(0, False, (instruction,))), *frames]
-        send(self._lines[worker].commands, parts, copy=False)
+        message = worker, [encode(Envelope(0, False, (instruction,))), *frames]
+        if self._outbox.latency_s:
+            self._outbox.put(message, time.monotonic())
+        else:
+            self._send([message])
 
     def _reply(self, line: _Line, reply: Reply, frames: Sequence[Any]) -> None:
         with self._lock:
