@@ -105,9 +105,10 @@ class Stream:
             if floats:
                 self._floats += floats
             self.records += 1
-            if len(calls) >= CALLS or self.synchronous:
-                self.flush(wait=self.synchronous)
-            return first
+            full = len(calls) >= CALLS or self.synchronous
+        if full:
+            self.flush(wait=self.synchronous)
+        return first
 
     def _bury(self) -> None:
         """Let the buffers end whose tensors have gone."""
@@ -143,8 +144,9 @@ class Stream:
             self._first.append(instruction)
             self._frames += frames
             self._frame_bytes += sum(len(frame) for frame in frames)
-            if self._frame_bytes > BYTES:
-                self.flush()
+            full = self._frame_bytes > BYTES
+        if full:
+            self.flush()
 
     def fresh(self, number: int) -> bool:
         """Take back the call that filled a buffer, if it is the last one and only made room."""
@@ -160,7 +162,7 @@ class Stream:
     # ---- sending
 
     def flush(
-        self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False
+        self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False, pace: bool = True
     ) -> Answer | None:
         """Send what is recorded.
 
@@ -168,9 +170,28 @@ class Stream:
             last: Instructions that come after it.
             frames: Tensors that they bring.
             wait: Whether to wait for the worker to have done it all, and return its answer.
+            pace: Whether to wait where the worker is too far behind; not for who holds a lock.
 
         Raises:
             OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
+        """
+        future = self._post(last, frames, kept=not wait)
+        if not wait:
+            if pace:
+                self._pace()
+            return None
+        assert future is not None
+        self.waits += 1
+        return future.result()
+
+    def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
+        """Send what is recorded and, behind it, some instructions; return what the worker will answer.
+
+        Args:
+            last: The instructions.
+            frames: Tensors that they bring.
+            kept: Whether the message counts among those that the client is ahead by; then nothing is sent where there
+                is nothing to send.
         """
         with self.lock:
             if self.dead:
@@ -179,28 +200,32 @@ class Stream:
                 gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
                 last = [*last, Free((), gone)]
             instructions = [*self._first, *self._batch(), *last]
-            if not instructions and not wait:
+            if not instructions and kept:
                 return None
             carried = [*self._frames, *frames]
             size_bytes = self._frame_bytes + sum(len(frame) for frame in frames)
             self._first, self._frames, self._frame_bytes = [], [], 0
             self.messages += 1
             future = self.pool.post(self.worker, instructions, carried, answer=True)
-            if not wait:
-                self._pace(future, size_bytes)
-        if not wait:
-            return None
-        self.waits += 1
-        return future.result()
+            if kept:
+                self._ahead.append((future, size_bytes))
+                self._ahead_bytes += size_bytes
+            return future
 
-    def _pace(self, future: Future[Answer], size_bytes: int) -> None:
-        """Wait where the worker is too far behind; what failed there is told to who asks for its results."""
-        self._ahead.append((future, size_bytes))
-        self._ahead_bytes += size_bytes
-        while self._ahead and (self._ahead[0][0].done() or len(self._ahead) > AHEAD or self._ahead_bytes > AHEAD_BYTES):
-            oldest, freed_bytes = self._ahead.popleft()
+    def _pace(self) -> None:
+        """Wait where the worker is too far behind; what failed there is told to who asks for its results.
+
+        The worker may itself be waiting for another one, whose thread may need this stream: nothing is locked here
+        during the wait.
+        """
+        while True:
+            with self.lock:
+                while self._ahead and self._ahead[0][0].done():
+                    self._ahead_bytes -= self._ahead.popleft()[1]
+                if len(self._ahead) <= AHEAD and self._ahead_bytes <= AHEAD_BYTES:
+                    return
+                oldest = self._ahead[0][0]
             oldest.exception()
-            self._ahead_bytes -= freed_bytes
 
     def _batch(self) -> list[Instruction]:
         """Return the instructions for the recorded calls."""
@@ -237,8 +262,10 @@ class Stream:
         with self.lock:
             first = self._next
             self._next += RETURNS
-            answer = self.flush([Perform(kernel, tuple(inputs), tuple(floats), first)], wait=True)
-        assert answer is not None
+            future = self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)
+        assert future is not None
+        self.waits += 1
+        answer = future.result()
         (made,) = (result for result in answer.results if isinstance(result, Made))
         return made, first
 
