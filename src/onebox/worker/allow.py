@@ -39,7 +39,7 @@ _RETURNS = frozenset({"Tensor", "List[Tensor]"})
 
 _TYPES_EAGER = frozenset({"List[number]", "Generator"})
 
-_RETURNS_EAGER = frozenset({"bool", "int", "float", "number"})
+_RETURNS_EAGER = frozenset({"bool", "int", "number"})
 
 _SHAPE_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -48,6 +48,9 @@ _ELSEWHERE = (
     "sparse", "_cslt", "quant", "pack", "_resize_output", "_make_dep_token", "_philox", "sym_constrain",
 )  # fmt: skip
 """Parts of names of operators for files, packed and sparse formats, other devices, or PyTorch's own tests."""
+
+_UNCHECKED = frozenset({"_reshape_alias", "_reshape_alias_copy"})
+"""Operators that make views of memory outside of a storage without complaint."""
 
 _WRITES = frozenset(
     {
@@ -81,7 +84,7 @@ def allowed_by_rule(operator: OpOverload) -> bool:
     schema = operator._schema
     if schema.is_mutable or operator.namespace != "aten" or not schema.returns:
         return False
-    if schema.name.removeprefix("aten::") in _WRITES:
+    if schema.name.removeprefix("aten::") in _WRITES | _UNCHECKED:
         return False
     if any(part in schema.name for part in _ELSEWHERE) or _SHAPE_FROM_DATA & set(operator.tags):
         return False
@@ -100,7 +103,11 @@ def eager_by_rule(operator: OpOverload) -> bool:
         return True
     schema = operator._schema
     base = schema.name.removeprefix("aten::")
-    if operator.namespace != "aten" or base in _NOT_EAGER or any(part in base for part in _ELSEWHERE_EAGER):
+    if (
+        operator.namespace != "aten"
+        or base in _NOT_EAGER | _UNCHECKED
+        or any(part in base for part in _ELSEWHERE_EAGER)
+    ):
         return False
     qualified = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     if not torch._C._dispatch_has_kernel(qualified):

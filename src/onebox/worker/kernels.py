@@ -89,7 +89,12 @@ class CompiledKernel:
         if single is not None:
             if result is None:
                 raise ValueError("it returned no tensor where one is expected")
-            if result.stride() in single.strides and result.shape == single.shape and result.dtype is single.dtype:
+            if (
+                result.stride() in single.strides
+                and result.shape == single.shape
+                and result.dtype is single.dtype
+                and not single.lazy
+            ):
                 return (result,)
             return (single.fit(result, self._fresh),)
         flat = flatten(result) if self._listed else result if isinstance(result, tuple | list) else (result,)
@@ -146,7 +151,7 @@ class _Expected:
         WireError: It describes no tensor.
     """
 
-    __slots__ = ("dtype", "shape", "strides")
+    __slots__ = ("bits", "dtype", "lazy", "shape", "strides")
 
     def __init__(self, out: Strided) -> None:
         if out.dtype not in DTYPES or len(out.shape) != len(out.strides) or min(out.shape, default=0) < 0:
@@ -154,6 +159,8 @@ class _Expected:
         self.dtype = DTYPES[out.dtype]
         self.shape = out.shape
         self.strides = [out.strides]  # as told, then those that are as good
+        self.bits = (out.conjugate, out.negative)
+        self.lazy = self.dtype.is_complex or out.negative  # of no others can a kernel's lazy conjugate be the client's
 
     def fit(self, made: Any, fresh: bool) -> Tensor:
         """Return a tensor as it is to be.
@@ -168,6 +175,8 @@ class _Expected:
         if not isinstance(made, Tensor) or made.shape != self.shape or made.dtype is not self.dtype:
             what = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(f"it returned {what} where {self.dtype} {list(self.shape)} is expected")
+        if self.lazy and (made.is_conj(), made.is_neg()) != self.bits:
+            made = self._resolved(made, fresh)
         strides = made.stride()
         if strides in self.strides:
             return made
@@ -181,7 +190,24 @@ class _Expected:
             raise ValueError(
                 f"it returned a view with strides {list(strides)} where {list(self.strides[0])} is expected"
             )
-        return torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device).copy_(made)
+        laid = torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device)
+        if self.lazy:
+            torch._C._set_conj(laid, self.bits[0])
+            torch._C._set_neg(laid, self.bits[1])
+        return laid.copy_(made)
+
+    def _resolved(self, made: Tensor, fresh: bool) -> Tensor:
+        """Return a tensor whose conjugation and negation are lazy as told.
+
+        Raises:
+            ValueError: It is somebody else's memory, too.
+        """
+        if not fresh:
+            raise ValueError("it returned a view that is conjugate or negative where the view is to be another")
+        plain = made.resolve_conj().resolve_neg()
+        if self.bits[1]:
+            plain = plain.neg()._neg_view()
+        return plain.conj_physical().conj() if self.bits[0] else plain
 
 
 def flatten(result: Any) -> list[Any]:
@@ -198,7 +224,15 @@ def strided_of(tensor: Tensor) -> Strided:
         WireError: Its type does not travel.
     """
     name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-    return Strided(name, shape, tensor.stride(), int(tensor.storage_offset()), tensor.untyped_storage().nbytes())
+    return Strided(
+        name,
+        shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.untyped_storage().nbytes(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _is_open(value: Any) -> bool:

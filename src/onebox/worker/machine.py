@@ -280,8 +280,11 @@ class Machine:
         return []
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        if ask.about == "memory":
-            return [Memory(self.store.used_bytes, self.store.peak_bytes, self.store.quota_bytes)]
+        if ask.about in ("memory", "peak"):
+            memory = Memory(self.store.used_bytes, self.store.peak_bytes, self.store.quota_bytes)
+            if ask.about == "peak":
+                self.store.peak_bytes = self.store.used_bytes
+            return [memory]
         if ask.about == "optimizer":
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]

@@ -12,11 +12,22 @@ import pytest
 
 from onebox.errors import WireError
 from onebox.wire import (
+    FREE,
+    Block,
+    Complex,
     DType,
+    Generator,
+    Hole,
+    Items,
+    Kernel,
+    Layout,
     Many,
     Operator,
+    OwnDevice,
     Program,
     Slot,
+    Source,
+    Strided,
     TensorSpec,
     channel,
     decode_envelope,
@@ -31,11 +42,15 @@ from onebox.wire.messages import (
     FormGroup,
     Free,
     Get,
+    Operate,
     Optimizer,
     OptimizerStep,
+    Perform,
     Put,
+    Replay,
     Routine,
     Run,
+    SetGenerator,
     StateEntry,
     StoredProgram,
 )
@@ -51,11 +66,24 @@ PROGRAM = Program(
     (3,),
     4,
 )
+KERNEL = Kernel(
+    "aten._foreach_add_.ScalarList",
+    (Items((Slot(0), Slot(1))), Items((Hole(0), Hole(1), Complex(1.0, -2.0), True, 3, 0.5, None)), "text", 2, 0.25),
+    {"dtype": DType("int64"), "device": OwnDevice(), "layout": Layout(), "generator": Source(9), "alpha": Hole(1)},
+    2,
+    2,
+    (Strided("float32", (2, 3), (3, 1), 0, 24), None),
+)
 ENVELOPES = [
     Envelope(1, True, (Define(3, StoredProgram(PROGRAM)),)),
     Envelope(2, False, (Put((1, 2), (SPEC, SPEC)), Run(5, (1, 2), 7, 9, ({"lr": 0.1, "betas": (0.9, 0.99)},), True))),
     Envelope(3, True, (Define(4, Routine((Call(3, (-1, 2), (4,), (0,)), Free((4,)), Ask("scalars", (4,))), 1)),)),
     Envelope(4, True, (Define(6, Optimizer("SGD", (((0,), {"lr": 0.1}),), (1,), (StateEntry(0, "m", SPEC),))),)),
+    Envelope(
+        6, True, (Define(7, KERNEL), Define(8, Block((7, 0, 1, 2, FREE, 0), 2, (2,), 2)), Define(9, Generator(3)))
+    ),
+    Envelope(7, False, (Operate((7, 1, 2, 3, FREE, 1), (0.1, 0.2)), Replay(8, (1, 2), (4,), (0.5, 0.5)))),
+    Envelope(8, True, (Perform(KERNEL, (1, 2), (0.1, 0.2), 10), SetGenerator(9, 7), SetGenerator(0, None))),
     Envelope(5, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), OptimizerStep(6, (1,), 1.0), Get((1, 2)))),
 ]
 SAYINGS = [
