@@ -37,7 +37,7 @@ def test_a_star_gives_the_public_names() -> None:
     importlib.import_module("onebox")
     for name in onebox.__all__:
         names[name] = getattr(onebox, name)
-    assert names["open"] is importlib.import_module("onebox.pool").open_pool
+    assert names["open"] is importlib.import_module("onebox.vgpu").open_devices
 
 
 def packages() -> list[str]:

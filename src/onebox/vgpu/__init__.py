@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
 
 from onebox.pool import Pool, open_pool
 from onebox.vgpu.box import attach, current_box
 from onebox.vgpu.registration import install
 from onebox.vgpu.tensor import VirtualTensor
 
+P = ParamSpec("P")
 
-def open_devices(spec: str = "auto", **options: Any) -> Pool:
-    """Open a pool and let its devices be ``vgpu:0 …``; see :func:`onebox.pool.open_pool` for the arguments."""
-    pool = open_pool(spec, **options)
+
+def _with_devices(opener: Callable[P, Pool]) -> Callable[P, Pool]:
+    """Let the devices of the pool that a function opens be ``vgpu:0 …`` as well."""
+
+    @functools.wraps(opener)
+    def open_devices(*args: P.args, **kwargs: P.kwargs) -> Pool:
+        return _attached(opener(*args, **kwargs))
+
+    return open_devices
+
+
+def _attached(pool: Pool) -> Pool:
     try:
         install()
         attach(pool)
@@ -20,6 +32,9 @@ def open_devices(spec: str = "auto", **options: Any) -> Pool:
         pool.close()
         raise
     return pool
+
+
+open_devices = _with_devices(open_pool)
 
 
 def set_synchronous(on: bool) -> None:

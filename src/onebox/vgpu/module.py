@@ -17,6 +17,7 @@ from onebox.errors import PoolError
 from onebox.vgpu import box, generators
 from onebox.vgpu.box import current_box, current_device, device_count, stream_of
 from onebox.vgpu.stream import Stream as DeviceStream
+from onebox.wire import DTYPES
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
 
@@ -318,6 +319,16 @@ memory_reserved = memory_cached = memory_allocated
 max_memory_reserved = max_memory_cached = max_memory_allocated
 
 
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """Let the most bytes that buffers have taken be those that they take now."""
+    _place(device).flush([Ask("peak")], wait=True)
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Do nothing: no figure of a virtual device's memory is a sum over time."""
+    _place(device)
+
+
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the bytes that are free on a device, and those that it has."""
     total = get_device_properties(device).total_memory
@@ -383,6 +394,10 @@ def set_rng_state_all(new_states: list[Tensor]) -> None:
     """Set the states of all devices' random numbers."""
     for number, state in enumerate(new_states):
         set_rng_state(state, number)
+
+
+SUPPORTED = tuple(DTYPES.values())
+"""The element types that a device's tensors may have."""
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -136,12 +136,13 @@ class Ask(Message, frozen=True, tag="ask"):
 
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
-            ``memory``: bytes used, peak and quota; ``optimizer``: its state, elements in frames; ``generator``: the
-            state of a random number generator, as one tensor of bytes in a frame.
+            ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak starts anew; ``optimizer``: its
+            state, elements in frames; ``generator``: the state of a random number generator, as one tensor of bytes
+            in a frame.
         buffers: What it is about; for ``optimizer`` and ``generator`` its number, 0 for the device's own generator.
     """
 
-    about: Literal["scalars", "digest", "memory", "optimizer", "generator"]
+    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "generator"]
     buffers: tuple[int, ...] = ()
 
 
