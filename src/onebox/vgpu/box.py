@@ -88,6 +88,16 @@ class Box:
             return self._group
 
 
+def _after_fork() -> None:
+    """Make the locks of a forked process free; another thread of its parent may have held them."""
+    for box in _kept.values():
+        box.transfers = threading.RLock()
+        for stream in box.streams:
+            stream.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 idle = Idle()
 _boxes: list[weakref.ref[Box]] = []
 _kept: dict[int, Box] = {}
