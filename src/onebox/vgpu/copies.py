@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from onebox.vgpu.metadata import dense, dense_order
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
 from onebox.wire import TensorSpec, dtype_name, from_frame, to_frame
-from onebox.wire.messages import Put, Receive, Send
+from onebox.wire.messages import Instruction, Put, Receive, Send
 
 aten = torch.ops.aten
 
@@ -52,6 +53,8 @@ def download(tensor: VirtualTensor) -> Tensor:
     Raises:
         OneboxError: The tensor is void because an operator before this one failed, or the worker is gone.
     """
+    if not tensor._metadata.plain:
+        tensor = dispatch(aten.clone.default, (tensor,), None)
     handle = tensor._handle
     try:
         spec, frame = handle.stream.read(handle.number)
@@ -66,34 +69,69 @@ def download(tensor: VirtualTensor) -> Tensor:
 
 def transfer(tensor: VirtualTensor, stream: Stream) -> VirtualTensor:
     """Return a copy of a virtual tensor on another device, laid out like it; the elements do not pass the client."""
-    layout = tensor._metadata
-    order = dense_order(layout.shape, layout.strides)
-    if order is None:
-        straight = dispatch(aten.clone.default, (tensor,), {"memory_format": torch.contiguous_format})
-        order = tuple(range(len(layout.shape)))
-    elif layout.contiguous:
-        straight = tensor
+    return transfer_all([tensor], [stream])[0][0]
+
+
+def transfer_all(tensors: Sequence[VirtualTensor], streams: Sequence[Stream]) -> list[list[VirtualTensor]]:
+    """Return copies of tensors of one device on others, laid out like them; one message lets them leave.
+
+    Args:
+        tensors: The tensors, all of one device.
+        streams: The streams of the other devices.
+
+    Returns:
+        For each stream the copies there, in the order of the tensors.
+    """
+    if not tensors or not streams:
+        return [[] for _ in streams]
+    source = tensors[0]._handle.stream
+    pairs = [_straight(tensor) for tensor in tensors]
+    straights = [straight for straight, _ in pairs]
+    if any(stream.pool is not source.pool for stream in streams):
+        moved = [[upload(download(straight), stream)._handle for straight in straights] for stream in streams]
     else:
-        straight = dispatch(aten.permute.default, (tensor, list(order)), None)
-    source = tensor._handle.stream
-    made = wrap(_moved(straight, source, stream), dense(layout.dtype, straight._metadata.shape))
+        moved = _moved(straights, source, streams)
+    return [[_laid_out(handle, *pair) for handle, pair in zip(handles, pairs, strict=True)] for handles in moved]
+
+
+def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
+    """Return a tensor as a contiguous one with its dimensions in another order, and that order."""
+    layout = tensor._metadata
+    order = dense_order(layout.shape, layout.strides) if layout.plain else None
+    if order is None:
+        copied = dispatch(aten.clone.default, (tensor,), {"memory_format": torch.contiguous_format})
+        return copied, tuple(range(len(layout.shape)))
+    if layout.contiguous:
+        return tensor, tuple(range(len(layout.shape)))
+    return dispatch(aten.permute.default, (tensor, list(order)), None), order
+
+
+def _laid_out(handle: Handle, straight: VirtualTensor, order: tuple[int, ...]) -> VirtualTensor:
+    """Return the tensor of a buffer that holds what a straight one did, with its dimensions in order again."""
+    made = wrap(handle, dense(straight._metadata.dtype, straight._metadata.shape))
     if list(order) == sorted(order):
         return made
     back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
     return back
 
 
-def _moved(tensor: VirtualTensor, source: Stream, target: Stream) -> Handle:
-    if source.pool is not target.pool:
-        return upload(download(tensor), target)._handle
+def _moved(tensors: Sequence[VirtualTensor], source: Stream, targets: Sequence[Stream]) -> list[list[Handle]]:
+    """Let contiguous tensors go from their worker to others."""
     box = box_of(source)
-    spec = TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape)
     group = box.group()
-    number = target.new_number()
+    specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
+    sends: list[Instruction] = []
+    handles = []
     with box.transfers:  # sends and receives of two devices must be in the same order
-        target.before(Receive(number, spec, group, source.worker))
-        source.flush([Send(tensor._handle.number, group, target.worker)])
-    return Handle(target, number)
+        for target in targets:
+            numbers = [target.new_number() for _ in tensors]
+            for number, spec in zip(numbers, specs, strict=True):
+                target.before(Receive(number, spec, group, source.worker))
+            sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
+            handles.append([Handle(target, number) for number in numbers])
+        source.flush(sends, pace=False)
+    source.pace()
+    return handles
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -166,6 +204,11 @@ def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return download(args[0]).item()
 
 
+@special(aten._has_compatible_shallow_copy_type.default)
+def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return all(isinstance(tensor, VirtualTensor) for tensor in args)
+
+
 @special(aten.is_pinned.default)
 def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return False
@@ -200,4 +243,4 @@ for _name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swap
         if torch.Tag.inplace_view in getattr(_packet, _overload).tags:
             _relooked(getattr(_packet, _overload))
 
-__all__ = ["download", "relay", "transfer", "upload"]
+__all__ = ["download", "relay", "transfer", "transfer_all", "upload"]

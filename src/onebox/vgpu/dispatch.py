@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.vgpu.asking import perform
 from onebox.vgpu.box import stream_of
-from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, recipe
+from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, learned, recipe
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
 
@@ -99,7 +99,11 @@ def run(
         try:
             found = recipe(func, args, kwargs or {})
         except Unknown:
-            return perform(stream, func, args, kwargs or {}, tensors, floats)
+            result = perform(stream, func, args, kwargs or {}, tensors, floats)
+            found = learned(func, args, kwargs or {}, result)
+            if found is not None:
+                stream.remember(tuple(key), found)
+            return result
         except WireError as error:
             raise NotImplementedError(str(error)) from None
         stream.remember(tuple(key), found)

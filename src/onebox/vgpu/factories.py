@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from onebox.errors import WireError
 from onebox.vgpu.box import stream_of
-from onebox.vgpu.dispatch import launch
+from onebox.vgpu.dispatch import dispatch, launch
 from onebox.wire import overload
 
 _libraries: list[torch.library.Library] = []
@@ -38,7 +38,8 @@ def register() -> None:
     """Let PyTorch find them."""
     library = torch.library.Library("aten", "IMPL")
     for function in factories():
-        library.impl(function, _maker(function), "PrivateUse1")
+        library.impl(function, _maker(_INSTEAD.get(function, function)), "PrivateUse1")
+    library.impl("_copy_from", _copied, "PrivateUse1")
     library.impl("_pin_memory", _not_pinned, "CPU")
     _libraries.append(library)
 
@@ -51,6 +52,15 @@ def _maker(function: OpOverload) -> Callable[..., Any]:
         return launch(stream, function, *args, **kwargs, device=stream.device)
 
     return make
+
+
+_INSTEAD = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+"""Operators that give a device a kind of tensor that none can hold here, and those that give it an ordinary one."""
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copy from or to a device where PyTorch passes a tensor's own class by, as ``torch.tensor`` does."""
+    return dispatch(torch.ops.aten.copy_.default, (target, source, non_blocking), None)
 
 
 def _not_pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

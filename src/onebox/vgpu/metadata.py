@@ -26,22 +26,38 @@ class Metadata:
         strides: Elements from one index to the next, for each dimension.
         offset: Elements from the start of the storage to the first.
         storage_bytes: Bytes of the storage.
+        conjugate: Whether the elements are the conjugates of what is stored, as in PyTorch's lazy ``conj``.
+        negative: Whether they are the negatives of it, likewise.
     """
 
-    __slots__ = ("__weakref__", "contiguous", "dtype", "offset", "shape", "storage_bytes", "strides")
+    __slots__ = (
+        "__weakref__", "conjugate", "contiguous", "dtype", "negative", "offset", "plain", "shape", "storage_bytes",
+        "strides",
+    )  # fmt: skip
 
     def __init__(
-        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, storage_bytes: int
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        storage_bytes: int,
+        conjugate: bool = False,
+        negative: bool = False,
     ) -> None:
         self.dtype = dtype
         self.shape = shape
         self.strides = strides
         self.offset = offset
         self.storage_bytes = storage_bytes
+        self.conjugate = conjugate
+        self.negative = negative
+        self.plain = not (conjugate or negative)
         self.contiguous = strides == contiguous_strides(shape)
 
     def __repr__(self) -> str:
-        return f"Metadata({self.dtype}, {self.shape}, {self.strides}, {self.offset}, {self.storage_bytes})"
+        bits = ", conjugate" * self.conjugate + ", negative" * self.negative
+        return f"Metadata({self.dtype}, {self.shape}, {self.strides}, {self.offset}, {self.storage_bytes}{bits})"
 
     @property
     def size_bytes(self) -> int:
@@ -54,21 +70,32 @@ class Metadata:
         Raises:
             WireError: Tensors of its type do not travel.
         """
-        return Strided(dtype_name(self.dtype), self.shape, self.strides, self.offset, self.storage_bytes)
+        return Strided(
+            dtype_name(self.dtype),
+            self.shape,
+            self.strides,
+            self.offset,
+            self.storage_bytes,
+            self.conjugate,
+            self.negative,
+        )
 
     def on_meta(self) -> Tensor:
         """Return a new tensor of the ``meta`` device that is laid out so."""
-        if self.offset == 0 and self.contiguous:
+        if self.offset == 0 and self.contiguous and self.plain:
             made = torch.empty(self.shape, dtype=self.dtype, device="meta")
             if made.untyped_storage().nbytes() == self.storage_bytes:
                 return made
         storage = torch.UntypedStorage(self.storage_bytes, device="meta")
-        return torch.empty((0,), dtype=self.dtype, device="meta").set_(
-            storage,
-            self.offset,
-            self.shape,
-            self.strides,
-        )
+        made = torch.empty((0,), dtype=self.dtype, device="meta").set_(storage, self.offset, self.shape, self.strides)
+        if not self.plain:
+            self.mark(made)
+        return made
+
+    def mark(self, tensor: Tensor) -> None:
+        """Let PyTorch take what a tensor stores for the conjugates or negatives of its elements, as is said here."""
+        torch._C._set_conj(tensor, self.conjugate)
+        torch._C._set_neg(tensor, self.negative)
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Metadata] = weakref.WeakValueDictionary()
@@ -76,10 +103,16 @@ _lock = threading.Lock()
 
 
 def metadata(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, storage_bytes: int
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    storage_bytes: int,
+    conjugate: bool = False,
+    negative: bool = False,
 ) -> Metadata:
     """Return the one instance for a layout; the arguments are those of :class:`Metadata`."""
-    key = (dtype, shape, strides, offset, storage_bytes)
+    key = (dtype, shape, strides, offset, storage_bytes, conjugate, negative)
     with _lock:
         found = _known.get(key)
         if found is None:
@@ -95,12 +128,28 @@ def dense(dtype: torch.dtype, shape: tuple[int, ...]) -> Metadata:
 def metadata_of(tensor: Tensor) -> Metadata:
     """Return the layout of a strided tensor of any device."""
     storage_bytes = tensor.untyped_storage().nbytes()
-    return metadata(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), storage_bytes)
+    return metadata(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        storage_bytes,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def from_wire(strided: Strided) -> Metadata:
     """Return the layout that a worker told."""
-    return metadata(DTYPES[strided.dtype], strided.shape, strided.strides, strided.offset, strided.storage_bytes)
+    return metadata(
+        DTYPES[strided.dtype],
+        strided.shape,
+        strided.strides,
+        strided.offset,
+        strided.storage_bytes,
+        strided.conjugate,
+        strided.negative,
+    )
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

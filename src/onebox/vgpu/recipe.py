@@ -28,6 +28,21 @@ SHAPED_BY_FLOATS = frozenset(
 ASKED = frozenset[Any]()
 """Operators whose results on ``meta`` differ from those of a device, so that the worker is asked."""
 
+LEARNED = frozenset(
+    getattr(packet, name)
+    for packet in (
+        aten.native_batch_norm,
+        aten._native_batch_norm_legit,
+        aten._native_batch_norm_legit_no_training,
+        aten._batch_norm_with_update,
+        aten._batch_norm_no_update,
+        aten._embedding_bag,
+        aten._embedding_bag_forward_only,
+    )
+    for name in packet.overloads()
+)
+"""Operators whose results have other shapes on ``meta``, or on each kind of device: the worker says so the first time."""
+
 _ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -86,7 +101,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         WireError: An argument is of a kind that does not travel.
     """
     kernel = describe(func, args, kwargs)
-    if func in ASKED or _ASK_TAGS & set(func.tags):
+    if func in ASKED or func in LEARNED or _ASK_TAGS & set(func.tags):
         raise Unknown(str(func))
     twins: dict[int, Tensor] = {}
     order: list[VirtualTensor] = []
@@ -134,6 +149,25 @@ def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = Kernel(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
     return Recipe(whole, tuple(returns), tuple(changes), rebuild)
+
+
+def learned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Recipe | None:
+    """Return the recipe for calls like one that a worker has been asked for; ``None`` where that cannot be known.
+
+    Args:
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+        result: What it returned.
+    """
+    flat, rebuild = flatten(func, result)
+    if func not in LEARNED or not all(isinstance(item, VirtualTensor) for item in flat):
+        return None
+    returns = tuple(item._metadata for item in flat)
+    kernel = describe(func, args, kwargs)
+    outs = tuple(layout.strided() for layout in returns)
+    whole = Kernel(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
+    return Recipe(whole, returns, (), rebuild)
 
 
 def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any] | None]:

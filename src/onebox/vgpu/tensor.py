@@ -137,6 +137,8 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
     )
     made._handle = handle
     made._metadata = metadata
+    if not metadata.plain:
+        metadata.mark(made)
     return made
 
 

@@ -57,6 +57,8 @@ class Strided(_Part, frozen=True, tag="t"):
         strides: Elements from one index to the next, for each dimension.
         offset: Elements from the start of the storage to the first.
         storage_bytes: Bytes of the storage.
+        conjugate: Whether the elements are the conjugates of what is stored, as in PyTorch's lazy ``conj``.
+        negative: Whether they are the negatives of it, likewise.
     """
 
     dtype: str
@@ -64,6 +66,8 @@ class Strided(_Part, frozen=True, tag="t"):
     strides: tuple[int, ...]
     offset: int = 0
     storage_bytes: int = 0
+    conjugate: bool = False
+    negative: bool = False
 
 
 class Kernel(_Part, frozen=True, tag="kernel"):

@@ -42,7 +42,7 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_fresh", "_listed", "_outs", "_single", "constants", "floats", "inputs", "name", "needs_values", "outputs",
+        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs", "name", "needs_values", "outputs",
         "pick", "places", "resizes", "returns", "run", "writes",
     )  # fmt: skip
 
@@ -74,6 +74,9 @@ class CompiledKernel:
         self._outs = [None if out is None else _Expected(out) for out in kernel.outs]
         self._fresh = all(value.alias_info is None for value in schema.returns)
         self._single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
+        if self._single is not None:  # what is looked at in every call lies where it is found fastest
+            self._shape, self._strides = self._single.shape, self._single.strides
+            self._dtype = self._single.dtype if self._single.plain else None
         self.outputs = sum(out is not None for out in kernel.outs)
 
     def kept(self, result: Any) -> Sequence[Tensor]:
@@ -151,7 +154,7 @@ class _Expected:
         WireError: It describes no tensor.
     """
 
-    __slots__ = ("bits", "dtype", "lazy", "shape", "strides")
+    __slots__ = ("dtype", "lazy", "plain", "shape", "strides")
 
     def __init__(self, out: Strided) -> None:
         if out.dtype not in DTYPES or len(out.shape) != len(out.strides) or min(out.shape, default=0) < 0:
@@ -159,8 +162,8 @@ class _Expected:
         self.dtype = DTYPES[out.dtype]
         self.shape = out.shape
         self.strides = [out.strides]  # as told, then those that are as good
-        self.bits = (out.conjugate, out.negative)
-        self.lazy = self.dtype.is_complex or out.negative  # of no others can a kernel's lazy conjugate be the client's
+        self.lazy = (out.conjugate, out.negative)
+        self.plain = not (self.dtype.is_complex or out.conjugate or out.negative)
 
     def fit(self, made: Any, fresh: bool) -> Tensor:
         """Return a tensor as it is to be.
@@ -175,39 +178,27 @@ class _Expected:
         if not isinstance(made, Tensor) or made.shape != self.shape or made.dtype is not self.dtype:
             what = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(f"it returned {what} where {self.dtype} {list(self.shape)} is expected")
-        if self.lazy and (made.is_conj(), made.is_neg()) != self.bits:
-            made = self._resolved(made, fresh)
-        strides = made.stride()
-        if strides in self.strides:
-            return made
-        if 0 in self.shape or all(
-            size == 1 or mine == told for size, mine, told in zip(self.shape, strides, self.strides[0], strict=True)
-        ):
-            if len(self.strides) < _KNOWN_STRIDES:
-                self.strides.append(strides)
+        if self._lies_well(made) and (self.plain or (made.is_conj(), made.is_neg()) == self.lazy):
             return made
         if not fresh:
             raise ValueError(
-                f"it returned a view with strides {list(strides)} where {list(self.strides[0])} is expected"
+                f"it returned a view with strides {list(made.stride())}, conjugate {made.is_conj()}, negative "
+                f"{made.is_neg()}, where {list(self.strides[0])}, {self.lazy[0]}, {self.lazy[1]} are expected"
             )
-        laid = torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device)
-        if self.lazy:
-            torch._C._set_conj(laid, self.bits[0])
-            torch._C._set_neg(laid, self.bits[1])
-        return laid.copy_(made)
+        anew = torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device)
+        anew = anew.conj() if self.lazy[0] else anew
+        return (torch._neg_view(anew) if self.lazy[1] else anew).copy_(made)
 
-    def _resolved(self, made: Tensor, fresh: bool) -> Tensor:
-        """Return a tensor whose conjugation and negation are lazy as told.
-
-        Raises:
-            ValueError: It is somebody else's memory, too.
-        """
-        if not fresh:
-            raise ValueError("it returned a view that is conjugate or negative where the view is to be another")
-        plain = made.resolve_conj().resolve_neg()
-        if self.bits[1]:
-            plain = plain.neg()._neg_view()
-        return plain.conj_physical().conj() if self.bits[0] else plain
+    def _lies_well(self, made: Tensor) -> bool:
+        """Tell whether strides are as told, but for dimensions of one index and tensors without elements."""
+        strides = made.stride()
+        if strides in self.strides:
+            return True
+        told = zip(self.shape, strides, self.strides[0], strict=True)
+        alike = 0 in self.shape or all(size == 1 or mine == other for size, mine, other in told)
+        if alike and len(self.strides) < _KNOWN_STRIDES:
+            self.strides.append(strides)
+        return alike
 
 
 def flatten(result: Any) -> list[Any]:
@@ -223,10 +214,9 @@ def strided_of(tensor: Tensor) -> Strided:
     Raises:
         WireError: Its type does not travel.
     """
-    name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     return Strided(
-        name,
-        shape,
+        dtype_name(tensor.dtype),
+        tuple(tensor.shape),
         tensor.stride(),
         int(tensor.storage_offset()),
         tensor.untyped_storage().nbytes(),
