@@ -32,6 +32,10 @@ class Patches:
         self._undo.append(lambda: mapping.pop(key, None) if before is _ABSENT else mapping.update({key: before}))
         mapping[key] = value
 
+    def undoing(self, action: Callable[[], object]) -> None:
+        """Do something when everything is put back."""
+        self._undo.append(action)
+
     def call(self, action: Callable[[], object]) -> None:
         """Do something now, and again when everything is put back; such as clearing what PyTorch remembers."""
         self._undo.append(action)

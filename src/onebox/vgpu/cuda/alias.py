@@ -1,0 +1,104 @@
+"""``cuda`` for scripts that say cuda: what they say means the virtual devices, on a PyTorch with or without CUDA.
+
+PyTorch refuses to name another device ``cuda``, so nothing below Python changes: tensors are on ``vgpu``, and the few
+places where a script names a device, or asks for one, are translated, in both directions. An operator on tensors passes
+none of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Self
+
+import torch
+import torch.backends.cuda
+import torch.backends.cudnn
+
+from onebox.vgpu.cuda.amp import translate_amp
+from onebox.vgpu.cuda.entries import translate_entries
+from onebox.vgpu.cuda.functions import accelerator, yes
+from onebox.vgpu.cuda.generators import translate_generators
+from onebox.vgpu.cuda.patches import Patches
+from onebox.vgpu.cuda.saved import translate_saved
+from onebox.vgpu.cuda.surface import translate_surface
+from onebox.vgpu.cuda.tensors import translate_tensors
+from onebox.vgpu.registration import install
+
+_lock = threading.Lock()
+_active: list[CudaAlias] = []
+
+
+class CudaAlias:
+    """That ``cuda`` means the virtual devices, until it is closed; works as a context, too."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+
+    def close(self) -> None:
+        """Let ``cuda`` mean again what it meant before. Idempotent."""
+        with _lock:
+            if self in _active:
+                _active.remove(self)
+            self._patches.undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exit_info: object) -> None:
+        self.close()
+
+
+def alias_cuda() -> CudaAlias:
+    """Let ``cuda`` mean the virtual devices, for all of this process.
+
+    From now on ``torch.device("cuda:1")``, ``.cuda()``, ``device="cuda"``, ``torch.cuda`` and ``map_location="cuda"``
+    are about ``vgpu:0 …``, and their tensors say ``cuda:0 …`` of themselves. What has no counterpart there, such as
+    CUDA graphs, raises an error that names it. Functions that other modules took from ``torch`` before, by
+    ``from torch import zeros``, stay as they are: call this first.
+
+    Returns:
+        What can be closed to undo it; the same one where ``cuda`` has that meaning already.
+
+    Example:
+        >>> import onebox, torch
+        >>> from onebox.vgpu import alias_cuda
+        >>> with onebox.open("cpu*2"), alias_cuda():
+        ...     torch.ones(2, device="cuda:1").sum().item(), torch.cuda.device_count()
+        (2.0, 2)
+    """
+    with _lock:
+        if not _active:
+            install()
+            made = CudaAlias()
+            try:
+                _translate(made._patches)
+            except BaseException:
+                made._patches.undo()
+                raise
+            _active.append(made)
+        return _active[0]
+
+
+def _translate(patches: Patches) -> None:
+    translate_surface(patches)
+    translate_entries(patches)
+    translate_tensors(patches)
+    translate_generators(patches)
+    translate_amp(patches)
+    translate_saved(patches)
+    _translate_accelerators(patches)
+    _translate_flags(patches)
+
+
+def _translate_accelerators(patches: Patches) -> None:
+    """Let the accelerator of this process be called ``cuda``; PyTorch asks in two ways which one it is."""
+    core: Any = torch._C
+    for name in ("_accelerator_getAccelerator", "_get_accelerator"):
+        patches.set(core, name, accelerator(getattr(core, name)))
+    patches.call(torch.get_device_module.cache_clear)
+
+
+def _translate_flags(patches: Patches) -> None:
+    """Let the switches of CUDA's libraries be there; they switch nothing on a worker."""
+    patches.set(torch.backends.cuda, "is_built", yes)
+    patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)

@@ -1,0 +1,185 @@
+"""What the functions of ``torch.cuda`` do on virtual devices, where that is more than ``torch.vgpu`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu import box, module
+from onebox.vgpu.cuda.places import number_of, outward
+from onebox.vgpu.cuda.refusals import refuse
+from onebox.vgpu.generators import Generator
+
+_BFLOAT16 = _TENSOR_FLOAT32 = 8
+"""The first compute capability with these types in hardware."""
+
+
+def yes() -> bool:
+    """Say yes."""
+    return True
+
+
+def no() -> bool:
+    """Say no."""
+    return False
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: there is nothing to do on a virtual device."""
+
+
+def call(callable: Callable[[], Any], **kwargs: Any) -> None:
+    """Do something that PyTorch would do once CUDA is initialized: it is."""
+    callable()
+
+
+# ---- devices
+
+_counted: list[int] = [0]
+
+
+def device_count() -> int:
+    """Return how many devices there are; in a forked process, how many its parent had."""
+    if not module._is_in_bad_fork():
+        _counted[0] = box.device_count()
+    return _counted[0]
+
+
+def is_available() -> bool:
+    """Tell whether there is a device."""
+    return device_count() > 0
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """Tell whether tensors go from one device to another without passing the client: always, but to itself."""
+    here, there = number_of(device), number_of(peer_device)
+    return here != there and module.can_device_access_peer(here, there)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Tell whether bfloat16 works: on every worker, if slowly on some."""
+    return including_emulation or module.get_device_capability()[0] >= _BFLOAT16
+
+
+def is_tf32_supported() -> bool:
+    """Tell whether the current device has TensorFloat-32."""
+    return module.get_device_capability()[0] >= _TENSOR_FLOAT32
+
+
+def get_arch_list() -> list[str]:
+    """Return the architectures that the client's PyTorch has code for: none, workers have their own."""
+    return []
+
+
+def get_gencode_flags() -> str:
+    """Return the flags that the client's PyTorch is compiled with: none, workers have their own."""
+    return ""
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Take ``"default"`` and refuse all else: waits are not reported."""
+    if debug_mode not in (0, "default"):
+        refuse("torch.cuda.set_sync_debug_mode")
+
+
+def get_sync_debug_mode() -> int:
+    """Return 0: waits are not reported."""
+    return 0
+
+
+# ---- random numbers
+
+
+def get_rng_state(device: Any = "cuda") -> Tensor:
+    """Return the state of a device's random numbers, as bytes."""
+    return module.get_rng_state(number_of(device))
+
+
+def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
+    """Set the state of a device's random numbers."""
+    module.set_rng_state(new_state, number_of(device))
+
+
+class DefaultGenerator(Generator):
+    """The generator that a device draws from where none is given."""
+
+    def manual_seed(self, seed: int) -> Any:
+        """Start anew from a seed."""
+        with module.device(self.stream.worker):
+            module.manual_seed(seed)
+        return self
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        with module.device(self.stream.worker):
+            return module.initial_seed()
+
+    def __del__(self) -> None:
+        """Let it be: it is the device's."""
+
+
+def default_generator(device: Any) -> Any:
+    """Return the generator of a device."""
+    made = torch._C.Generator.__new__(DefaultGenerator)
+    made.stream, made.number = module._place(number_of(device)), 0
+    return made
+
+
+class DefaultGenerators(Sequence[Any]):
+    """The devices' own generators, by number."""
+
+    def __len__(self) -> int:
+        return device_count()
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        numbers = range(len(self))[index]
+        return tuple(map(default_generator, numbers)) if isinstance(numbers, range) else default_generator(numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(default_generator, range(len(self)))
+
+
+# ---- accelerators, which is what PyTorch calls CUDA devices and their like
+
+
+def accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what tells which accelerator there is, in the script's words."""
+
+    def translated(*args: Any) -> Any:
+        found = function(*args)
+        return None if found is None else outward(found)
+
+    return translated
+
+
+# ---- annotations for a profiler of the machine, which this is not
+
+
+class Range:
+    """A named range: a context, or a decorator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exit_info: object) -> None:
+        pass
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+
+def depth(*args: Any, **kwargs: Any) -> int:
+    """Return how deep ranges are nested: nobody counts."""
+    return 0
