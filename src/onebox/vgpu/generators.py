@@ -10,16 +10,13 @@ from torch import Tensor
 
 from onebox.vgpu.box import current_box, stream_of
 from onebox.vgpu.recipe import sources
-from onebox.vgpu.stream import Stream
+from onebox.vgpu.stream import FIRST_SEED, Stream
 from onebox.wire import Generator as GeneratorSpec
 from onebox.wire import from_frame, to_frame
 from onebox.wire.messages import Ask, Define, SetGenerator
 from onebox.wire.sayings import Tensors
 
 _plain: Any = torch._C.Generator
-
-DEFAULT_SEED = 67280421310721
-"""The seed of a generator that nobody has seeded; PyTorch's own value."""
 
 
 class _Either(type(_plain)):  # type: ignore[misc]
@@ -50,7 +47,7 @@ class Generator(_plain, metaclass=_Either):
         self._sign = secrets.randbits(63)  # by which recipes know this generator again
         super().manual_seed(self._sign)
         sources[self._sign] = self.number
-        self._seed = DEFAULT_SEED
+        self._seed = FIRST_SEED
         stream.before(Define(self.number, GeneratorSpec(self._seed)))
         stream.flush()
 
@@ -124,7 +121,8 @@ def write_state(stream: Stream, number: int, state: Tensor) -> None:
 
 def seed_device(stream: Stream, seed: int) -> None:
     """Seed the generator of a device."""
-    stream.flush([SetGenerator(0, _checked(seed))])
+    stream.seed = _checked(seed)
+    stream.flush([SetGenerator(0, stream.seed)])
 
 
 def seed_all(seed: int) -> None:

@@ -170,7 +170,10 @@ def synchronize(device: Device = None) -> None:
     _place(device).synchronize()
 
 
-class Stream:
+_KIND = int(torch._C._autograd.DeviceType.PrivateUse1)
+
+
+class Stream(torch.Stream):
     """A stream in the sense of ``torch.cuda.Stream``; all of a device are one, so that the order is always right.
 
     Args:
@@ -178,10 +181,13 @@ class Stream:
         priority: Taken for compatibility.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make what PyTorch's own functions take for a stream."""
+        return super().__new__(cls, stream_id=0, device_index=0, device_type=_KIND)
+
     def __init__(self, device: Device = None, priority: int = 0, **_: Any) -> None:
         self._stream = _place(device)
         self.priority = priority
-        self.stream_id = 0
 
     @property
     def device(self) -> torch.device:
@@ -201,9 +207,9 @@ class Stream:
         """Tell whether the device has done all that it was asked to."""
         return self._stream.idle()
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: torch.Stream) -> None:
         """Let what comes on this stream wait for what was issued on another; copies between devices do in any case."""
-        if stream._stream is not self._stream:
+        if isinstance(stream, Stream) and stream._stream is not self._stream:
             stream._stream.synchronize()
 
     def wait_event(self, event: Event) -> None:
@@ -373,6 +379,11 @@ def seed() -> None:
 def seed_all() -> None:
     """Seed the random numbers of all devices with something that nobody can foresee."""
     manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def initial_seed() -> int:
+    """Return the seed of the current device's random numbers."""
+    return _place(None).seed
 
 
 def get_rng_state(device: Device = None) -> Tensor:

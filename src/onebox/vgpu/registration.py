@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
-from onebox.vgpu import accelerator, autocast, box, copies, factories, module, serial
+from onebox.vgpu import accelerator, autocast, box, copies, factories, module, parallel, serial
 from onebox.vgpu.generators import Generator
 from onebox.vgpu.tensor import VirtualTensor
 
@@ -42,6 +42,7 @@ def install() -> None:
         serial.register()
         autocast.register()
         accelerator.register()
+        parallel.register()
         torch.Generator = Generator  # type: ignore[misc]
         _let_autograd_stay()
         _let_optimizers_group()

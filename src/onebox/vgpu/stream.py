@@ -43,6 +43,9 @@ AHEAD_BYTES = 256 << 20
 RECIPES = 1 << 16
 """The most kinds of calls that are remembered."""
 
+FIRST_SEED = 67280421310721
+"""The seed of random numbers before anybody sets one; PyTorch's own value."""
+
 FIRST = 1 << 30
 """The first number of a buffer; those of :meth:`onebox.pool.Pool.new_number` are lower."""
 
@@ -71,6 +74,7 @@ class Stream:
         self.waits = 0
         self.messages = 0
         self.synchronous = False
+        self.seed = FIRST_SEED
         self._ring = ring
         self._next = FIRST
         self._first: list[Instruction] = []  # what must be there before the calls
@@ -178,7 +182,7 @@ class Stream:
         future = self._post(last, frames, kept=not wait)
         if not wait:
             if pace:
-                self._pace()
+                self.pace()
             return None
         assert future is not None
         self.waits += 1
@@ -212,7 +216,7 @@ class Stream:
                 self._ahead_bytes += size_bytes
             return future
 
-    def _pace(self) -> None:
+    def pace(self) -> None:
         """Wait where the worker is too far behind; what failed there is told to who asks for its results.
 
         The worker may itself be waiting for another one, whose thread may need this stream: nothing is locked here
