@@ -70,7 +70,7 @@ class Mover:
         self._known: dict[int, Any] = {}
         self.tensors: list[Tensor] = []
 
-    def __call__(self, value: Any, key: str = "") -> Any:
+    def __call__(self, value: Any) -> Any:
         """Return a copy of a nested value with all its tensors, devices and generators on the device."""
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -78,10 +78,10 @@ class Mover:
             return self._device if value.type == "cpu" else value
         if isinstance(value, torch.Generator):
             return torch.Generator(self._device).manual_seed(value.initial_seed())
-        if key == "device" and value == "cpu":
+        if isinstance(value, str) and value == "cpu":
             return str(self._device)
         if isinstance(value, dict):
-            return {name: self(item, name) for name, item in value.items()}
+            return {name: self(item) for name, item in value.items()}
         if type(value) in (list, tuple, torch.Size):
             return type(value)(self(item) for item in value)
         if isinstance(value, tuple):

@@ -19,6 +19,9 @@ UNINITIALISED = frozenset(
 )
 """Operators whose results are whatever the memory held."""
 
+ON_HOST = frozenset({"tensor_split"})
+"""Operators whose arguments beside the first are read by PyTorch itself, and stay on the CPU whatever the device."""
+
 VARIANTS = ("opinfo", "inplace", "out")
 """An operator as it is, on its input, and into tensors that are there already."""
 
@@ -62,7 +65,7 @@ def trials(kind: str, name: str, dtype: torch.dtype, seed: int) -> Iterator[Tria
         for number, sample in enumerate(samples):
             if kind == "inplace" and sample.broadcasts_input:
                 continue
-            run = functools.partial(variant, sample, backward, own + number)
+            run = functools.partial(variant, sample, backward, name in ON_HOST, own + number)
             yield Trial(name=f"{number}", run=run, seed=own + number, values=values, rtol=rtol, atol=atol)
 
 
@@ -114,11 +117,17 @@ _VARIANTS = {"opinfo": _forward, "inplace": _inplace, "out": _out}
 
 
 def _run(
-    function: Callable[[Any, Any, Any], Any], sample: Any, backward: bool, seed: int, device: torch.device
+    function: Callable[[Any, Any, Any], Any],
+    sample: Any,
+    backward: bool,
+    on_host: bool,
+    seed: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Run a sample; return its output, its gradients and the inputs that it changed."""
     mover = Mover(device)
-    value, args, kwargs = mover(sample.input), mover(sample.args), mover(sample.kwargs)
+    beside = Mover(torch.device("cpu")) if on_host else mover
+    value, args, kwargs = mover(sample.input), beside(sample.args), beside(sample.kwargs)
     before = [tensor._version for tensor in mover.tensors]
     with torch.set_grad_enabled(backward):
         output = function(value, args, kwargs)

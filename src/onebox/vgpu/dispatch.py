@@ -115,13 +115,22 @@ def run(
 
 
 def _is_composite(func: Any) -> bool:
-    """Tell whether an operator is made of others on every device: autograd takes it apart, inference mode does not."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    """Tell whether an operator is made of others on every device, as PyTorch's composites and custom ones are."""
+    return _composite_key(func) is not None
+
+
+def _composite_key(func: Any) -> str | None:
+    kinds = ("CompositeImplicitAutograd",)
+    if func.namespace != "aten":  # no worker has it; PyTorch's own of the second kind have kernels for each device
+        kinds = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    name = func.name()
+    return next((kind for kind in kinds if torch._C._dispatch_has_kernel_for_dispatch_key(name, kind)), None)
 
 
 def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take an operator apart, now and whenever it comes again."""
-    specials[func] = lambda args, kwargs: func.decompose(*args, **kwargs)
+    key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
+    specials[func] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
     return specials[func](args, kwargs)
 
 
@@ -226,6 +235,11 @@ def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
+            if value.layout != torch.strided:
+                raise NotImplementedError(
+                    f"{func} with a tensor of layout {value.layout} is not supported: virtual devices hold dense "
+                    "(strided) tensors only; convert it with .to_dense()"
+                )
             if (
                 value.device.type != "cpu"
                 or (value.dim() and func not in HOST_ARGUMENTS)

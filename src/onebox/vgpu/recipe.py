@@ -17,6 +17,7 @@ from onebox.errors import WireError
 from onebox.vgpu.metadata import Metadata, metadata_of
 from onebox.vgpu.tensor import VirtualTensor
 from onebox.wire import Complex, DType, Hole, Items, Kernel, Layout, MemoryFormat, OwnDevice, Slot, Source, dtype_name
+from onebox.worker.allow import EAGER, pinned_names
 
 aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ LEARNED = frozenset(
     )
     for name in packet.overloads()
 )
-"""Operators whose results have other shapes on ``meta``, or on each kind of device: the worker says so the first time."""
+"""Operators whose results have other shapes on ``meta`` than on a device: the worker says which, the first time."""
 
 _ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -207,8 +208,10 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
     """Return the kernel of an operator, with slots for its tensors and holes for its floating-point numbers.
 
     Raises:
-        WireError: An argument does not travel.
+        WireError: An argument does not travel, or workers do not run the operator.
     """
+    if str(func) not in pinned_names(EAGER):
+        raise WireError(f"{func} is not supported on virtual devices: it is not on the workers' list of operators")
     counts = [0, 0]
     keep = func in SHAPED_BY_FLOATS
 
