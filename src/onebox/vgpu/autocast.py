@@ -54,7 +54,9 @@ def register() -> None:
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operator is not None:
                 library.impl(operator, _caster(operator, choose), "AutocastPrivateUse1")
-    _libraries.append(library)
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _libraries.extend((library, others))
 
 
 def _caster(operator: Any, choose: Callable[[Any, list[Tensor]], torch.dtype | None]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch.backends.cudnn
 
 from onebox.vgpu.cuda.amp import translate_amp
 from onebox.vgpu.cuda.entries import translate_entries
-from onebox.vgpu.cuda.functions import accelerator, yes
+from onebox.vgpu.cuda.functions import accelerator
 from onebox.vgpu.cuda.generators import translate_generators
 from onebox.vgpu.cuda.patches import Patches
 from onebox.vgpu.cuda.saved import translate_saved
@@ -100,5 +100,5 @@ def _translate_accelerators(patches: Patches) -> None:
 
 def _translate_flags(patches: Patches) -> None:
     """Let the switches of CUDA's libraries be there; they switch nothing on a worker."""
-    patches.set(torch.backends.cuda, "is_built", yes)
+    patches.set(torch.backends.cuda, "is_built", torch.cuda.is_available)
     patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)

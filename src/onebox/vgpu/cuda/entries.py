@@ -72,9 +72,7 @@ def methods() -> list[str]:
 
 def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:
     """Yield owners, names of their functions, and how the arguments are translated."""
-    positional = {"as_tensor"}
-    yield torch, [name for name in factories() if name not in positional], named
-    yield torch, sorted(positional), anywhere
+    yield torch, factories(), named
     yield torch.fft, ["fftfreq", "rfftfreq"], named
     yield torch.nested, ["as_nested_tensor", "nested_tensor"], named
     yield torch.Tensor, methods(), named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -9,17 +10,15 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu import box, module
+from onebox.vgpu.box import stream_of
 from onebox.vgpu.cuda.places import number_of, outward
 from onebox.vgpu.cuda.refusals import refuse
 from onebox.vgpu.generators import Generator
+from onebox.vgpu.recipe import sources
+from onebox.vgpu.stream import Stream
 
 _BFLOAT16 = _TENSOR_FLOAT32 = 8
 """The first compute capability with these types in hardware."""
-
-
-def yes() -> bool:
-    """Say yes."""
-    return True
 
 
 def no() -> bool:
@@ -117,14 +116,21 @@ class DefaultGenerator(Generator):
         with module.device(self.stream.worker):
             return module.initial_seed()
 
+    def _begin(self, stream: Stream) -> None:
+        self.stream, self.number = stream, 0
+        self._sign = secrets.randbits(63)
+        torch._C.Generator.manual_seed(self, self._sign)
+        sources[self._sign] = self.number
+
     def __del__(self) -> None:
-        """Let it be: it is the device's."""
+        """Let the one on the worker be."""
+        sources.pop(self._sign, None)
 
 
 def default_generator(device: Any) -> Any:
     """Return the generator of a device."""
     made = torch._C.Generator.__new__(DefaultGenerator)
-    made.stream, made.number = module._place(number_of(device)), 0
+    made._begin(stream_of(torch.device("vgpu", number_of(device))))
     return made
 
 

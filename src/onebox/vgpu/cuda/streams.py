@@ -24,9 +24,9 @@ class Stream(module.Stream):
         self.cuda_stream = 0
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]  # read-only in PyTorch, too
         """The device."""
-        return outward(super().device)
+        return outward(self._stream.device)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:

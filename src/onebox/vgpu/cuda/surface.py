@@ -77,7 +77,6 @@ _OWN: dict[str, Any] = {
     "_exchange_device": module.exchange_device,
     "_get_generator": functions.default_generator,
     "_initialized": True,
-    "_is_compiled": functions.yes,
     "_is_in_bad_fork": module._is_in_bad_fork,
     "_lazy_call": functions.call,
     "_lazy_init": functions.nothing,
