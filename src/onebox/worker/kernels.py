@@ -42,8 +42,8 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs", "name", "needs_values", "outputs",
-        "pick", "places", "resizes", "returns", "run", "writes",
+        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs", "name",
+        "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:

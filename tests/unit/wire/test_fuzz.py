@@ -54,7 +54,7 @@ from onebox.wire.messages import (
     StateEntry,
     StoredProgram,
 )
-from onebox.wire.sayings import Contribution, Hello, Lookup, Reply, Scalars
+from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
 
 SPEC = TensorSpec("float32", (2, 3))
 PROGRAM = Program(
@@ -89,6 +89,7 @@ ENVELOPES = [
 SAYINGS = [
     Hello(1, "2.13.0", "cpu", "a processor", 2, 2**34),
     Reply(3, (Scalars((1.0, 2.0)),), None, (1, 2)),
+    Reply(4, (Made((Strided("float32", (2,), (1,), 0, 8), Complex(0.0, 1.0), True, 3, 0.5, None), ()),)),
     Lookup(1, 2, "set", ("key",), b"value"),
     Contribution(1, 2, 3, SPEC),
 ]

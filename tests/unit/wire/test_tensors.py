@@ -58,6 +58,12 @@ def test_a_tensor_that_needs_a_gradient_travels_too() -> None:
     assert from_frame(spec_of(parameter), to_frame(parameter)).tolist() == [0.0, 1.0, 2.0]
 
 
+def test_elements_that_are_still_to_be_conjugated_or_negated_travel_as_they_are_read() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (values.conj(), values.conj().imag, values.conj().resolve_conj(), values.imag):
+        assert torch.equal(from_frame(spec_of(lazy), bytes(to_frame(lazy))), lazy.clone())
+
+
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_types_that_do_not_travel_are_named(dtype: torch.dtype) -> None:
     with pytest.raises(WireError, match=str(dtype)):
