@@ -23,6 +23,13 @@ _KINDS: dict[str, type[Exception]] = {
 """What PyTorch raises for a wrong argument, by the name that a worker tells; all else is a ``RuntimeError``."""
 
 
+LATE = (
+    "The operator that failed was issued before this line. To be told at its own line, wait for every operator: "
+    "onebox run --sync, or onebox.vgpu.set_synchronous(True)."
+)
+"""A note on errors that are told late."""
+
+
 def perform(
     stream: Stream,
     func: Any,
@@ -111,6 +118,7 @@ def plain_error(error: OperatorError, func: str) -> Exception:
     if isinstance(error, DeviceMemoryError):
         return torch.OutOfMemoryError(str(error))
     if error.operator not in (func, "perform"):  # an argument is void: another operator is to blame
+        error.add_note(LATE)
         return error
     kind = _KINDS.get(error.cause, RuntimeError)
     return kind(error.said or str(error))
