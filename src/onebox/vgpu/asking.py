@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -59,7 +59,7 @@ def perform(
     try:
         made, first = stream.perform(kernel, [tensor._handle.number for tensor in tensors], floats)
     except OperatorError as error:
-        raise plain_error(error, str(func)) from error
+        raise_plain(error, str(func))
     for tensor, now in zip(tensors, made.inputs, strict=True):
         layout = from_wire(now)
         if layout is not tensor._metadata:
@@ -113,12 +113,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
     return found
 
 
-def plain_error(error: OperatorError, func: str) -> Exception:
-    """Return the error that PyTorch would have raised for an operator that failed on a worker."""
+def raise_plain(error: OperatorError, func: str) -> NoReturn:
+    """Raise the error that PyTorch would have raised for an operator that failed on a worker.
+
+    Args:
+        error: What the worker told.
+        func: The operator that was issued, or none.
+    """
     if isinstance(error, DeviceMemoryError):
-        return torch.OutOfMemoryError(str(error))
+        raise torch.OutOfMemoryError(str(error)) from error
     if error.operator not in (func, "perform"):  # an argument is void: another operator is to blame
         error.add_note(LATE)
-        return error
+        raise error
     kind = _KINDS.get(error.cause, RuntimeError)
-    return kind(error.said or str(error))
+    raise kind(error.said or str(error)) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OperatorError
-from onebox.vgpu.asking import plain_error
+from onebox.vgpu.asking import raise_plain
 from onebox.vgpu.box import box_of, stream_of
 from onebox.vgpu.dispatch import dispatch, special
 from onebox.vgpu.metadata import dense, dense_order
@@ -59,7 +59,7 @@ def download(tensor: VirtualTensor) -> Tensor:
     try:
         spec, frame = handle.stream.read(handle.number)
     except OperatorError as error:
-        raise plain_error(error, "") from error
+        raise_plain(error, "")
     flat = from_frame(spec, frame)
     layout = tensor._metadata
     if layout.contiguous or dense_order(layout.shape, layout.strides) is None:

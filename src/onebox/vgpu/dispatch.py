@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.errors import WireError
-from onebox.vgpu.asking import perform
+from onebox.errors import OperatorError, WireError
+from onebox.vgpu.asking import perform, raise_plain
 from onebox.vgpu.box import stream_of
 from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, learned, recipe
 from onebox.vgpu.stream import Stream
@@ -107,7 +107,10 @@ def run(
         except WireError as error:
             raise NotImplementedError(str(error)) from None
         stream.remember(tuple(key), found)
-    first = stream.record(found, numbers, floats)
+    try:
+        first = stream.record(found, numbers, floats)
+    except OperatorError as error:  # a stream that waits for every operator
+        raise_plain(error, str(func))
     only = found.only
     if only is not None:
         return wrap(Handle(stream, first), only)
