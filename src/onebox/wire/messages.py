@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from onebox.wire.eager import Block, Generator, Kernel
+from onebox.wire.eager import Block, Generator, Kernel, Strided
 from onebox.wire.program import Program, TensorSpec
 
 PROTOCOL = 3
@@ -209,10 +209,13 @@ class StoredProgram(Message, frozen=True, tag="program"):
     Args:
         program: The program.
         cost_s: Seconds that a call takes on a ``sim`` device of speed 1; other devices take what it takes.
+        layouts: For each output how its elements are to lie, ``None`` where it is a view of an input or it does not
+            matter; empty where none matters.
     """
 
     program: Program
     cost_s: float = 0.0
+    layouts: tuple[Strided | None, ...] = ()
 
 
 class Define(Message, frozen=True, tag="define"):

@@ -58,7 +58,7 @@ class Device:
             WireError: It is none, or uses what is not allowed.
         """
         check_cost(stored.cost_s)
-        return Tape(stored.program, self.device)
+        return Tape(stored.program, self.device, stored.layouts)
 
     def optimizer(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> NativeOptimizer:
         """Make an optimizer over buffers of this device; see :class:`NativeOptimizer`.

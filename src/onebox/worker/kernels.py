@@ -42,8 +42,8 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs", "name",
-        "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
+        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs",
+        "name", "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
     )  # fmt: skip
 
     def __init__(self, kernel: Kernel, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
@@ -71,7 +71,7 @@ class CompiledKernel:
         self._listed = any(kind != "Tensor" for kind in kinds)
         if kernel.outs and not self._listed and len(kernel.outs) != len(kinds):
             raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
-        self._outs = [None if out is None else _Expected(out) for out in kernel.outs]
+        self._outs = [None if out is None else Expected(out) for out in kernel.outs]
         self._fresh = all(value.alias_info is None for value in schema.returns)
         self._single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
         if self._single is not None:  # what is looked at in every call lies where it is found fastest
@@ -144,7 +144,7 @@ class _Layout:
         return constant(value, self._device)
 
 
-class _Expected:
+class Expected:
     """What a kept tensor is to be.
 
     Args:

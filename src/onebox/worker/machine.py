@@ -257,8 +257,10 @@ class Machine:
         def seed(position: int) -> None:
             self._device.seed(run.seed, run.step, call.micro_batch, position)
 
-        for reference, tensor in zip(call.outputs, tape.run(inputs, seed, self.progress), strict=True):
+        outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
+        for reference, tensor in zip(call.outputs, outputs, strict=True):
             store.put(resolve(reference), tensor)
+        del outputs
         self._device.pace(start_ns, tape.cost_s, self.progress)
         return []
 

@@ -154,7 +154,7 @@ class SimTape(Tape):
     """
 
     def __init__(self, stored: StoredProgram) -> None:
-        super().__init__(stored.program, _META)
+        super().__init__(stored.program, _META, stored.layouts)
         program = stored.program
         self.cost_s = stored.cost_s
         specs, owner = specs_by_slot(program), owners(program)

@@ -18,6 +18,7 @@ from onebox.wire import (
     Operator,
     Program,
     Slot,
+    Strided,
     Value,
     check,
     dtype_name,
@@ -25,6 +26,7 @@ from onebox.wire import (
 )
 from onebox.worker.allow import allowed
 from onebox.worker.arguments import Place, by_keyword, constant, picker
+from onebox.worker.kernels import Expected
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -69,14 +71,18 @@ class Tape:
     Args:
         program: The program, deaths set.
         device: Where it runs.
+        layouts: For each output how its elements are to lie, if that matters; empty where none does.
 
     Raises:
         WireError: It names an operator that is not allowed, or a slot that is not there.
     """
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: Program, device: torch.device, layouts: Sequence[Strided | None] = ()) -> None:
         check(program)
+        if layouts and len(layouts) != len(program.outputs):
+            raise WireError(f"{len(layouts)} layouts for a program of {len(program.outputs)} outputs")
         self.program = program
+        self._layouts = [None if layout is None else Expected(layout) for layout in layouts]
         self.cost_s = 0.0
         self._device = device
         self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
@@ -156,6 +162,17 @@ class Tape:
                 registers[slot] = None
         self._checked = True
         return [registers[slot] for slot in self.program.outputs]
+
+    def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return outputs of a run as they are to lie.
+
+        Raises:
+            ValueError: One has another element type or shape than its layout.
+        """
+        if not self._layouts:
+            return outputs
+        pairs = zip(outputs, self._layouts, strict=True)
+        return [tensor if layout is None else layout.fit(tensor, fresh=True) for tensor, layout in pairs]
 
     def _compile(self, operator: Operator) -> tuple[Any, ...]:
         call = allowed(operator.name)
