@@ -1,7 +1,11 @@
-"""Tensors as frames: the dense elements of one tensor, in native byte order, nothing else."""
+"""Tensors as frames: the dense elements of one tensor, in native byte order, nothing else.
+
+``Tensor.numpy`` is of no use here: a storage that it has shown to NumPy can never be resized again.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from math import prod
 
 import numpy as np
@@ -40,7 +44,7 @@ def to_frame(tensor: Tensor) -> memoryview:
         tensor = tensor.resolve_conj().resolve_neg()  # elements that are still to be conjugated or negated
     dense = tensor.detach().to("cpu").contiguous()
     dense = dense.as_strided((dense.numel(),), (1,))  # a single element is contiguous with any stride
-    return memoryview(dense.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(np.from_dlpack(dense.view(torch.uint8)))  # type: ignore[arg-type]
 
 
 def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
@@ -52,7 +56,7 @@ def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     check_elements(spec, frame)
     tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
     if spec.size_bytes:
-        tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
+        ctypes.memmove(tensor.data_ptr(), np.frombuffer(frame, dtype=np.uint8).ctypes.data, spec.size_bytes)
     return tensor
 
 

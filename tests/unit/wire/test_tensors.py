@@ -58,6 +58,12 @@ def test_a_tensor_that_needs_a_gradient_travels_too() -> None:
     assert from_frame(spec_of(parameter), to_frame(parameter)).tolist() == [0.0, 1.0, 2.0]
 
 
+def test_what_has_arrived_or_was_sent_can_still_grow() -> None:
+    sent = torch.arange(3.0)
+    made = from_frame(spec_of(sent), bytes(to_frame(sent)))
+    assert made.resize_(5)[:3].tolist() == sent.resize_(5)[:3].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_elements_that_are_still_to_be_conjugated_or_negated_travel_as_they_are_read() -> None:
     values = torch.tensor([1 + 2j, 3 - 4j])
     for lazy in (values.conj(), values.conj().imag, values.conj().resolve_conj(), values.imag):

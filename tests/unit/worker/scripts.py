@@ -1,0 +1,148 @@
+"""Scripts: operators that run here, as plain PyTorch, and are written down as kernels and calls for a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onebox.wire import FREE, Block, Complex, DType, Hole, Items, Kernel, OwnDevice, Slot, Source, Strided
+from onebox.wire.messages import Define, Operate, Replay
+from onebox.worker.kernels import flatten, strided_of
+from tests.unit.machines import Rig
+
+
+class Ref(NamedTuple):
+    """A buffer, as an argument."""
+
+    number: int
+
+
+class Recorded(NamedTuple):
+    """A call, or with kernel ``FREE`` the end of a buffer."""
+
+    kernel: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+
+
+class Script:
+    """What plain PyTorch makes of some operators, and the instructions for a worker to do the same.
+
+    Args:
+        given: The first buffers, from number 1.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        self.given = [tensor.clone() for tensor in given]
+        self.tensors: dict[int, Tensor] = dict(enumerate((tensor.clone() for tensor in given), 1))
+        self.made = len(given)
+        self.records: list[Recorded] = []
+        self.floats: list[float] = []
+        self.kernels: dict[str, tuple[int, Kernel]] = {}
+
+    def ref(self, number: int) -> Ref:
+        return Ref(number)
+
+    def run(self, op: Any, *args: Any, **kwargs: Any) -> list[int]:
+        """Run an operator and record it; return the numbers of the tensors that it made."""
+        call = _Call(self.tensors)
+        whole = tuple(map(call.argument, args))
+        named = {key: call.argument(value) for key, value in kwargs.items()}
+        with torch.inference_mode():
+            result = op(*map(call.value, args), **{key: call.value(value) for key, value in kwargs.items()})
+        known = {id(tensor) for tensor in self.tensors.values()}
+        made = [item for item in flatten(result) if op._schema.returns]
+        outs = tuple(strided_of(m) if isinstance(m, Tensor) and id(m) not in known else None for m in made)
+        kernel = Kernel(str(op), whole, named, len(call.inputs), len(call.floats), outs)
+        number, _ = self.kernels.setdefault(repr(kernel), (1000 + len(self.kernels), kernel))
+        numbers = []
+        for item, out in zip(made, outs, strict=True):
+            if out is not None:
+                self.made += 1
+                self.tensors[self.made] = item
+                numbers.append(self.made)
+        self.floats += call.floats
+        self.records.append(Recorded(number, tuple(call.inputs), tuple(numbers)))
+        return numbers
+
+    def free(self, number: int) -> None:
+        """End a buffer."""
+        del self.tensors[number]
+        self.records.append(Recorded(FREE, (number,)))
+
+    def definitions(self) -> list[Define]:
+        """Return the instructions that define the kernels."""
+        return [Define(number, kernel) for number, kernel in self.kernels.values()]
+
+    def calls(self, number: Callable[[int], int]) -> tuple[int, ...]:
+        """Return the calls, coded; buffers go by another number."""
+        coded: list[int] = []
+        for record in self.records:
+            coded += [record.kernel, *map(number, record.inputs), *map(number, record.outputs)]
+        return tuple(coded)
+
+    def operate(self) -> Operate:
+        return Operate(self.calls(lambda number: number), tuple(self.floats))
+
+    def kept(self) -> tuple[int, ...]:
+        """Return the numbers of what was made and is still there."""
+        return tuple(number for number in self.tensors if number > len(self.given))
+
+    def block(self) -> Block:
+        slots = tuple(number - 1 for number in self.kept())
+        return Block(self.calls(lambda number: number - 1), len(self.given), slots, len(self.floats))
+
+    def replay(self, block: int) -> Replay:
+        return Replay(block, tuple(range(1, len(self.given) + 1)), self.kept(), tuple(self.floats))
+
+    def put(self, rig: Rig) -> None:
+        """Fill the first buffers of a worker."""
+        rig.put(**{f"b{number}": tensor for number, tensor in enumerate(self.given, 1)})
+
+    def check(self, rig: Rig, numbers: Iterable[int] | None = None) -> None:
+        """Require that a worker holds the same as plain PyTorch, to the last bit."""
+        assert rig.failures == []
+        for number in self.tensors if numbers is None else numbers:
+            mine = self.tensors[number]
+            made = rig.get(number)
+            assert (made.shape, made.dtype) == (mine.shape, mine.dtype), number
+            assert torch.equal(torch.nan_to_num(made), torch.nan_to_num(mine)), number
+
+
+class _Call:
+    """The arguments of one call, for PyTorch and for the wire."""
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        self.inputs: list[int] = []
+        self.floats: list[float] = []
+        self._tensors = tensors
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self._tensors[value.number]
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        return torch.device("cpu") if isinstance(value, OwnDevice) else value
+
+    def argument(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            self.inputs.append(value.number)
+            return Slot(len(self.inputs) - 1)
+        if isinstance(value, float):
+            self.floats.append(value)
+            return Hole(len(self.floats) - 1)
+        if isinstance(value, list):
+            return Items(tuple(self.argument(item) for item in value))
+        if isinstance(value, complex):
+            return Complex(value.real, value.imag)
+        if isinstance(value, torch.dtype):
+            return DType(str(value).removeprefix("torch."))
+        return Source(0) if isinstance(value, torch.Generator) else value
+
+
+def same_layout(told: Strided, made: Tensor) -> bool:
+    """Tell whether a tensor lies as is told."""
+    return strided_of(made) == told
