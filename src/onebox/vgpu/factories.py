@@ -45,10 +45,14 @@ def register() -> None:
 
 
 def _maker(function: OpOverload) -> Callable[..., Any]:
+    typed = any(argument.name == "dtype" for argument in function._schema.arguments)
+
     def make(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.pop("device", None) or torch.device("vgpu")
         kwargs.pop("pin_memory", None)
         stream = stream_of(device)
+        if typed and kwargs.get("dtype") is None and torch.get_default_dtype() is not torch.float32:
+            kwargs["dtype"] = function(*args, **{**kwargs, "device": "meta"}).dtype  # the worker has its own default
         return launch(stream, function, *args, **kwargs, device=stream.device)
 
     return make

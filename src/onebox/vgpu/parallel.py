@@ -6,6 +6,7 @@ arguments are those of ``torch/csrc/cuda/python_comm.cpp``.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,7 +119,8 @@ def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
     for number, tensor in enumerate(tensors):
         if tensor.device.type == "cpu":
             raise RuntimeError(
-                f"Expected all input tensors to be CUDA tensors, but tensor at index {number} has device {tensor.device}"
+                f"Expected all input tensors to be CUDA tensors, but tensor at index {number} has device "
+                f"{tensor.device}"
             )
         shape = list(tensor.shape)
         if len(shape) != len(first):
@@ -243,10 +245,26 @@ def register() -> None:
     for name, own in _FUNCTIONS.items():
         setattr(torch._C, name, _either(own, getattr(torch._C, name, None)))
     nccl.is_available = _without_virtual(nccl.is_available)
-    functions = sys.modules["torch.nn.parallel._functions"]
-    functions._get_stream = _copying_stream(functions._get_stream)  # type: ignore[attr-defined]
-    apply: Any = sys.modules["torch.nn.parallel.parallel_apply"]
-    apply._get_device_index = torch._utils._get_device_index  # its own takes devices of CUDA only
+    functions: Any = sys.modules["torch.nn.parallel._functions"]
+    functions._get_stream = _copying_stream(functions._get_stream)
+    own: Any = sys.modules["torch.nn.parallel.parallel_apply"]
+    own._get_device_index = torch._utils._get_device_index  # its own takes devices of CUDA only
+    apply = _with_autocast(own.parallel_apply)
+    for name in ("torch.nn.parallel", "torch.nn.parallel.parallel_apply", "torch.nn.parallel.data_parallel"):
+        vars(sys.modules[name])["parallel_apply"] = apply
+
+
+def _with_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let replicas run in the precision of whoever calls them: PyTorch's own function hands on that of CUDA."""
+
+    @functools.wraps(original)
+    def parallel_apply(modules: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("vgpu"):
+            dtype, cached = torch.get_autocast_dtype("vgpu"), torch.is_autocast_cache_enabled()
+            modules = [torch.autocast("vgpu", dtype, cache_enabled=cached)(module) for module in modules]
+        return original(modules, *args, **kwargs)
+
+    return parallel_apply
 
 
 def _without_virtual(original: Callable[..., bool]) -> Callable[..., bool]:
