@@ -1,0 +1,148 @@
+"""How often a script waits for its virtual device: round trips of ordinary training steps, over a slow channel."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from common import BATCH, make
+from eager_script import Data, host_batches
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import onebox
+from onebox.vgpu.box import current_box
+
+LATER = 5
+"""Steps that are measured after the first."""
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """What the steps of one kind of script cost.
+
+    Args:
+        first: Round trips of the first step.
+        later: Of a later step, the mean.
+        messages: Messages of a later step, the mean.
+        client_ms: Milliseconds that the script itself is in a later step, the median.
+    """
+
+    first: int
+    later: float
+    messages: float
+    client_ms: float
+
+
+def kinds(device: str) -> dict[str, Step]:
+    """Return the kinds of steps, by what the table calls them; each has a model of its own."""
+    return {
+        "training, nothing read": training(device),
+        "training, loss.item() in each step": training(device, read=True),
+        "training with Adam": training(device, adam=True),
+        "training with clip_grad_norm_": training(device, clip=True),
+        "training under autocast (bfloat16)": training(device, amp=True),
+        "training under autocast with GradScaler": training(device, amp=True, scaler=True),
+        "training with checkpointing": training(device, checkpointed=True),
+        "CNN with dropout, nothing read": training(device, name="cnn"),
+        "evaluation, hits counted on the device": evaluation(device, read=False),
+        "evaluation, hits read in each step": evaluation(device, read=True),
+        "upload of a batch": upload(device),
+    }
+
+
+def training(
+    device: str,
+    *,
+    name: str = "mlp",
+    read: bool = False,
+    adam: bool = False,
+    clip: bool = False,
+    amp: bool = False,
+    scaler: bool = False,
+    checkpointed: bool = False,
+) -> Step:
+    """Return a training step."""
+    model = make(name)[0].to(device)
+    place = torch.device(device).type
+    kind = torch.optim.Adam if adam else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=1e-3)
+    scale = torch.amp.GradScaler(place, enabled=scaler)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        with torch.autocast(place, dtype=torch.bfloat16, enabled=amp):
+            logits = checkpoint(model, images, use_reentrant=False) if checkpointed else model(images)
+            loss = nn.functional.cross_entropy(logits, labels)
+        if scaler:
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+        else:
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        if read:
+            loss.item()
+
+    return step
+
+
+def evaluation(device: str, *, read: bool) -> Step:
+    """Return a step of an evaluation."""
+    model = make("mlp")[0].to(device).eval()
+    hits = torch.zeros((), device=device)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        with torch.no_grad():
+            right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+            hits.add_(right)
+            if read:
+                right.item()
+
+    return step
+
+
+def upload(device: str) -> Step:
+    """Return a step that only brings data."""
+    return lambda images, labels: (images.to(device), labels.to(device))
+
+
+def measure_waits(pool: str, latency_s: float) -> dict[str, Waits]:
+    """Run all kinds of steps on one worker behind a slow channel.
+
+    Args:
+        pool: The worker.
+        latency_s: Seconds that each message takes in addition, each way.
+    """
+    data = host_batches(2, BATCH)
+    with onebox.open(pool, threads=1, channel_latency_s=latency_s):
+        return {name: _measure(step, data) for name, step in kinds("vgpu:0").items()}
+
+
+def _measure(step: Step, data: Data) -> Waits:
+    stream = current_box().streams[0]
+    stream.synchronize()
+    before = stream.waits
+    step(*data[0])
+    first = stream.waits - before
+    stream.synchronize()
+    waits, messages, times = stream.waits, stream.messages, []
+    for number in range(LATER):
+        begin = time.perf_counter()
+        step(*data[number % len(data)])
+        times.append(time.perf_counter() - begin)
+    stream.flush()
+    return Waits(
+        first=first,
+        later=(stream.waits - waits) / LATER,
+        messages=(stream.messages - messages) / LATER,
+        client_ms=statistics.median(times) * 1e3,
+    )
