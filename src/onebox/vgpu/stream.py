@@ -7,6 +7,7 @@ on the worker and is called by number.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from onebox.vgpu.coding import SHORTEST, Book, Record, block_of, coded, plain
 from onebox.vgpu.recipe import Recipe
 from onebox.vgpu.tensor import Handle
 from onebox.wire import FREE, Kernel, TensorSpec
-from onebox.wire.messages import Define, Free, Get, Instruction, Operate, Perform, Replay
+from onebox.wire.messages import Call, Define, Free, Get, Instruction, Operate, Perform, Replay
 from onebox.wire.sayings import Made, Tensors
 
 CALLS = 64
@@ -51,6 +52,11 @@ FIRST = 1 << 30
 
 RETURNS = 1 << 20
 """Numbers that are set aside for the returns of one operator."""
+
+
+_probe = [object()]
+_ALONE = sys.getrefcount(_probe[0])
+"""What is counted for an object that only a list holds."""
 
 
 class Stream:
@@ -132,6 +138,30 @@ class Stream:
         recipe.number = number
         if recipe.kernel.name.startswith("aten.empty"):
             self._rooms.add(number)
+
+    def call(self, program: int, handles: list[Handle], outputs: int) -> int:
+        """Run a stored program behind what is recorded, and return the number of the first of its outputs.
+
+        Args:
+            program: Its number.
+            handles: The buffers that it reads. One that nobody but this list holds ends with the call, so that the
+                worker can use its memory as soon as it has been read for the last time.
+            outputs: How many it makes.
+        """
+        with self.lock:
+            first = self._next
+            self._next += outputs
+            takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
+            made = tuple(range(first, self._next))
+            numbers = tuple(handle.number for handle in handles)
+            future = self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)
+        if self.synchronous:
+            assert future is not None
+            self.waits += 1
+            future.result()
+        else:
+            self.pace()
+        return first
 
     def new_number(self) -> int:
         """Return the number of a buffer that something else than a call fills."""
@@ -254,6 +284,11 @@ class Stream:
         if coding.strays:
             instructions.append(Free(coding.strays))
         return instructions
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a random number generator of this device, as PyTorch gives it."""
+        return 16 if self.pool.devices[self.worker].kind == "cuda" else torch.Generator().get_state().numel()
 
     # ---- waiting
 

@@ -1,0 +1,65 @@
+"""What Dynamo, the tracer of ``torch.compile``, must know of virtual tensors; the one place that touches its internals.
+
+Dynamo traces tensors of plain classes, and subclasses that take themselves apart (``__tensor_flatten__``). A virtual
+tensor has no parts: like a tensor of any device it is an element type, a shape and strides on a device, and that is how
+it is to be traced. So Dynamo's builder of variables is told to take it for a plain tensor; its guards, which compare
+types, and all that comes behind (fake tensors on ``vgpu:i``, AOTAutograd) need nothing else.
+
+What this relies on in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuilder.wrap_tensor`` and
+``infer_subclass_type`` of ``torch._dynamo.variables.builder``; tests/process/vgpu/test_compile.py fails without them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch._dynamo import config, trace_rules
+from torch._dynamo.variables import builder
+
+from onebox.vgpu.tensor import VirtualTensor
+
+BACKEND = "onebox"
+"""The name of the backend: ``torch.compile(model, backend="onebox")``."""
+
+_lock = threading.Lock()
+_done: list[bool] = []
+
+
+def teach_dynamo() -> None:
+    """Let Dynamo trace virtual tensors. Idempotent."""
+    with _lock:
+        if _done:
+            return
+        _take_for_plain()
+        for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
+            trace_rules.add(name)  # what runs below an operator is not part of the script
+        _done.append(True)
+
+
+def _take_for_plain() -> None:
+    wrap: Any = builder.VariableBuilder._wrap
+    infer: Any = builder.infer_subclass_type
+
+    def wrapped(self: Any, value: Any) -> Any:
+        if not _is_ours(self.tx.output.compiler_fn):
+            return self.wrap_tensor(value) if type(value) is VirtualTensor else wrap(self, value)
+        # Programs have fixed shapes: each shape that comes is a graph of its own, none has symbols.
+        with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+            return self.wrap_tensor(value) if type(value) is VirtualTensor else wrap(self, value)
+
+    def inferred(value: Any) -> Any:
+        return None if type(value) is VirtualTensor else infer(value)
+
+    builder.VariableBuilder._wrap = wrapped  # type: ignore[method-assign]
+    builder.infer_subclass_type = inferred
+    VirtualTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
+    """Return a gradient that backward is given, which AOTAutograd expects to be a plain tensor, as it was traced."""
+    return tensor
+
+
+def _is_ours(compiler: Any) -> bool:
+    return getattr(compiler, "compiler_name", None) == BACKEND or getattr(compiler, "__name__", None) == BACKEND
