@@ -242,8 +242,8 @@ def _is_tensor(value: Any) -> bool:
 
 def register() -> None:
     """Let PyTorch's data parallelism work on virtual devices."""
-    for name, own in _FUNCTIONS.items():
-        setattr(torch._C, name, _either(own, getattr(torch._C, name, None)))
+    for name, function in _FUNCTIONS.items():
+        setattr(torch._C, name, _either(function, getattr(torch._C, name, None)))
     nccl.is_available = _without_virtual(nccl.is_available)
     functions: Any = sys.modules["torch.nn.parallel._functions"]
     functions._get_stream = _copying_stream(functions._get_stream)
