@@ -1,4 +1,4 @@
-"""The commands ``onebox train``, ``onebox plan``, ``onebox devices``, ``onebox profile`` and ``onebox env``.
+"""The commands ``onebox train``, ``plan``, ``run``, ``devices``, ``profile`` and ``env``.
 
 What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
 damaged file), 1 for what failed on the way, 130 after Ctrl-C.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         with _interruptible(ends=arguments is None):
-            _run(sys.argv[1:] if arguments is None else arguments)
+            status = _run(sys.argv[1:] if arguments is None else arguments)
             sys.stdout.flush()
     except Exit as error:
         return _tell(error.status, error)
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except SystemExit as error:  # of --help
         return int(error.code or OK)
-    return OK
+    return status
 
 
-def _run(arguments: Sequence[str]) -> None:
-    """Find the command and run it; each command is imported only when it is called."""
+def _run(arguments: Sequence[str]) -> int:
+    """Find the command, run it, and return the exit status; each command is imported only when it is called."""
     from onebox.cli.arguments import parse
-    from onebox.cli.config import DevicesConfig, PlanConfig, ProfileConfig, TrainConfig
+    from onebox.cli.config import DevicesConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
 
     config = parse(arguments)
     if isinstance(config, TrainConfig):
@@ -68,6 +68,10 @@ def _run(arguments: Sequence[str]) -> None:
         from onebox.cli.plan import show_plan
 
         show_plan(config)
+    elif isinstance(config, RunConfig):
+        from onebox.cli.run import run_script
+
+        return run_script(config)
     elif isinstance(config, DevicesConfig):
         from onebox.cli.devices import show_devices
 
@@ -80,6 +84,7 @@ def _run(arguments: Sequence[str]) -> None:
         from onebox.cli.env import show_environment
 
         show_environment(config)
+    return OK
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Sequence
@@ -10,17 +11,21 @@ from typing import Annotated, Any
 
 import tyro
 
-from onebox.cli.config import Config, DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, TrainConfig
+from onebox.cli.config import Config, DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
 
 _Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[RunConfig, tyro.conf.subcommand("run")]
     | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
     | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]
 )
+_BARE = ("--help", "-h", "--sync")
+"""Flags of ``onebox run`` that take no value."""
+
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
 
 
@@ -36,12 +41,40 @@ def parse(arguments: Sequence[str]) -> Config:
         UsageError: They are wrong; the message has one line.
         SystemExit: They ask for help, which has been printed.
     """
-    config = _tyro(_Command, arguments, prog="onebox", description=_DESCRIPTION)
+    own, script = _without_script(arguments)
+    config = _tyro(_Command, own, prog="onebox", description=_DESCRIPTION)
+    if isinstance(config, RunConfig):
+        return dataclasses.replace(config, script=_checked(script))
     if not isinstance(config, TrainConfig) or config.resume is None:
         return config
     stored = read_config(config.resume)
     given: TrainConfig = _tyro(TrainConfig, arguments[1:], prog="onebox train", default=stored)
     return changed_for_resume(stored, given)
+
+
+def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the words for ``onebox``, and for ``onebox run`` those from the script on, which are the script's own."""
+    words = list(arguments)
+    if words[:1] != ["run"]:
+        return words, ()
+    position = 1
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            return words[:position], tuple(words[position + 1 :])
+        if word == "-m" or not word.startswith("-"):
+            return words[:position], tuple(words[position:])
+        position += 1 if "=" in word or word in _BARE else 2
+    return words, ()
+
+
+def _checked(script: tuple[str, ...]) -> tuple[str, ...]:
+    if not script or script == ("-m",):
+        what = "-m needs the name of a module" if script else "a script is needed"
+        raise UsageError(
+            f"{what}: onebox run [flags] script.py [arguments], or onebox run [flags] -m module [arguments]"
+        )
+    return script
 
 
 def _tyro(kind: Any, arguments: Sequence[str], **options: Any) -> Any:

@@ -41,8 +41,19 @@ _Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behav
 _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
 
 
+class _OfPool:
+    """What the options of all commands that open a pool have in common."""
+
+    memory: str | None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+
 @dataclass(frozen=True, kw_only=True)
-class JobConfig:
+class JobConfig(_OfPool):
     """What is trained, and on which devices: the options that planning and training share.
 
     Args:
@@ -90,11 +101,6 @@ class JobConfig:
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
         _ = self.memory_bytes
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
 
     def resolved(self) -> Self:
         """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
@@ -238,7 +244,7 @@ class PlanConfig(JobConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicesConfig:
+class DevicesConfig(_OfPool):
     """Show the devices that a pool of this machine has.
 
     Args:
@@ -260,14 +266,9 @@ class DevicesConfig:
         _at_least(1, threads=self.threads)
         _ = self.memory_bytes
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(_OfPool):
     """Measure how fast the devices of a pool and the links between them are, and a model's parts on them.
 
     Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
@@ -310,10 +311,34 @@ class ProfileConfig:
         """``micro_batches`` as numbers."""
         return _sizes(self.micro_batches or "16", _LARGEST, "the most")
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_OfPool):
+    """Run an ordinary PyTorch script on the devices of a pool: what it calls cuda:0, cuda:1 and so on are they.
+
+    onebox run [flags] SCRIPT [ARGUMENTS], or onebox run [flags] -m MODULE [ARGUMENTS]. What follows the name is the
+    script's. This machine needs no GPU for that, and its PyTorch no CUDA.
+
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
+        script: The script, or -m and a module, and its arguments.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: _Int = None
+    memory: _Bytes = None
+    sync: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+    def __post_init__(self) -> None:
+        _at_least(1, threads=self.threads)
+        _ = self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +352,7 @@ class EnvConfig:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
-Config = TrainConfig | PlanConfig | DevicesConfig | ProfileConfig | EnvConfig
+Config = TrainConfig | PlanConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig
 
 
 _LARGEST = 4096

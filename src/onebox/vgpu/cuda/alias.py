@@ -7,6 +7,7 @@ none of them.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any, Self
 
@@ -101,4 +102,10 @@ def _translate_accelerators(patches: Patches) -> None:
 def _translate_flags(patches: Patches) -> None:
     """Let the switches of CUDA's libraries be there; they switch nothing on a worker."""
     patches.set(torch.backends.cuda, "is_built", torch.cuda.is_available)
-    patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
+    for name in ("is_acceptable", "is_available"):  # a worker's PyTorch decides for itself
+        patches.set(torch.backends.cudnn, name, functools.partial(_answer, value=False))
+    patches.set(torch.backends.cudnn, "version", functools.partial(_answer, value=None))
+
+
+def _answer(*_: Any, value: Any) -> Any:
+    return value
