@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.box import current_box, stream_of
+from onebox.vgpu.metadata import dense
 from onebox.vgpu.recipe import sources
 from onebox.vgpu.stream import FIRST_SEED, Stream
+from onebox.vgpu.tensor import Handle, wrap
 from onebox.wire import Generator as GeneratorSpec
-from onebox.wire import from_frame, to_frame
-from onebox.wire.messages import Ask, Define, SetGenerator
-from onebox.wire.sayings import Tensors
+from onebox.wire.messages import Define, KeepGenerator, SetGenerator
 
 _plain: Any = torch._C.Generator
 
@@ -107,16 +107,27 @@ def _checked(seed: int) -> int:
 
 
 def read_state(stream: Stream, number: int) -> Tensor:
-    """Return the state of a generator of a device; 0 is the device's own."""
-    answer = stream.flush([Ask("generator", (number,))], wait=True)
-    assert answer is not None
-    (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
-    return from_frame(tensors.specs[0], answer.frames[0])
+    """Return the state of a generator of a device, as bytes on that device, so that nothing waits for it.
+
+    Args:
+        stream: The stream of the device.
+        number: The generator; 0 is the device's own.
+    """
+    buffer = stream.new_number()
+    stream.flush([KeepGenerator(number, buffer)])
+    return wrap(Handle(stream, buffer), dense(torch.uint8, (stream.state_bytes,)))
 
 
 def write_state(stream: Stream, number: int, state: Tensor) -> None:
-    """Set the state of a generator of a device; 0 is the device's own."""
-    stream.flush([SetGenerator(number, None)], [to_frame(state.detach().cpu().clone())])
+    """Set the state of a generator of a device.
+
+    Args:
+        stream: The stream of the device.
+        number: The generator; 0 is the device's own.
+        state: The state, on any device.
+    """
+    here = state.detach().to(stream.device)
+    stream.flush([SetGenerator(number, None, here._handle.number)])  # type: ignore[attr-defined]
 
 
 def seed_device(stream: Stream, seed: int) -> None:

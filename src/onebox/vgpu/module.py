@@ -416,9 +416,17 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
+class _Module(ModuleType):
+    """A module of which some names depend on whether a pool is open."""
+
+    @property
+    def _initialized(self) -> bool:  # which torch.utils.checkpoint asks before it keeps random states
+        return is_initialized()
+
+
 def as_module() -> ModuleType:
     """Return what becomes ``torch.vgpu``."""
-    made = ModuleType("torch.vgpu", __doc__)
+    made = _Module("torch.vgpu", __doc__)
     for name, value in globals().items():
         own = getattr(value, "__module__", None) in (__name__, box.__name__)
         if own and name not in ("as_module", "Device", "_memory", "_place"):

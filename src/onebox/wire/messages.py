@@ -137,12 +137,11 @@ class Ask(Message, frozen=True, tag="ask"):
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
             ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak starts anew; ``optimizer``: its
-            state, elements in frames; ``generator``: the state of a random number generator, as one tensor of bytes
-            in a frame.
-        buffers: What it is about; for ``optimizer`` and ``generator`` its number, 0 for the device's own generator.
+            state, elements in frames.
+        buffers: What it is about; for ``optimizer`` its number.
     """
 
-    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "generator"]
+    about: Literal["scalars", "digest", "memory", "peak", "optimizer"]
     buffers: tuple[int, ...] = ()
 
 
@@ -324,11 +323,25 @@ class SetGenerator(Message, frozen=True, tag="random"):
 
     Args:
         generator: Its number; 0 for the device's own.
-        seed: The seed, or ``None`` where the state is in the next frame.
+        seed: The seed, or ``None`` for a state that was kept.
+        buffer: The buffer of that state.
     """
 
     generator: int
     seed: int | None
+    buffer: int = 0
+
+
+class KeepGenerator(Message, frozen=True, tag="keep"):
+    """Fill a buffer with the state of a random number generator, as bytes.
+
+    Args:
+        generator: Its number; 0 for the device's own.
+        buffer: The buffer.
+    """
+
+    generator: int
+    buffer: int
 
 
 class FormGroup(Message, frozen=True, tag="form"):
@@ -393,6 +406,7 @@ Instruction = (
     | Replay
     | Perform
     | SetGenerator
+    | KeepGenerator
     | FormGroup
     | LeaveGroup
     | Rendezvous

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, from_frame, spec_of
-from onebox.wire.messages import Operate, Perform, Replay, SetGenerator
+from onebox.wire import FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, spec_of
+from onebox.wire.messages import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.sayings import Failure, Made, Result
 from onebox.worker.blocks import CompiledBlock, Void
 from onebox.worker.device import Device
@@ -21,7 +21,7 @@ from onebox.worker.sim import NoValues
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, describe
 
-EagerWork = Operate | Replay | Perform | SetGenerator
+EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator
 
 
 class VoidKernel:
@@ -95,7 +95,7 @@ class Eager:
             raise WireError(f"definition {number} is not there, or no generator")
         return found
 
-    def run(self, instruction: EagerWork, frames: Iterator[Any]) -> list[Result]:
+    def run(self, instruction: EagerWork) -> list[Result]:
         """Execute an instruction and return its answers; see the methods that it calls for what they raise."""
         if isinstance(instruction, Operate):
             self.operate(instruction.calls, instruction.floats)
@@ -103,18 +103,25 @@ class Eager:
             self.replay(instruction)
         elif isinstance(instruction, Perform):
             return [self.perform(instruction)]
+        elif isinstance(instruction, KeepGenerator):
+            self._keep_generator(instruction)
         else:
-            self._set_generator(instruction, frames)
+            self._set_generator(instruction)
         return []
 
-    def _set_generator(self, instruction: SetGenerator, frames: Iterator[Any]) -> None:
-        """Give a generator a seed, or the state in the next frame."""
+    def _set_generator(self, instruction: SetGenerator) -> None:
+        """Give a generator a seed, or a state that was kept."""
         generator = self.generator(instruction.generator)
         if instruction.seed is not None:
             generator.manual_seed(instruction.seed)
             return
-        frame = next(frames)
-        generator.set_state(from_frame(TensorSpec("uint8", (len(frame),)), frame))
+        state = self._store.get(instruction.buffer)
+        if state.device.type != "meta":  # a device without values draws none
+            generator.set_state(state.cpu())
+
+    def _keep_generator(self, instruction: KeepGenerator) -> None:
+        state = self.generator(instruction.generator).get_state()
+        self._store.put(instruction.buffer, state.to(self._device.device))
 
     # ---- calls
 

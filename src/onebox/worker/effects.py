@@ -10,11 +10,11 @@ from onebox.wire.messages import (
     Define,
     Gather,
     Instruction,
+    KeepGenerator,
     Optimizer,
     Put,
     Receive,
     Reduce,
-    SetGenerator,
     Snapshot,
 )
 
@@ -26,7 +26,7 @@ def writes(instruction: Instruction) -> Sequence[int]:
             return instruction.outputs
         case Put() | Reduce():
             return instruction.buffers
-        case Receive():
+        case Receive() | KeepGenerator():
             return (instruction.buffer,)
         case Gather():
             return (instruction.into,)
@@ -40,8 +40,6 @@ def frame_count(instruction: Instruction) -> int:
     """Return how many frames of its message an instruction brings."""
     if isinstance(instruction, Put):
         return len(instruction.specs)
-    if isinstance(instruction, SetGenerator):
-        return instruction.seed is None
     if isinstance(instruction, Define) and isinstance(instruction.what, Optimizer):
         return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
     return 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, to_frame
+from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -21,6 +21,7 @@ from onebox.wire.messages import (
     Gather,
     Get,
     Instruction,
+    KeepGenerator,
     LeaveGroup,
     Operate,
     OptimizerStep,
@@ -291,10 +292,6 @@ class Machine:
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
             return [OptimizerState(tuple(entries))]
-        if ask.about == "generator":
-            state = self._eager.generator(ask.buffers[0] if ask.buffers else 0).get_state()
-            self.frames_out.append(to_frame(state))
-            return [Tensors((spec_of(state),))]
         tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
         if ask.about == "digest":
             return [Digest(self._device.digest(tensors))]
@@ -356,7 +353,7 @@ class Machine:
     def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._part_answers()
         start_ns = time.monotonic_ns()
-        results = self._eager.run(what, frames)
+        results = self._eager.run(what)
         self._device.pace(start_ns, 0.0, self.progress)
         return results
 
@@ -393,6 +390,7 @@ class Machine:
         Replay: _run_eager,
         Perform: _run_eager,
         SetGenerator: _run_eager,
+        KeepGenerator: _run_eager,
         FormGroup: _form,
         LeaveGroup: _leave_group,
     }

@@ -42,6 +42,7 @@ from onebox.wire.messages import (
     FormGroup,
     Free,
     Get,
+    KeepGenerator,
     Operate,
     Optimizer,
     OptimizerStep,
@@ -83,7 +84,11 @@ ENVELOPES = [
         6, True, (Define(7, KERNEL), Define(8, Block((7, 0, 1, 2, FREE, 0), 2, (2,), 2)), Define(9, Generator(3)))
     ),
     Envelope(7, False, (Operate((7, 1, 2, 3, FREE, 1), (0.1, 0.2)), Replay(8, (1, 2), (4,), (0.5, 0.5)))),
-    Envelope(8, True, (Perform(KERNEL, (1, 2), (0.1, 0.2), 10), SetGenerator(9, 7), SetGenerator(0, None))),
+    Envelope(
+        8,
+        True,
+        (Perform(KERNEL, (1, 2), (0.1, 0.2), 10), SetGenerator(9, 7), SetGenerator(0, None, 3), KeepGenerator(9, 4)),
+    ),
     Envelope(5, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), OptimizerStep(6, (1,), 1.0), Get((1, 2)))),
 ]
 SAYINGS = [
