@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from onebox.wire import FREE, Block, Complex, DType, Hole, Items, Kernel, OwnDevice, Slot, Source, Strided
 from onebox.wire.messages import Define, Operate, Replay
+from onebox.wire.sayings import Failure
 from onebox.worker.kernels import flatten, strided_of
+from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig
 
 
@@ -143,6 +146,37 @@ class _Call:
         return Source(0) if isinstance(value, torch.Generator) else value
 
 
-def same_layout(told: Strided, made: Tensor) -> bool:
-    """Tell whether a tensor lies as is told."""
-    return strided_of(made) == told
+X = torch.arange(12, dtype=torch.float64).reshape(3, 4) - 5.0
+FOUR = Strided("float64", (4,), (1,))
+ONES = torch.ones(4, dtype=torch.float64)
+ADD = Kernel("aten.add.Tensor", (Slot(0), Slot(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
+MUL_ = Kernel("aten.mul_.Tensor", (Slot(0), Slot(1)), {}, 2, 0)
+MM = Kernel("aten.mm.default", (Slot(0), Slot(1)), {}, 2, 0, (FOUR,))
+
+
+def small_rig() -> Rig:
+    """Return a machine with kernels 1 (add), 2 (mul_) and 3 (mm, which fails), and ones in buffers 11 to 13."""
+    rig = Rig()
+    rig.do(Define(1, ADD), Define(2, MUL_), Define(3, MM))
+    rig.put(b11=ONES, b12=ONES, b13=ONES)
+    return rig
+
+
+def failure_of(rig: Rig, number: int) -> Failure:
+    """Return why a buffer is void."""
+    with pytest.raises(Poisoned) as caught:
+        rig.get(number)
+    return caught.value.failure
+
+
+def on_a_worker(script: Script) -> Rig:
+    """Run a script on a new worker."""
+    rig = Rig()
+    script.put(rig)
+    rig.do(*script.definitions(), script.operate())
+    return rig
+
+
+def bytes_held(script: Script) -> int:
+    """Return the bytes of the storages that a script holds in the end."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in script.tensors.values()}.values())
