@@ -58,6 +58,35 @@ class Accounts(RuleBasedStateMachine):
         self.promised.pop(number, None)
         self.held[number] = tensor
 
+    @rule(number=NUMBERS, size=st.integers(0, 9))
+    def grow(self, number: int, size: int) -> None:
+        held = self.held.get(number)
+        if isinstance(held, Tensor):
+            self.get(number)
+            held.resize_(size)
+            for other in self.held:
+                self.store.recount(other)
+
+    @rule(number=NUMBERS, tensor=tensors)
+    def exchange(self, number: int, tensor: Tensor) -> None:
+        held = self.held.get(number)
+        if isinstance(held, Tensor) and held.device == tensor.device:
+            self.get(number)
+            held.set_(tensor)
+            for other in self.held:
+                self.store.recount(other)
+
+    @rule(numbers=st.lists(NUMBERS, max_size=3))
+    def many(self, numbers: list[int]) -> None:
+        held = [self.held.get(number) for number in numbers]
+        if all(isinstance(tensor, Tensor) for tensor in held):
+            for number in numbers:
+                self.get(number)
+            assert all(a is b for a, b in zip(self.store.many(numbers), held, strict=True))
+        else:
+            with pytest.raises((WireError, Poisoned)):
+                self.store.many(numbers)
+
     @rule(number=NUMBERS)
     def forget(self, number: int) -> None:
         self.store.forget(number)
@@ -182,6 +211,21 @@ def test_reserving_counts_towards_the_peak_and_takes_nothing() -> None:
     assert store.peak_bytes == 80, "what was refused was never used"
     store.reserve(-50)
     assert store.peak_bytes == 80
+
+
+def test_the_peak_of_an_action_is_told_and_the_peak_of_all_stays() -> None:
+    store = BufferStore()
+    store.put(1, torch.zeros(25))
+    store.forget(1)
+    store.put(2, torch.zeros(5))
+
+    def action() -> str:
+        store.put(3, torch.zeros(5))
+        store.forget(3)
+        return "done"
+
+    assert store.peak_of(action) == ("done", 20)
+    assert store.peak_bytes == 100
 
 
 def test_the_first_failure_stays_until_the_buffer_is_filled_again() -> None:
