@@ -141,7 +141,7 @@ class Eager:
                 at += 2
                 continue
             kernel = definitions.get(number)
-            if not isinstance(kernel, CompiledKernel | VoidKernel):
+            if type(kernel) is not CompiledKernel and type(kernel) is not VoidKernel:
                 raise WireError(f"a call of definition {number}, which is not there, or no kernel")
             middle = at + 1 + kernel.inputs
             stop, last = middle + kernel.outputs, drawn + kernel.floats

@@ -42,7 +42,7 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_single", "_strides", "constants", "floats", "inputs",
+        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "inputs", "kept",
         "name", "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
     )  # fmt: skip
 
@@ -73,33 +73,25 @@ class CompiledKernel:
             raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
         self._outs = [None if out is None else Expected(out) for out in kernel.outs]
         self._fresh = all(value.alias_info is None for value in schema.returns)
-        self._single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
-        if self._single is not None:  # what is looked at in every call lies where it is found fastest
-            self._shape, self._strides = self._single.shape, self._single.strides
-            self._dtype = self._single.dtype if self._single.plain else None
+        single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
+        if single is not None:
+            self._shape, self._strides = single.shape, single.strides
+            self._dtype = single.dtype if single.plain else None
+        self.kept: Callable[[Any], Sequence[Tensor]] = self._kept_all if single is None else self._kept_one
+        """Returns the tensors that a call keeps, laid out as the kernel says, of what the operator returned; raises
+        ValueError where that is something else."""
         self.outputs = sum(out is not None for out in kernel.outs)
 
-    def kept(self, result: Any) -> Sequence[Tensor]:
-        """Return the tensors that a call keeps, laid out as the kernel says.
+    def _kept_one(self, result: Any) -> Sequence[Tensor]:
+        """Return the one tensor that a call keeps; what is looked at in every call is found fast here."""
+        if result is not None and (
+            result.shape == self._shape and result.stride() in self._strides and result.dtype is self._dtype
+        ):
+            return (result,)
+        return self._kept_all(result)
 
-        Args:
-            result: What the operator returned.
-
-        Raises:
-            ValueError: It is something else than the kernel says.
-        """
-        single = self._single
-        if single is not None:
-            if result is None:
-                raise ValueError("it returned no tensor where one is expected")
-            if (
-                result.stride() in single.strides
-                and result.shape == single.shape
-                and result.dtype is single.dtype
-                and not single.lazy
-            ):
-                return (result,)
-            return (single.fit(result, self._fresh),)
+    def _kept_all(self, result: Any) -> Sequence[Tensor]:
+        """Return the tensors that a call keeps."""
         flat = flatten(result) if self._listed else result if isinstance(result, tuple | list) else (result,)
         if len(flat) != len(self._outs):
             raise ValueError(f"it returned {len(flat)} tensors where {len(self._outs)} are expected")
