@@ -134,7 +134,7 @@ def test_two_devices_in_one_operator_are_refused_and_a_number_of_the_host_is_not
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)]
+    layers = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)]
     return nn.Sequential(*layers).double()
 
 
