@@ -77,6 +77,9 @@ class CompiledBlock:
         parsed = self._parse(kernel)
         if not all(0 <= slot < len(self._alive) and self._alive[slot] for slot in block.outputs):
             raise WireError("a block keeps a slot that nothing fills, or that has ended")
+        taken = sum(compiled.floats for compiled, *_ in parsed)
+        if taken != block.floats:
+            raise WireError(f"the calls of a block take {taken} numbers, but it brings {block.floats}")
         slots = len(self._alive)
         self._empty: list[Any] = [None] * (slots + block.floats)
         self._floats = slice(slots, slots + block.floats)
@@ -85,8 +88,6 @@ class CompiledBlock:
         for compiled, inputs, first, freed in parsed:
             self.steps.append(self._step(compiled, inputs, first, freed, at))
             at += compiled.floats
-        if at != slots + block.floats:
-            raise WireError(f"the calls of a block take {at - slots} numbers, but it brings {block.floats}")
         self.resizes = tuple(slot for slot in self._resizes if slot < block.inputs)
 
     @property
@@ -100,7 +101,7 @@ class CompiledBlock:
         """Return for each call its kernel, its slots, the first slot that it fills, and those that end behind it."""
         calls, alive = self.block.calls, self._alive
         parsed: list[tuple[CompiledKernel, tuple[int, ...], int, list[int]]] = []
-        floats = at = 0
+        at = 0
         while at < len(calls):
             if calls[at] == FREE:
                 slots, at = calls[at + 1 : at + 2], at + 2
@@ -120,9 +121,6 @@ class CompiledBlock:
             if made != tuple(range(first, first + compiled.outputs)):
                 raise WireError(f"a call of a block fills slots {made}, but the next one is {first}")
             alive += [True] * compiled.outputs
-            floats += compiled.floats
-            if floats > self.block.floats:
-                raise WireError(f"the calls of a block take more than the {self.block.floats} numbers that it brings")
             self._writes.update(slots[index] for index in compiled.writes)
             self._resizes.update(slots[index] for index in compiled.resizes)
             parsed.append((compiled, slots, first, []))

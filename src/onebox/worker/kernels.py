@@ -60,6 +60,11 @@ class CompiledKernel:
         named = {key: layout.place(value) for key, value in kernel.kwargs.items() if _is_open(value)}
         fixed = {key: layout.constant(value) for key, value in kernel.kwargs.items() if key not in named}
         self.places: list[Place] = [*map(layout.place, kernel.args), *named.values()]
+        brought = {one for place in self.places for one in (place if isinstance(place, tuple) else (place,))}
+        if sum(one < kernel.inputs + kernel.floats for one in brought) != kernel.inputs + kernel.floats:
+            raise WireError(
+                f"{kernel.name} has no use for some of its {kernel.inputs} tensors and {kernel.floats} numbers"
+            )
         self.pick = picker(self.places)
         run: Callable[..., Any] = functools.partial(call, **fixed) if fixed else call
         self.run = by_keyword(run, tuple(named)) if named else run

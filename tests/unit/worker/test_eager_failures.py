@@ -102,6 +102,8 @@ def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
         Define(60, Block((1, 0, 1, 2, FREE, 2), 2, (2,), 1)), Define(60, Block((FREE, 0, 1, 0, 1, 2), 2, (2,), 1)),
         Define(60, Block((1, 0, 1, 2, FREE), 2, (2,), 1)), Define(60, Block((FREE, 0, FREE, 0), 2, (), 0)),
         Define(60, Block((), -1, (), 0)), Define(60, Block((), 10**15, (), 0)), Define(60, Block((), 0, (-1,), 0)),
+        Define(60, Kernel("aten.add.Tensor", (Slot(0), Slot(0)), {}, 2, 0)), Define(60, Block((), 0, (), 10**13)),
+        Define(60, Kernel("aten.neg.default", (Slot(0),), {}, 1, 10**13)),
         Define(60, Block((), 0, (), -3)), Define(60, Block((51,), 0, (), 0)),
         Perform(ADD, (11, 12), (1.0,), 30), Perform(MUL_, (11,), (), 30), Perform(MUL_, (11, 98), (), 30),
         Perform(Kernel("aten.save.default", (Slot(0), "x"), {}, 1, 0), (11,), (), 30),
