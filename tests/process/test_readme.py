@@ -1,9 +1,10 @@
-"""Every command and snippet of the README is run."""
+"""Every command and snippet of README and docs is run."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,33 +12,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    (page.name, *block) for page in PAGES for block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)
+]
+SNIPPETS = [(page, text) for page, kind, text in BLOCKS if kind == "python"]
 COMMANDS = [
     [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
-    for kind, text in BLOCKS
+    for _, kind, text in BLOCKS
     if kind == "sh"
 ]
 """For each block its commands; later ones may need what earlier ones have written."""
 
 
-def test_there_is_something_to_run() -> None:
-    assert len(SNIPPETS) == 1
-    assert {command[0] for block in COMMANDS for command in block} == {"make", "onebox"}
-
-
-@pytest.mark.parametrize("snippet", SNIPPETS)
-def test_snippet(snippet: str, tmp_path: Path) -> None:
+def run_snippet(text: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", snippet],
-        cwd=tmp_path,
+        [sys.executable, "-W", "error", "-c", text],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.match(r"loss \d+\.\d{4} Evaluation\(", done.stdout)
+    return done.stdout
+
+
+def test_there_is_something_to_run() -> None:
+    assert [page for page, _ in SNIPPETS].count("README.md") == 1
+    assert {command[0] for block in COMMANDS for command in block} == {"make", "onebox"}
+
+
+@pytest.mark.parametrize(("page", "snippet"), SNIPPETS, ids=[page for page, _ in SNIPPETS])
+def test_snippet(page: str, snippet: str, tmp_path: Path) -> None:
+    assert run_snippet(snippet, tmp_path).strip()
+
+
+def test_the_short_interface(tmp_path: Path) -> None:
+    (snippet,) = (text for page, text in SNIPPETS if page == "README.md")
+    said = run_snippet(snippet, tmp_path)
+    assert re.match(r"loss \d+\.\d{4} Evaluation\(", said)
     assert list((tmp_path / "checkpoint").glob("step-*/model.safetensors"))
     lines = [line for line in snippet.splitlines() if line.strip()]
     assert len(lines) <= 16, "the README promises a short interface"
@@ -45,6 +59,7 @@ def test_snippet(snippet: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", COMMANDS, ids=lambda block: " ".join(block[0]))
 def test_commands(block: list[list[str]], tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "mnist_cnn.py", tmp_path / "train.py")  # any script of the reader's own
     for program, *arguments in block:
         # of make what it would run: running the tests inside the tests would not end
         make = program == "make"
