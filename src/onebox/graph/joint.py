@@ -85,7 +85,7 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
             raise explain(error, "The model", "while its gradients were traced") from error
         graph = joint.graph_module.graph
         _forget_statistics(graph)
-        _widen_statistics(graph)
+        widen_statistics(graph)
         outputs = list(_outputs(graph, captured))
         constants: dict[str, Tensor] = {}
         inputs = [
@@ -112,7 +112,7 @@ def _forget_statistics(graph: fx.Graph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _widen_statistics(graph: fx.Graph) -> None:
+def widen_statistics(graph: fx.Graph) -> None:
     """Correct the type of the batch statistics of batch norm with inputs in bfloat16 and weights in float32.
 
     The tracer takes it for that of the input; the kernels, on CPUs and GPUs, give that of the weight.

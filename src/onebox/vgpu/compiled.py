@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 
+from onebox.errors import PoolError
 from onebox.graph.lower import canonical
 from onebox.vgpu.box import stream_of
 from onebox.vgpu.copies import upload
+from onebox.vgpu.corrections import correct, partition
 from onebox.vgpu.metadata import metadata_of
 from onebox.vgpu.sections import Section, copies_needed, output_nodes, sections, storage_of
 from onebox.vgpu.stream import Stream
@@ -55,13 +56,14 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             stacklevel=2,
         )
         return module.forward
-    backend = aot_autograd(fw_compiler=_compile, bw_compiler=_compile, partition_fn=default_partition)
+    backend = aot_autograd(fw_compiler=_compile, bw_compiler=_compile, partition_fn=partition)
     compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Compile a functional graph of ATen operators: forward or backward."""
+    correct(module.graph)
     return Compiled(module)
 
 
@@ -87,7 +89,7 @@ class Compiled:
         graph = module.graph
         for node in graph.find_nodes(op="get_attr"):
             node.meta.setdefault("val", getattr(module, node.target))
-        self._places: dict[fx.Node, int] = {}
+        self._places: dict[object, int] = {}
         for node in graph.find_nodes(op="placeholder"):
             self._place(node)
         self._inputs = len(self._places)
@@ -110,8 +112,8 @@ class Compiled:
 
     # ---- putting together
 
-    def _place(self, node: fx.Node) -> int:
-        return self._places.setdefault(node, len(self._places))
+    def _place(self, key: object) -> int:
+        return self._places.setdefault(key, len(self._places))
 
     def _step(self, step: Any, module: fx.GraphModule) -> _Step:
         if isinstance(step, Section):
@@ -127,13 +129,16 @@ class Compiled:
 
     def _result(self, node: fx.Node, copied: set[fx.Node]) -> int:
         """Return the place of a result, which is a tensor of its own for each node."""
-        known = canonical(node)
-        place = self._places[known]
-        if node is known or node in self._places:
-            return self._places[node]
-        function = aten.clone.default if node in copied else aten.detach.default
-        self._steps.append(_Issue(function, (_Place(place),), {}, (place,), self._place(node)))
-        return self._places[node]
+        place = self._places[canonical(node)]
+        if node in copied:
+            return self._derived(aten.clone.default, place)
+        return self._places[node] if node in self._places else self._derived(aten.detach.default, place, node)
+
+    def _derived(self, function: Any, source: int, node: fx.Node | None = None) -> int:
+        """Return the place of what a function makes of a value at the end; the node's, where there is one."""
+        target = self._place(node or object())
+        self._steps.append(_Issue(function, (_Place(source),), {}, (source,), target))
+        return target
 
     def _let_die(self) -> None:
         """Note for each step which registers nobody reads after it."""
@@ -213,9 +218,9 @@ class _Call:
         if type(value) is not VirtualTensor:
             return upload(value, stream)._handle
         if value._handle.stream is not stream:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, {stream.device} and "
-                f"{value.device}! (a compiled graph)"
+            raise PoolError(
+                f"a tensor of {value.device} is of another pool than the others; move the whole model to the devices "
+                "of the pool that is open"
             )
         return value._handle
 

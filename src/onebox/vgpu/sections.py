@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, fx
 
 from onebox.errors import WireError
@@ -22,6 +23,12 @@ from onebox.worker.allow import allowed
 aten = torch.ops.aten
 
 _SAME_STORAGE = {aten.detach.default, aten.alias.default}
+
+_BY_STRIDES = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+"""Operators that read memory by strides, which inside a program are the worker's own: the client issues them."""
+
+_EITHER_WAY = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
+"""Operators that insist on strides, and what does the same with any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +147,8 @@ def _place(node: fx.Node) -> torch.device | None:
     device = _device_of(node.meta.get("val"))
     if device is None or device.type != "vgpu" or not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if node.target in _BY_STRIDES:
+        return None
     try:
         allowed(str(node.target))
     except WireError:
@@ -204,10 +213,17 @@ def _closed(steps: Iterable[_Open | Single], results: Sequence[Any]) -> list[Sec
         read = list(dict.fromkeys(canonical(source) for node in step.nodes for source in arguments_of(node)))
         inputs = tuple(node for node in read if node not in made)
         outputs = tuple(node for node in made if node in wanted)
-        program = lower(step.nodes, inputs, outputs, {})  # no positions: random numbers are the device's next ones
+        program = _lowered(step.nodes, inputs, outputs)
         closed.append(Section(device=step.device, program=program, inputs=inputs, outputs=outputs))
         wanted |= set(inputs)
     return closed[::-1]
+
+
+def _lowered(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Program:
+    """Return nodes as a program that draws the device's next random numbers, and lays values out as the device does."""
+    program = lower(nodes, inputs, outputs, {})
+    operators = tuple(replace(each, name=_EITHER_WAY.get(each.name, each.name)) for each in program.operators)
+    return replace(program, operators=operators)
 
 
 def _picks(node: fx.Node) -> list[fx.Node]:

@@ -34,8 +34,9 @@ BYTES = 4 << 20
 IDLE_S = 0.001
 """How long a record may wait for the next."""
 
-AHEAD = 64
-"""Batches that the client may be ahead of a worker, so that what is queued stays bounded."""
+AHEAD = 256
+"""Batches that the client may be ahead of a worker, so that what is queued stays bounded: enough for a channel with a
+round trip of 60 ms to a device that does 1,000 steps a second, of four batches each."""
 
 AHEAD_BYTES = 256 << 20
 """Bytes of uploads that may be on their way."""
@@ -154,11 +155,9 @@ class Stream:
             takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
             made = tuple(range(first, self._next))
             numbers = tuple(handle.number for handle in handles)
-            future = self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)
+            asked = [self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)]
         if self.synchronous:
-            assert future is not None
-            self.waits += 1
-            future.result()
+            self._answer(asked.pop())
         else:
             self.pace()
         return first
@@ -209,17 +208,30 @@ class Stream:
         Raises:
             OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
         """
-        future = self._post(last, frames, kept=not wait)
-        if not wait:
-            if pace:
-                self.pace()
-            return None
+        if wait:
+            return self._answer(self._post(last, frames, kept=False))
+        self._post(last, frames, kept=True)
+        if pace:
+            self.pace()
+        return None
+
+    def _answer(self, future: Future[Answer] | None) -> Answer:
+        """Wait for an answer.
+
+        An error knows the frames that it has passed, so none of them may know the error, or the future that holds it:
+        the tensors of all frames above would stay until the garbage collector comes.
+        """
         assert future is not None
         self.waits += 1
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            del future
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
         """Send what is recorded and, behind it, some instructions; return what the worker will answer.
+
+        A question goes in a message of its own: what fails of the rest is not its answer.
 
         Args:
             last: The instructions.
@@ -233,18 +245,24 @@ class Stream:
             if self.ended:
                 gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
                 last = [*last, Free((), gone)]
-            instructions = [*self._first, *self._batch(), *last]
-            if not instructions and kept:
-                return None
-            carried = [*self._frames, *frames]
-            size_bytes = self._frame_bytes + sum(len(frame) for frame in frames)
+            recorded, carried = [*self._first, *self._batch()], self._frames
             self._first, self._frames, self._frame_bytes = [], [], 0
-            self.messages += 1
-            future = self.pool.post(self.worker, instructions, carried, answer=True)
-            if kept:
-                self._ahead.append((future, size_bytes))
-                self._ahead_bytes += size_bytes
-            return future
+            if kept or not last:
+                if kept and not recorded and not last:
+                    return None
+                return self._message([*recorded, *last], [*carried, *frames], kept=kept)
+            if recorded:
+                self._message(recorded, carried, kept=True)
+            return self._message(last, frames, kept=False)
+
+    def _message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer]:
+        self.messages += 1
+        future = self.pool.post(self.worker, instructions, frames, answer=True)
+        if kept:
+            size_bytes = sum(len(frame) for frame in frames)
+            self._ahead.append((future, size_bytes))
+            self._ahead_bytes += size_bytes
+        return future
 
     def pace(self) -> None:
         """Wait where the worker is too far behind; what failed there is told to who asks for its results.
@@ -301,10 +319,8 @@ class Stream:
         with self.lock:
             first = self._next
             self._next += RETURNS
-            future = self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)
-        assert future is not None
-        self.waits += 1
-        answer = future.result()
+            asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
+        answer = self._answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, Made))
         return made, first
 

@@ -6,7 +6,9 @@ it is to be traced. So Dynamo's builder of variables is told to take it for a pl
 types, and all that comes behind (fake tensors on ``vgpu:i``, AOTAutograd) need nothing else.
 
 What this relies on in torch 2.11 to 2.13: ``VariableBuilder._wrap``, ``VariableBuilder.wrap_tensor`` and
-``infer_subclass_type`` of ``torch._dynamo.variables.builder``; tests/process/vgpu/test_compile.py fails without them.
+``infer_subclass_type`` of ``torch._dynamo.variables.builder``, ``set_eval_frame``, ``trace_rules.add``, and
+``FakeTensorMode.avoid_device_init``;
+tests/process/vgpu/test_compile.py fails without them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config, trace_rules
 from torch._dynamo.variables import builder
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onebox.vgpu.tensor import VirtualTensor
 
@@ -32,8 +36,8 @@ def teach_dynamo() -> None:
         if _done:
             return
         _take_for_plain()
-        for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
-            trace_rules.add(name)  # what runs below an operator is not part of the script
+        _leave_operators_alone()
+        FakeTensorMode.avoid_device_init = True  # type: ignore[assignment,method-assign]  # constants stay on the host
         _done.append(True)
 
 
@@ -59,6 +63,23 @@ def _take_for_plain() -> None:
 def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
     """Return a gradient that backward is given, which AOTAutograd expects to be a plain tensor, as it was traced."""
     return tensor
+
+
+def _leave_operators_alone() -> None:
+    """Keep Dynamo from tracing what runs below an operator: that is no part of the script."""
+    for name in ("onebox.vgpu", "onebox.pool", "onebox.wire"):
+        trace_rules.add(name)
+    dispatcher = VirtualTensor.dispatcher
+
+    def untraced(func: Any, args: Any, kwargs: Any) -> Any:
+        tracer = set_eval_frame(None)
+        try:
+            return dispatcher(func, args, kwargs)
+        finally:
+            if tracer is not None:
+                set_eval_frame(tracer)
+
+    VirtualTensor.dispatcher = staticmethod(untraced)
 
 
 def _is_ours(compiler: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Where a trace differs from what a worker computes, and what a program must say itself: graphs are put right here.
+
+A trace takes ``vgpu`` for a device like a GPU; a worker's own device may be a CPU, and its PyTorch has defaults of its
+own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import default_partition
+
+from onebox.graph.joint import widen_statistics
+from onebox.vgpu.box import stream_of
+
+aten = torch.ops.aten
+
+
+def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Part a joint graph into forward and backward, values that backward needs being kept; nothing is computed twice.
+
+    Args:
+        module: The joint graph of AOTAutograd.
+        inputs: Its inputs.
+        **options: As for ``torch._functorch.partitioners.default_partition``.
+    """
+    correct(module.graph)
+    return default_partition(module, inputs, **options)
+
+
+def correct(graph: fx.Graph) -> None:
+    """Let a graph say what workers will compute. Idempotent.
+
+    Args:
+        graph: A functional ATen graph, each node with its value's description under ``val``.
+    """
+    widen_statistics(graph)
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        if _kind(node.meta["val"][0].device) != "cuda":
+            _leave_out_statistics(node)
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
+            _name_type(node)
+
+
+def _kind(device: torch.device) -> str:
+    if device.type != "vgpu":
+        return device.type
+    stream = stream_of(device)
+    return stream.pool.devices[stream.worker].kind
+
+
+def _leave_out_statistics(node: fx.Node) -> None:
+    """Correct the shape of the statistics that batch norm in eval mode returns: on CPUs they are empty."""
+    values = list(node.meta["val"])
+    values[1:3] = [value.new_empty(0) for value in values[1:3]]
+    node.meta["val"] = tuple(values)
+    for user in node.users:
+        user.meta["val"] = values[user.args[1]]
+
+
+def _name_type(node: fx.Node) -> None:
+    """Let an operator that makes a tensor from none name the element type, because a worker has its own default."""
+    value = node.meta.get("val")
+    names = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    if isinstance(value, Tensor) and "dtype" in names and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": value.dtype}
