@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.metadata import Metadata
+from onebox.vgpu.storage import VirtualStorage, storage_of
 
 if TYPE_CHECKING:
     from onebox.vgpu.stream import Stream
@@ -23,7 +24,9 @@ class Handle:
         number: The buffer.
     """
 
-    __slots__ = ("number", "stream")
+    __slots__ = ("number", "storage", "stream")
+
+    storage: VirtualStorage  # when somebody has asked for it
 
     def __init__(self, stream: Stream, number: int) -> None:
         self.stream = stream
@@ -52,6 +55,15 @@ class VirtualTensor(Tensor):
         return cls.dispatcher(func, args, kwargs)
 
     # what PyTorch's own classes refuse for subclasses, or do by way of storages
+
+    def untyped_storage(self) -> VirtualStorage:
+        """Return what stands for the storage: its size and whose it is, no elements."""
+        return storage_of(self)
+
+    def data_ptr(self) -> int:
+        """Return an address: nobody can read there, but no other tensor is there."""
+        address = storage_of(self).data_ptr()
+        return address + self._metadata.offset * self.dtype.itemsize if address else 0
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the elements as a NumPy array; only with ``force``, as for any device."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onebox.vgpu.cuda.patches import Patches
 from onebox.vgpu.cuda.places import inward, number_of, outward
+from onebox.vgpu.storage import VirtualStorage
 from onebox.vgpu.tensor import VirtualTensor
 
 _DTYPES = {
@@ -72,6 +73,7 @@ def _look(patches: Patches) -> None:
         raise AttributeError("the elements of a virtual tensor are not in this process; take tensor.cpu()")
 
     patches.set(VirtualTensor, "device", property(device, doc="The device, such as ``cuda:0``."))
+    patches.set(VirtualStorage, "device", property(lambda self: outward(self._place), doc="Where the elements are."))
     patches.set(VirtualTensor, "is_cuda", property(lambda self: True, doc="Whether the tensor is on a GPU."))
     patches.set(VirtualTensor, "__cuda_array_interface__", property(interface))
 
