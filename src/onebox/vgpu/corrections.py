@@ -58,7 +58,7 @@ def _leave_out_statistics(node: fx.Node) -> None:
     values[1:3] = [value.new_empty(0) for value in values[1:3]]
     node.meta["val"] = tuple(values)
     for user in node.users:
-        user.meta["val"] = values[user.args[1]]
+        user.meta["val"] = values[user.args[1]]  # type: ignore[index]
 
 
 def _name_type(node: fx.Node) -> None:

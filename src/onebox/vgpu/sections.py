@@ -103,7 +103,7 @@ def sections(graph: fx.Graph) -> list[Section | Single]:
 
 def output_nodes(graph: fx.Graph) -> tuple[Any, ...]:
     """Return what a graph gives out: nodes, and constants such as ``None``."""
-    return tuple(next(node for node in reversed(graph.nodes) if node.op == "output").args[0])  # type: ignore[arg-type]
+    return tuple(next(node for node in reversed(graph.nodes) if node.op == "output").args[0])
 
 
 def storage_of(node: fx.Node) -> fx.Node:
