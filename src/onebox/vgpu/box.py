@@ -152,6 +152,19 @@ def set_current_device(number: int) -> None:
     _local.device = number
 
 
+def keep_to_device(number: int) -> None:
+    """Let this thread be like a process that has one device: it is the current one, and the one that it seeds."""
+    set_current_device(number)
+    _local.alone = True
+
+
+def seeded_streams() -> tuple[Stream, ...]:
+    """Return the streams of the devices that this thread seeds when it seeds all."""
+    if getattr(_local, "alone", False):
+        return (stream_of(torch.device("vgpu")),)
+    return current_box().streams
+
+
 def stream_of(device: torch.device) -> Stream:
     """Return the stream of a device; of the current one where it has no number.
 

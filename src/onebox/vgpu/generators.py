@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.vgpu.box import current_box, stream_of
+from onebox.vgpu.box import seeded_streams, stream_of
 from onebox.vgpu.metadata import dense
 from onebox.vgpu.recipe import sources
 from onebox.vgpu.stream import FIRST_SEED, Stream
@@ -137,8 +137,8 @@ def seed_device(stream: Stream, seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of all devices."""
-    for stream in current_box().streams:
+    """Seed the generators of all devices, or, in the thread of a rank, that of its own."""
+    for stream in seeded_streams():
         seed_device(stream, seed)
 
 

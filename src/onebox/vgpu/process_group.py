@@ -1,0 +1,329 @@
+"""A process group of ``torch.distributed`` whose ranks are threads of one client, with a virtual device each.
+
+Its collectives are those of the workers. As with NCCL, nothing waits for them: a device does one thing after the other,
+and ``wait`` lets what comes after it be after the collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebox.errors import UsageError
+from onebox.vgpu import box
+from onebox.vgpu.communicator import Communicator, form
+from onebox.vgpu.copies import upload
+from onebox.vgpu.stream import Stream
+from onebox.vgpu.tensor import VirtualTensor
+from onebox.vgpu.work import Work
+
+NAME = "onebox"
+"""The backend, for ``torch.distributed.init_process_group``."""
+
+Ops: Any = dist.ReduceOp.RedOpType
+_Base: Any = dist.ProcessGroup  # its types are those of one version
+
+_COLLECTIVE = 1
+"""The channel of what collectives send; what is sent with tag t is on channel 2 t."""
+
+_FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {
+    Ops.SUM: lambda parts: parts.sum(0, dtype=parts.dtype),
+    Ops.PRODUCT: lambda parts: parts.prod(0, dtype=parts.dtype),
+    Ops.MIN: lambda parts: parts.amin(0),
+    Ops.MAX: lambda parts: parts.amax(0),
+    Ops.BAND: lambda parts: functools.reduce(torch.bitwise_and, parts.unbind()),
+    Ops.BOR: lambda parts: functools.reduce(torch.bitwise_or, parts.unbind()),
+    Ops.BXOR: lambda parts: functools.reduce(torch.bitwise_xor, parts.unbind()),
+}
+"""How the ranks' tensors, along a new first dimension, are made one."""
+
+
+def _kind(op: Any) -> Any:
+    """Return which reduction is meant.
+
+    Raises:
+        UsageError: It is not one that is known here.
+    """
+    for known in (Ops.AVG, *_FOLDS):
+        if op == known:
+            return known
+    raise UsageError(f"{op} is no reduction of virtual devices: sum, avg, product, min, max, band, bor and bxor are")
+
+
+def _fold(parts: Tensor, op: Any) -> Tensor:
+    """Return the tensors of all ranks, which are along the first dimension, made one."""
+    return _averaged(_FOLDS[Ops.SUM](parts), len(parts)) if op == Ops.AVG else _FOLDS[op](parts)
+
+
+def _averaged(total: Tensor, size: int) -> Tensor:
+    exact = total.is_floating_point() or total.is_complex()
+    return total.div(size, rounding_mode=None if exact else "trunc")
+
+
+def _issuing(call: Callable[..., list[tuple[Tensor, Tensor]]]) -> Callable[..., Work]:
+    """Let a method that returns which tensor is to get which result return the work instead.
+
+    The first argument of the method holds the tensors that the work's future gives.
+    """
+
+    @functools.wraps(call)
+    def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        with torch.no_grad():
+            pairs = call(self, *args, **kwargs)
+        return Work(pairs, [target for target, _ in pairs])
+
+    return issue
+
+
+class VirtualProcessGroup(_Base):
+    """A process group over virtual devices; each rank belongs to a thread.
+
+    Which device a rank has is known with its first collective, as with NCCL: that of the tensor, or the thread's
+    current one where the tensor is of the host.
+
+    Args:
+        store: A key-value store that the ranks share.
+        rank: This rank.
+        size: How many there are.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._formed = 0
+        self._communicators: dict[Stream, Communicator] = {}
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend; PyTorch's C++ code asks for it."""
+        return NAME
+
+    name = getBackendName
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def shutdown(self) -> None:
+        """Leave the groups of workers; a rank that waits there for this one is told."""
+        for communicator in self._communicators.values():
+            communicator.leave()
+        self._communicators.clear()
+
+    abort = shutdown
+
+    # ---- tensors
+
+    def _at(self, tensor: Tensor) -> Communicator:
+        """Return the communicator of a tensor's device; formed with the first tensor there."""
+        stream = tensor._handle.stream if isinstance(tensor, VirtualTensor) else box.stream_of(torch.device("vgpu"))
+        found = self._communicators.get(stream)
+        if found is None:
+            self._formed += 1
+            found = form(self._store, f"devices{self._formed}", stream, self._rank, self._size)
+            self._communicators[stream] = found
+        return found
+
+    def _there(self, tensor: Tensor) -> VirtualTensor:
+        """Return a tensor, or the copy of one of the host on the rank's device."""
+        return tensor if isinstance(tensor, VirtualTensor) else upload(tensor, self._at(tensor).stream)
+
+    # ---- reductions
+
+    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
+        kind = _kind(op)
+        at, there = self._at(tensor), self._there(tensor)
+        if not tensor.numel():
+            return there
+        if kind in (Ops.SUM, Ops.AVG) and tensor.dtype != torch.bool:
+            total = at.total(there)
+            return _averaged(total, self._size) if kind == Ops.AVG else total
+        parts = at.joined(there, self._size * tensor.numel()).view(self._size, *tensor.shape)
+        return _fold(parts, kind)
+
+    @_issuing
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Reduce tensors over the ranks, in place."""
+        op = Ops.SUM if opts is None else opts.reduceOp
+        return [(tensor, self._reduced(tensor, op)) for tensor in tensors]
+
+    allreduce_coalesced = allreduce
+
+    @_issuing
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce tensors over the ranks, in place on one of them."""
+        pairs = [(tensor, self._reduced(tensor, opts.reduceOp)) for tensor in tensors]
+        return pairs if opts.rootRank == self._rank else []
+
+    @_issuing
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
+        """Reduce as many tensors as there are ranks; each rank gets one."""
+        op = Ops.SUM if opts is None else opts.reduceOp
+        return [(output, self._scattered(output, parts, op)) for output, parts in zip(outputs, inputs, strict=True)]
+
+    def _scattered(self, output: Tensor, parts: Sequence[Tensor] | Tensor, op: Any) -> Tensor:
+        kind = _kind(op)
+        if not output.numel():
+            return output
+        return _fold(torch.stack(self._exchanged([output] * self._size, parts)), kind)
+
+    @_issuing
+    def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Reduce tensors; of each the ranks get equal parts."""
+        pairs = zip(outputs, inputs, strict=True)
+        return [(out, self._scattered(out, given.view(self._size, *out.shape), opts.reduceOp)) for out, given in pairs]
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> Work:
+        return self.reduce_scatter_tensor_coalesced([output], [given], opts)
+
+    # ---- the same for all ranks
+
+    @_issuing
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        """Let all ranks have the tensors of one."""
+        if opts.rootRank == self._rank:
+            peers = [peer for peer in range(self._size) if peer != self._rank]
+            for tensor in tensors:
+                self._at(tensor).send([self._there(tensor)] * len(peers), peers, _COLLECTIVE)
+            return [(tensor, tensor) for tensor in tensors]
+        return [(tensor, self._at(tensor).receive(tensor, opts.rootRank, _COLLECTIVE)) for tensor in tensors]
+
+    @_issuing
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Let all ranks have the tensors of all; their shapes may differ."""
+        pairs = []
+        for parts, given in zip(outputs, inputs, strict=True):
+            sizes = [part.numel() for part in parts]
+            flat = self._at(given).joined(self._there(given), sum(sizes))
+            pairs += [(part, piece.view(part.shape)) for part, piece in zip(parts, flat.split(sizes), strict=True)]
+        return pairs
+
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+        """Do the same with the lists transposed: for each rank its tensors."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs)
+
+    @_issuing
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Let all ranks have the tensors of all, in one."""
+        return [
+            (output, self._at(given).joined(self._there(given), output.numel()).view(output.shape))
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+        return self.allgather_into_tensor_coalesced([output], [given], opts)
+
+    # ---- from rank to rank
+
+    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        """Send each rank its tensor, and return what each has for this one.
+
+        Args:
+            outputs: Tensors of the shapes and types of what comes; empty ones do not.
+            inputs: What goes, likewise.
+        """
+        at = self._at(outputs[0])
+        there = [self._there(given) for given in inputs]
+        peers = [peer for peer in range(self._size) if peer != self._rank and inputs[peer].numel()]
+        at.send([there[peer] for peer in peers], peers, _COLLECTIVE)
+        return [
+            there[peer]
+            if peer == self._rank
+            else at.receive(output, peer, _COLLECTIVE)
+            if output.numel()
+            else self._there(output)
+            for peer, output in enumerate(outputs)
+        ]
+
+    @_issuing
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Let each rank have a tensor of each."""
+        return list(zip(outputs, self._exchanged(outputs, inputs), strict=True))
+
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> Work:
+        """Let each rank have a part, along the first dimension, of the tensor of each."""
+        outputs = output.split(list(output_sizes) or output.size(0) // self._size)
+        return self.alltoall(outputs, given.split(list(input_sizes) or given.size(0) // self._size))
+
+    @_issuing
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
+        """Let one rank have the tensors of all."""
+        (given,) = inputs
+        at, there = self._at(given), self._there(given)
+        if opts.rootRank != self._rank:
+            at.send([there], [opts.rootRank], _COLLECTIVE)
+            return []
+        return [
+            (output, there if peer == self._rank else at.receive(output, peer, _COLLECTIVE))
+            for peer, output in enumerate(outputs[0])
+        ]
+
+    @_issuing
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
+        """Let each rank have one of the tensors of one rank."""
+        (output,) = outputs
+        at = self._at(output)
+        if opts.rootRank != self._rank:
+            return [(output, at.receive(output, opts.rootRank, _COLLECTIVE))]
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        at.send([self._there(inputs[0][peer]) for peer in peers], peers, _COLLECTIVE)
+        return [(output, inputs[0][self._rank])]
+
+    @_issuing
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        """Send a tensor to a rank."""
+        for tensor in tensors:
+            self._at(tensor).send([self._there(tensor)], [peer], 2 * tag)
+        return [(tensor, tensor) for tensor in tensors]
+
+    @_issuing
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        """Receive a tensor from a rank."""
+        return [(tensor, self._at(tensor).receive(tensor, peer, 2 * tag)) for tensor in tensors]
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        """Refuse: who sends must be known.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("a virtual device receives from a rank that is named: torch.distributed.recv(src=…)")
+
+    @_issuing
+    def barrier(self, opts: Any = None) -> Any:
+        """Let the thread wait until all ranks have come here and their devices have done all before."""
+        here = torch.zeros(1)
+        return [(here, self._reduced(here, Ops.SUM))]
+
+    # names of torch 2.13 for what torch 2.11 calls otherwise
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+
+def create(options: Any, _: Any = None) -> VirtualProcessGroup:
+    """Return this rank's process group; ``torch.distributed`` calls it for the backend's name.
+
+    Args:
+        options: ``torch.distributed``'s own: store, rank and size.
+    """
+    return VirtualProcessGroup(options.store, options.group_rank, options.group_size)
+
+
+def register() -> None:
+    """Let ``torch.distributed`` know the backend."""
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["vgpu", "cpu"])
+
+
+__all__ = ["NAME", "VirtualProcessGroup", "register"]

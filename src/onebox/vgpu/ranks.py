@@ -1,0 +1,300 @@
+"""Ranks: the processes of a distributed script, as threads of one client that has all devices.
+
+``torch.distributed`` keeps a process's groups in one object, ``distributed_c10d._world``, which it lets others replace.
+Here each rank has a world of its own; all other threads share the one that was there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from onebox.errors import UsageError
+from onebox.vgpu import box, process_group
+from onebox.vgpu.keys import Keys
+
+_GRACE_S = 30.0
+"""How long ranks may take to end after another one has failed; they are daemons, and left alone then."""
+
+_TICK_S = 0.05
+"""How often to look whether a rank has failed, while waiting for another one to end."""
+
+_NAMES = (
+    "default_pg",
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "group_count",
+    "tags_to_pg",
+    "pg_to_tag",
+    "pg_coalesce_state",
+    "comms",
+)
+"""What a world holds, in torch 2.11 to 2.13."""
+
+
+class Rank:
+    """What belongs to one rank.
+
+    Args:
+        number: Of the rank.
+        keys: The store that all ranks of the job share.
+        size: How many ranks there are.
+    """
+
+    def __init__(self, number: int, keys: Keys, size: int) -> None:
+        self.number = number
+        self.keys = keys
+        self.size = size
+        self.jobs = itertools.count()
+        """Default process groups that the rank has made, one after the other."""
+        self.world = SimpleNamespace(
+            default_pg=None,
+            pg_map={},
+            pg_names={},
+            pg_group_ranks={},
+            pg_backend_config={},
+            group_count=0,
+            tags_to_pg={},
+            pg_to_tag={},
+            pg_coalesce_state={},
+            comms=[],
+        )
+
+
+_here = threading.local()
+
+
+def current() -> Rank | None:
+    """Return the rank that this thread is, if it is one."""
+    return getattr(_here, "rank", None)
+
+
+def _of_rank(name: str) -> property:
+    """Return a property that is the rank's own, or for other threads that of the world that was there before."""
+
+    def world(worlds: Any) -> Any:
+        rank = current()
+        return worlds.outside if rank is None else rank.world
+
+    return property(lambda self: getattr(world(self), name), lambda self, value: setattr(world(self), name, value))
+
+
+class Worlds(distributed_c10d._World):
+    """The world of whichever rank asks.
+
+    Args:
+        outside: The world of all threads that are no ranks.
+    """
+
+    def __init__(self, outside: Any) -> None:
+        self.outside = outside
+
+    locals().update({name: _of_rank(name) for name in _NAMES})
+
+
+class Ranks:
+    """Ranks that run; made by :func:`spawn` with ``join=False``.
+
+    Args:
+        function: Called in each thread with the rank's number, and what follows.
+        args: What follows.
+        size: How many ranks.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any], size: int) -> None:
+        self._keys = Keys()
+        self._size = size
+        self._failed: tuple[int, BaseException] | None = None
+        self._lock = threading.Lock()
+        own_args = [tuple(_own(value) for value in args) for _ in range(size)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, function, own), name=f"rank {number}", daemon=True)
+            for number, own in enumerate(own_args)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def pids(self) -> list[int]:
+        """Return the numbers that the operating system gives the threads."""
+        return [thread.native_id or 0 for thread in self._threads]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for the ranks.
+
+        Args:
+            timeout: Seconds to wait at most; without, until all have ended or one has failed.
+            grace_period: Seconds that the others may take to end when one has failed.
+
+        Returns:
+            Whether all have ended.
+
+        Raises:
+            ProcessRaisedException: A rank has failed.
+        """
+        end_s = None if timeout is None else time.monotonic() + timeout
+        try:
+            for thread in self._threads:
+                while thread.is_alive() and self._failed is None and (end_s is None or time.monotonic() < end_s):
+                    thread.join(_TICK_S)
+        except KeyboardInterrupt:
+            self._keys.give_up("the job was interrupted")
+            raise
+        if self._failed is None:
+            return not any(thread.is_alive() for thread in self._threads)
+        end_s = time.monotonic() + (_GRACE_S if grace_period is None else grace_period)
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        number, error = self._failed
+        told = "".join(traceback.format_exception(error))
+        raise ProcessRaisedException(
+            f"\n\n-- Process {number} terminated with the following error:\n{told}",
+            number,
+            self._threads[number].native_id or 0,
+        ) from error
+
+    def _run(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        rank = _here.rank = Rank(number, self._keys, self._size)
+        try:
+            box.keep_to_device(number % max(1, box.device_count()))
+            function(number, *args)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                with self._lock:
+                    self._failed = self._failed or (number, error)
+                self._keys.give_up(f"rank {number} has failed")
+        finally:
+            for group in list(rank.world.pg_map):
+                if isinstance(group, process_group.VirtualProcessGroup):
+                    group.shutdown()
+            _here.rank = None
+
+
+def _own(value: Any) -> Any:
+    """Return a rank's own copy of an argument, as a process has; what is shared among processes stays so."""
+    tensors = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_shared() for tensor in tensors):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, NotImplementedError, RuntimeError):  # queues, locks and the like
+        return value
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> Ranks | None:
+    """Run the ranks of a distributed script; ``torch.multiprocessing.spawn`` with threads for processes.
+
+    A script's ranks are processes because each GPU wants one. Here one client has all devices, and a rank is a thread
+    with a default process group, a current device (first ``vgpu:<rank>``) and copies of the arguments of its own. In
+    it, ``torch.distributed.init_process_group`` needs no address, and "nccl" means the collectives of the workers.
+    What is the process's is shared: modules' globals, ``os.environ``, and the random numbers of the host.
+
+    Args:
+        fn: Called with the rank's number and ``args``.
+        args: Its further arguments.
+        nprocs: How many ranks.
+        join: Whether to wait for them.
+        daemon: Taken for compatibility.
+        start_method: Taken for compatibility.
+
+    Returns:
+        Nothing, or without ``join`` the ranks.
+
+    Raises:
+        ProcessRaisedException: A rank has failed; the others are told.
+        UsageError: There are fewer devices than ranks.
+
+    Example:
+        >>> import onebox, torch, torch.distributed as dist
+        >>> def main(rank, size):
+        ...     dist.init_process_group("onebox", rank=rank, world_size=size)
+        ...     x = torch.full((2,), rank + 1.0, device=f"vgpu:{rank}")
+        ...     dist.all_reduce(x)
+        ...     assert x.tolist() == [3.0, 3.0]
+        >>> with onebox.open("cpu*2"):
+        ...     onebox.vgpu.spawn(main, (2,), nprocs=2)
+    """
+    if nprocs < 1:
+        raise UsageError(f"nprocs={nprocs}: at least one rank is needed")
+    install_worlds()
+    box.current_box().group()  # formed now, while nobody waits for another rank
+    ranks = Ranks(fn, args, nprocs)
+    if not join:
+        return ranks
+    ranks.join()
+    return None
+
+
+# ---- making it torch.distributed's
+
+
+def install_worlds() -> None:
+    """Let each rank have a world of its own. Idempotent."""
+    if not isinstance(distributed_c10d._world, Worlds):
+        distributed_c10d._world = Worlds(distributed_c10d._world)
+        core: Any = torch._C._distributed_c10d
+        core._set_thread_isolation_mode(True)
+
+
+def register() -> None:
+    """Let ``torch.distributed.init_process_group`` know ranks that are threads."""
+    begin = _beginning(distributed_c10d.init_process_group)
+    distributed_c10d.init_process_group = begin
+    dist.init_process_group = begin
+
+
+def _beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_process_group(
+        backend: Any = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        **rest: Any,
+    ) -> None:
+        here = current()
+        if here is None:
+            original(backend, init_method, timeout, world_size, rank, store, **rest)
+            return
+        if store is None:
+            rank = here.number if rank == -1 else rank
+            world_size = here.size if world_size == -1 else world_size
+            if not (0 <= rank < world_size == here.size):
+                raise UsageError(f"rank {rank} of {world_size}, but {here.size} ranks have been started here")
+            store = dist.PrefixStore(f"job {next(here.jobs)}", here.keys)
+        hook = sys.excepthook
+        try:
+            original(_backend(backend), None, timeout, world_size, rank, store, **rest)
+        finally:
+            sys.excepthook = hook  # PyTorch's names the rank of the process
+
+    return init_process_group
+
+
+def _backend(name: Any) -> str:
+    """Return the backend that is meant: collectives of GPUs are those of the workers."""
+    return process_group.NAME if name is None or "nccl" in str(name) else name
