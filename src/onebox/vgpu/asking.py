@@ -123,7 +123,11 @@ def raise_plain(error: OperatorError, func: str) -> NoReturn:
     if isinstance(error, DeviceMemoryError):
         raise torch.OutOfMemoryError(str(error)) from error
     if error.operator not in (func, "perform"):  # an argument is void: another operator is to blame
-        error.add_note(LATE)
-        raise error
+        if LATE not in getattr(error, "__notes__", ()):
+            error.add_note(LATE)
+        try:
+            raise error
+        finally:
+            del error  # which would know this frame, and this frame it
     kind = _KINDS.get(error.cause, RuntimeError)
     raise kind(error.said or str(error)) from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu.asking import perform, raise_plain
 from onebox.vgpu.box import stream_of
-from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, learned, recipe
+from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, changed, learned, recipe
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
 
@@ -234,6 +234,8 @@ def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     seen = _tensors((args, kwargs))
     virtual = [value for value in seen if isinstance(value, VirtualTensor)]
+    if not virtual:
+        raise RuntimeError(f"{func} with no virtual tensor")
     stream = virtual[0]._handle.stream
 
     def moved(value: Any) -> Any:
@@ -250,13 +252,9 @@ def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             ):
                 raise _mixed(seen)
             return upload(value, stream)
-        if isinstance(value, list | tuple):
-            return type(value)(moved(item) for item in value)
         return value
 
-    if not virtual:
-        raise RuntimeError(f"{func} with no virtual tensor")
-    return dispatch(func, tuple(moved(a) for a in args), {key: moved(value) for key, value in kwargs.items()})
+    return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})
 
 
 def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:

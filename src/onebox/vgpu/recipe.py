@@ -102,7 +102,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         WireError: An argument is of a kind that does not travel.
     """
     kernel = describe(func, args, kwargs)
-    if func in ASKED or func in LEARNED or _ASK_TAGS & set(func.tags):
+    if func in ASKED or func in LEARNED or _ASK_TAGS & set(func.tags) or _only_checks(func):
         raise Unknown(str(func))
     twins: dict[int, Tensor] = {}
     order: list[VirtualTensor] = []
@@ -115,17 +115,29 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
             return twins[id(value)]
         if isinstance(value, torch.device):
             return torch.device("meta")
-        if isinstance(value, torch._C.Generator):
-            return None
-        if isinstance(value, list | tuple):
-            return type(value)(twin(item) for item in value)
-        return value
+        return None if isinstance(value, torch._C.Generator) else value
 
     try:
-        result = func(*[twin(a) for a in args], **{key: twin(value) for key, value in kwargs.items()})
+        result = func(*changed(args, twin), **{key: changed(value, twin) for key, value in kwargs.items()})
     except Exception as error:
         raise Unknown(str(error)) from error
     return _compared(func, kernel, order, twins, result)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an argument with something else for it, or, in a list, for each of its items.
+
+    Here once for all, because a function within a function that calls itself is a cycle: tensors that it knows stay
+    until the garbage collector comes.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(changed(item, change) for item in value)
+    return change(value)
+
+
+def _only_checks(func: Any) -> bool:
+    """Tell whether an operator returns nothing and writes nothing: it can only fail, and nobody would ever ask."""
+    return not func._schema.returns and not func._schema.is_mutable
 
 
 def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any) -> Recipe:

@@ -293,14 +293,12 @@ class Stream:
         if block is None:
             gone = self._book.shed()
             return [Operate(plain(calls, keeps), floats), *([Free((), tuple(gone))] if gone else [])]
-        instructions: list[Instruction] = []
+        instructions: list[Instruction] = [Free(coding.strays)] if coding.strays else []
         if not block:
             block = self.pool.new_number()
             self._book.define(key, block)
             instructions.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
         instructions.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
-        if coding.strays:
-            instructions.append(Free(coding.strays))
         return instructions
 
     @property
