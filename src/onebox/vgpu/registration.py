@@ -1,13 +1,12 @@
 """Making ``vgpu`` a device of PyTorch; the one place that touches its internals for that.
 
 Done once in a process, when the first pool is opened. What it relies on in torch 2.11 to 2.13 is checked in
-tests/unit/vgpu/test_registration.py: the setup of a Python backend in ``torch.utils.backend_registration``,
-``torch.autograd.graph._engine_run_backward``, and what optimizers ask of ``torch.utils._foreach_utils``.
+tests/unit/vgpu/test_registration.py: the setup of a Python backend in ``torch.utils.backend_registration`` and what
+optimizers ask of ``torch.utils._foreach_utils``.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -17,7 +16,19 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
-from onebox.vgpu import accelerator, autocast, box, copies, factories, module, parallel, serial
+from onebox.vgpu import (
+    accelerator,
+    autocast,
+    backward,
+    box,
+    copies,
+    factories,
+    module,
+    parallel,
+    process_group,
+    ranks,
+    serial,
+)
 from onebox.vgpu.generators import Generator
 from onebox.vgpu.tensor import VirtualTensor
 
@@ -37,35 +48,22 @@ def install() -> None:
         name = torch._C._get_privateuse1_backend_name()
         if name not in ("privateuseone", "vgpu"):
             raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
-        _setup_privateuseone_for_python_backend(rename="vgpu", backend_module=module.as_module())
+        _setup_privateuseone_for_python_backend(
+            rename="vgpu", backend_module=module.as_module(), device_guard=backward.Guard()
+        )
         factories.register()
         serial.register()
         autocast.register()
         accelerator.register()
         parallel.register()
+        process_group.register()
+        ranks.register()
         torch.Generator = Generator  # type: ignore[misc]
-        _let_autograd_stay()
+        backward.register()
         _let_optimizers_group()
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
         _done.append(True)
-
-
-def _let_autograd_stay() -> None:
-    """Let backward passes run in the thread that asks for them.
-
-    Autograd has a thread for each device, and the Python device guard counts one device, so that a backward on
-    ``vgpu:1`` would fail an assertion.
-    """
-    engine = torch.autograd.graph._engine_run_backward
-
-    @functools.wraps(engine)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return engine(*args, **kwargs)
-
-    torch.autograd.graph._engine_run_backward = run
-    torch.autograd._engine_run_backward = run
 
 
 def _let_optimizers_group() -> None:
