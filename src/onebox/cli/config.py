@@ -325,9 +325,6 @@ class RunConfig(_OfPool):
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
         script: The script, or -m and a module, and its arguments.
-
-    Raises:
-        UsageError: A value is out of range.
     """
 
     pool: str = "auto"

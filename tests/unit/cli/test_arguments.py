@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, TrainConfig
+from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
 
@@ -32,6 +33,23 @@ def test_the_commands() -> None:
     assert parse(line.split()) == ProfileConfig(
         pool="cpu*3", threads=1, memory="1GiB", fresh=True, no_cache=True, json=Path("-")
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "script"),
+    [
+        ("run x.py", {}, "x.py"),
+        (
+            "run --pool cpu*2 --sync x.py --pool cuda -m --help",
+            {"pool": "cpu*2", "sync": True},
+            "x.py --pool cuda -m --help",
+        ),
+        ("run --threads=2 --memory 1GiB -m there.x --sync", {"threads": 2, "memory": "1GiB"}, "-m there.x --sync"),
+        ("run --sync -- -odd.py 1", {"sync": True}, "-odd.py 1"),
+    ],
+)
+def test_what_follows_the_name_of_a_script_is_its_own(line: str, flags: dict[str, Any], script: str) -> None:
+    assert parse(line.split()) == RunConfig(**flags, script=tuple(script.split()))
 
 
 def test_all_flags_of_train() -> None:
@@ -98,8 +116,8 @@ def test_all_flags_of_plan() -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("", ["{train, plan, devices, profile, env}", "onebox --help"]),
-        ("trian", ["trian", "the commands are train, plan, devices, profile, env"]),
+        ("", ["{train, plan, run, devices, profile, env}", "onebox --help"]),
+        ("trian", ["trian", "the commands are train, plan, run, devices, profile, env"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
@@ -118,6 +136,11 @@ def test_all_flags_of_plan() -> None:
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
+        ("run", ["a script is needed", "onebox run [flags] script.py"]),
+        ("run --pool cpu*2", ["a script is needed"]),
+        ("run -m", ["-m needs the name of a module"]),
+        ("run --threads 0 x.py", ["--threads 0: allowed are 1 and more"]),
+        ("run --pol cpu x.py", ["--pol", "perhaps --pool?"]),
     ],
     ids=str,
 )
@@ -126,7 +149,9 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
     assert all(part in text for part in parts), text
 
 
-@pytest.mark.parametrize("line", ["--help", "train --help", "plan --help", "devices -h", "profile --help"])
+@pytest.mark.parametrize(
+    "line", ["--help", "train --help", "plan --help", "devices -h", "profile --help", "run --help"]
+)
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(line.split())

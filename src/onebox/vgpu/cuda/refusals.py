@@ -64,8 +64,9 @@ def refused(name: str, original: Any) -> Any:
         refuse(name)
 
     refusing.__name__ = refusing.__qualname__ = short
+    refusing.__module__ = name.rpartition(".")[0]
     refusing.__doc__ = f"Not on virtual devices; what it is elsewhere: {getattr(original, '__doc__', None)}"
     if not isinstance(original, type):
         return refusing
-    members = {"__new__": refusing, "__doc__": refusing.__doc__, "__module__": name.rpartition(".")[0]}
+    members = {"__new__": refusing, "__doc__": refusing.__doc__, "__module__": refusing.__module__}
     return types.new_class(short, (), {}, lambda namespace: namespace.update(members))

@@ -106,7 +106,7 @@ _OWN: dict[str, Any] = {
     "stream": streams.StreamContext,
 }
 
-_OF_SUBMODULES: dict[str, Any] = {
+OF_SUBMODULES: dict[str, Any] = {
     "torch.cuda.nvtx.mark": functions.nothing,
     "torch.cuda.nvtx.range": functions.Range,
     "torch.cuda.nvtx.range_end": functions.nothing,
@@ -115,6 +115,7 @@ _OF_SUBMODULES: dict[str, Any] = {
     "torch.cuda.nvtx.range_start": functions.depth,
     "torch.cuda.tunable.is_enabled": functions.no,
 }
+"""What stands for names of submodules alone."""
 
 
 def mapped() -> dict[str, Any]:
@@ -150,8 +151,8 @@ def _translate_submodule(patches: Patches, inner: types.ModuleType, same: dict[i
     """Let a submodule have what ``torch.cuda`` has under the same names; refuse the rest that is its own."""
     for name, value in list(vars(inner).items()):
         full = f"{inner.__name__}.{name}"
-        if full in _OF_SUBMODULES:
-            patches.set(inner, name, _disguised(_OF_SUBMODULES[full], value))
+        if full in OF_SUBMODULES:
+            patches.set(inner, name, _disguised(OF_SUBMODULES[full], value))
         elif id(value) in same:
             patches.set(inner, name, same[id(value)])
         elif name in _public(inner) and name not in KEPT and inner.__name__ not in KEPT_MODULES:

@@ -1,0 +1,72 @@
+"""Devices in a script's words and in PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.errors import UsageError
+from onebox.vgpu.cuda import places
+from onebox.vgpu.cuda.places import inward, kind_inward, number_of, outward
+from onebox.vgpu.registration import install
+
+DEVICES = 3
+
+
+@pytest.fixture(autouse=True)
+def three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let there be three devices, of which the third is the current one."""
+    install()
+    monkeypatch.setattr(places, "device_count", lambda: DEVICES)
+    monkeypatch.setattr(places, "current_device", lambda: 2)
+
+
+@given(index=st.integers(0, DEVICES - 1), as_text=st.booleans())
+def test_there_and_back(index: int, as_text: bool) -> None:
+    place = torch.device("cuda", index)
+    inside = inward(str(place) if as_text else place)
+    assert inside == torch.device("vgpu", index)
+    assert outward(inside) == place
+
+
+@given(index=st.integers(DEVICES, 100))
+def test_a_device_that_is_not_there_is_named_as_the_script_did(index: int) -> None:
+    for translate in (inward, number_of):
+        with pytest.raises(UsageError, match=f"no device cuda:{index}; the pool has cuda:0 to cuda:2"):
+            translate(f"cuda:{index}")
+
+
+@pytest.mark.parametrize("place", ["cuda", torch.device("cuda")])
+def test_without_a_number_it_is_the_current_device(place: object) -> None:
+    assert inward(place) == torch.device("vgpu", 2)
+    assert number_of(place) == 2
+
+
+@given(
+    st.sampled_from(["cpu", "meta", "vgpu:1", "cpu:0"]).map(torch.device)
+    | st.sampled_from(["cpu", "meta", "vgpu", "no device"])
+    | st.integers()
+    | st.none()
+    | st.booleans()
+    | st.lists(st.integers())
+)
+def test_all_else_goes_in_as_it_came(place: object) -> None:
+    assert inward(place) is place
+
+
+def test_all_else_comes_out_as_it_is() -> None:
+    for device in (torch.device("cpu"), torch.device("meta")):
+        assert outward(device) is device
+    assert outward(torch.device("vgpu")) == torch.device("cuda")
+
+
+def test_numbers_of_devices() -> None:
+    assert [number_of(place) for place in (None, -1, 0, 1, "cuda:1", torch.device("vgpu:1"))] == [2, 2, 0, 1, 1, 1]
+    with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
+        number_of("cpu")
+
+
+def test_types_of_devices() -> None:
+    assert [kind_inward(kind) for kind in ("cuda", "cpu", None)] == ["vgpu", "cpu", None]
