@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onebox.errors import UsageError
-from onebox.wire import dtype_name
+from onebox.wire import program_dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def as_batch(inputs: Any, targets: Any) -> Batch:
             raise UsageError(
                 f"inputs and targets must be tensors, nested in tuples and dicts; found a {type(leaf).__name__}"
             )
-        dtype_name(leaf.dtype)
+        program_dtype_name(leaf.dtype)
     sizes = sorted({leaf.shape[0] if leaf.dim() else 0 for leaf in leaves})
     if len(sizes) != 1 or sizes[0] == 0:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)

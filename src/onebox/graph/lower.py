@@ -21,8 +21,8 @@ from onebox.wire import (
     Slot,
     TensorSpec,
     Value,
-    dtype_name,
     is_random,
+    program_dtype_name,
     shares_memory,
     with_deaths,
 )
@@ -149,7 +149,7 @@ class _Builder:
         if isinstance(argument, fx.Node):
             return Slot(self.slots[canonical(argument)])
         if isinstance(argument, torch.dtype):
-            return DType(dtype_name(argument))
+            return DType(program_dtype_name(argument))
         if isinstance(argument, torch.device):
             return OwnDevice()
         if argument is torch.strided:
@@ -195,4 +195,4 @@ def _picker(node: fx.Node, index: int) -> fx.Node | None:
 def _spec(value: Any, node: fx.Node) -> TensorSpec:
     if not isinstance(value, Tensor):
         raise node_refusal(node, f"{node} is a {type(value).__name__}, not a tensor", "Keep it in a tensor")
-    return TensorSpec(dtype_name(value.dtype), tuple(int(size) for size in value.shape))
+    return TensorSpec(program_dtype_name(value.dtype), tuple(int(size) for size in value.shape))

@@ -15,6 +15,7 @@ from onebox.wire.channel import (
 from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
 from onebox.wire.operators import is_random, overload, shares_memory
 from onebox.wire.program import (
+    PROGRAM_TYPES,
     DType,
     Layout,
     Many,
@@ -30,11 +31,12 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
-from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, spec_of, to_frame
+from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, program_dtype_name, spec_of, to_frame
 
 __all__ = [
     "DTYPES",
     "FREE",
+    "PROGRAM_TYPES",
     "Argument",
     "Block",
     "Complex",
@@ -68,6 +70,7 @@ __all__ = [
     "listen",
     "new_keys",
     "overload",
+    "program_dtype_name",
     "reads",
     "receive",
     "send",

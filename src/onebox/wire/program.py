@@ -32,6 +32,10 @@ ITEM_BYTES = {
 }
 """The element types that travel, with the bytes of one element."""
 
+PROGRAM_TYPES = tuple(ITEM_BYTES)[:10]
+"""Those that tensors of programs may have; the others are for eager operators, which need no gradients summed and no
+optimizer on the worker."""
+
 SLOTS = 1 << 20
 """The most slots of one program: one of 100,000 operators has about 150,000."""
 
@@ -190,8 +194,8 @@ def check(program: Program) -> None:
 
 
 def _check_spec(spec: TensorSpec | None, what: str) -> None:
-    if spec is None or spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0:
-        raise WireError(f"{what} is specified as {spec}; allowed types: {', '.join(ITEM_BYTES)}")
+    if spec is None or spec.dtype not in PROGRAM_TYPES or min(spec.shape, default=0) < 0:
+        raise WireError(f"{what} is specified as {spec}; allowed types: {', '.join(PROGRAM_TYPES)}")
 
 
 def with_deaths(program: Program) -> Program:

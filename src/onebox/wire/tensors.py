@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.program import ITEM_BYTES, TensorSpec
+from onebox.wire.program import ITEM_BYTES, PROGRAM_TYPES, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """Element types by the name that travels."""
@@ -31,6 +31,18 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     except KeyError:
         raise WireError(f"tensors of {dtype} cannot travel; allowed: {', '.join(DTYPES)}") from None
+
+
+def program_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of an element type that tensors of programs may have.
+
+    Raises:
+        WireError: They may not have it.
+    """
+    name = dtype_name(dtype)
+    if name not in PROGRAM_TYPES:
+        raise WireError(f"tensors of {dtype} cannot be trained with; allowed: {', '.join(PROGRAM_TYPES)}")
+    return name
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
