@@ -150,7 +150,6 @@ class RemoteState:
             OneboxError: A worker failed, or the pool is closed.
         """
         self._pool.post(0, ())  # where nothing has been uploaded yet, a pool that is no more still says so
-        made = {name: tensor.detach().clone() for name, tensor in self.named.tensors.items()}
         by_worker: dict[int, list[str]] = {}
         for name, members in self._holders.items():
             for worker in self._holdings.sources(name) if self._holdings else members[:1]:
@@ -163,7 +162,10 @@ class RemoteState:
             assert isinstance(listing, Tensors)
             for name, spec, frame in zip(names, listing.specs, answer.frames, strict=True):
                 parts.setdefault(name, []).append(from_frame(spec, frame))
-        return made | {name: self._whole(name, found) for name, found in parts.items()}
+        return {
+            name: self._whole(name, parts[name]) if name in parts else tensor.detach().to("cpu", copy=True)
+            for name, tensor in self.named.tensors.items()
+        }
 
     def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
         return unshard(parts, self._holdings.placement(name)) if self._holdings and len(parts) > 1 else parts[0]

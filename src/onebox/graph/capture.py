@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
+from onebox.graph.host import HostDevices, on_host
 from onebox.graph.locate import explain, node_refusal
 from onebox.graph.portable import bfloat16_autocast, portable_operators
 
@@ -57,7 +58,7 @@ class Wrapper(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
         try:
-            with self._autocast(), _assignments_written(self):
+            with HostDevices(), self._autocast(), _assignments_written(self):
                 return self._compute(inputs, targets)
         except CaptureError:
             raise
@@ -142,7 +143,8 @@ def capture(
     """Export a model and its loss for inputs of one shape.
 
     Args:
-        model: The model; its parameters are not read, and its modes (train, eval) are as before afterwards.
+        model: The model, on any devices; its parameters are not read, and its modes (train, eval) are as before
+            afterwards.
         loss: Maps (outputs, targets) to a scalar; a module may have parameters and buffers of its own.
         example: Inputs and targets, nested tuples and dicts of tensors; only shapes and types count.
         mode: ``evaluate`` sets every module to eval.
@@ -155,7 +157,12 @@ def capture(
             a scalar; the message names the line.
     """
     wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision)
-    with _mode(wrapper, mode), torch.random.fork_rng(devices=[]), portable_operators(device_type), quiet():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_mode(wrapper, mode))
+        stack.enter_context(on_host(wrapper))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(portable_operators(device_type))
+        stack.enter_context(quiet())
         try:
             exported = torch.export.export(wrapper, example, strict=False)
         except CaptureError:
