@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import types
 from collections.abc import Callable
@@ -180,7 +181,7 @@ def _home(value: Any) -> Any:
 
 def _disguised(stand: Any, original: Any) -> Any:
     """Return a function under the name, signature and documentation of the one that it stands for."""
-    if not isinstance(stand, types.FunctionType) or not callable(original):
+    if not inspect.isfunction(stand) or not callable(original):
         return stand
 
     @functools.wraps(original)
