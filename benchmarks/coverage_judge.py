@@ -69,11 +69,14 @@ class Mover:
         self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
         self._known: dict[int, Any] = {}
         self.tensors: list[Tensor] = []
+        self.placed = False
+        """Whether anything that it has copied says on which device an operator is to run."""
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of a nested value with all its tensors, devices and generators on the device."""
         if isinstance(value, Tensor):
             return self._tensor(value)
+        self.placed = self.placed or isinstance(value, torch.device | torch.Generator) or value == "cpu"
         if isinstance(value, torch.device):
             return self._device if value.type == "cpu" else value
         if isinstance(value, torch.Generator):
@@ -93,6 +96,7 @@ class Mover:
             made = self._copy(tensor.detach()).requires_grad_(tensor.requires_grad)
             self._known[id(tensor)] = made if type(tensor) is Tensor else torch.nn.Parameter(made, tensor.requires_grad)
             self.tensors.append(self._known[id(tensor)])
+            self.placed = True
         return self._known[id(tensor)]
 
     def _copy(self, tensor: Tensor) -> Tensor:

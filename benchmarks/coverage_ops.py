@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator
@@ -129,7 +130,8 @@ def _run(
     beside = Mover(torch.device("cpu")) if on_host else mover
     value, args, kwargs = mover(sample.input), beside(sample.args), beside(sample.kwargs)
     before = [tensor._version for tensor in mover.tensors]
-    with torch.set_grad_enabled(backward):
+    chosen = contextlib.nullcontext() if mover.placed or beside.placed else device  # what makes a tensor of none
+    with torch.set_grad_enabled(backward), chosen:
         output = function(value, args, kwargs)
     results = {"output": output}
     for number, (tensor, version) in enumerate(zip(mover.tensors, before, strict=True)):

@@ -28,7 +28,7 @@ class _Taken(threading.local):
 _taken = _Taken()
 
 
-class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+class Guard(torch._C._acc.DeviceGuard):
     """The guard of the device; there is nothing to guard, as operators name their device themselves."""
 
     def type_(self) -> Any:
