@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 _HOST = torch.device("cpu")
 
+
 @contextlib.contextmanager
 def on_host(module: nn.Module) -> Iterator[None]:
     """Let a model's tensors be on the host inside; those that are there already stay as they are.

@@ -32,6 +32,9 @@ class Device:
         UsageError: It cannot work at such a speed.
     """
 
+    _aside: Tensor | None = None
+    """The state of the device's own generator while a program draws numbers of its own."""
+
     def __init__(self, name: str, threads: int, speed: float = 1.0) -> None:
         if not 0 < speed <= 1 or (speed < 1 and name != "cpu"):
             raise UsageError(f"{name} at speed {speed}: a CPU can work at more than 0 and up to 1, a GPU at 1 only")
@@ -70,9 +73,17 @@ class Device:
         return NativeOptimizer(spec, parameters, state)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
-        """Seed the random numbers of one operator from all that says where in the run it is."""
+        """Seed the random numbers of one operator from all that says where in the run it is; see :meth:`unseed`."""
+        if self._aside is None:
+            self._aside = self.own_generator.get_state()
         text = f"{run}/{step}/{micro_batch}/{position}".encode()
         self.own_generator.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
+
+    def unseed(self) -> None:
+        """Let the device's own generator, of which eager operators draw, go on from where it was before seeds."""
+        if self._aside is not None:
+            self.own_generator.set_state(self._aside)
+            self._aside = None
 
     def new_generator(self, seed: int) -> torch.Generator:
         """Return a new generator of random numbers of this device."""

@@ -258,10 +258,12 @@ class Machine:
         def seed(position: int) -> None:
             self._device.seed(run.seed, run.step, call.micro_batch, position)
 
-        outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
+        try:
+            outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
+        finally:
+            self._device.unseed()
         for reference, tensor in zip(call.outputs, outputs, strict=True):
             store.put(resolve(reference), tensor)
-        del outputs
         self._device.pace(start_ns, tape.cost_s, self.progress)
         return []
 
