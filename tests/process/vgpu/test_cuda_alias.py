@@ -1,0 +1,457 @@
+"""``cuda`` on virtual devices: what a script may say, and what it sees, on a client without CUDA."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import onebox
+from onebox.errors import UsageError
+from onebox.vgpu import VirtualTensor
+from onebox.vgpu.cuda import alias_cuda
+
+CUDA = torch.device("cuda")
+ZERO = torch.device("cuda:0")
+ONE = torch.device("cuda:1")
+CPU = torch.device("cpu")
+LEGACY: Any = torch.cuda
+"""With names that no type checker knows."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[onebox.Pool]:
+    with onebox.open("cpu*2", threads=1) as pool, alias_cuda():
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def first_device() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    yield
+    torch.cuda.set_device(0)
+    torch.set_default_device(None)
+
+
+# ---- going in
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **at: torch.zeros(2, **at),
+        lambda **at: torch.full((2,), 3.0, **at),
+        lambda **at: torch.arange(3, **at),
+        lambda **at: torch.linspace(0, 1, 4, **at),
+        lambda **at: torch.eye(2, **at),
+        lambda **at: torch.rand(2, 3, **at),
+        lambda **at: torch.randint(5, (2,), **at),
+        lambda **at: torch.randperm(4, **at),
+        lambda **at: torch.normal(0.0, 1.0, (2,), **at),
+        lambda **at: torch.tensor([1, 2], **at),
+        lambda **at: torch.as_tensor(np.ones(2), **at),
+        lambda **at: torch.asarray([1.0, 2.0], **at),
+        lambda **at: torch.empty_like(torch.ones(2), **at),
+        lambda **at: torch.zeros_like(torch.ones(2, device="cuda:0"), **at),
+        lambda **at: torch.tril_indices(2, 2, **at),
+        lambda **at: torch.hann_window(4, **at),
+        lambda **at: torch.fft.fftfreq(4, **at),
+        lambda **at: torch.ones(2).new_zeros(2, **at),
+        lambda **at: torch.ones(2, device="cuda:0").new_tensor([1.0], **at),
+        lambda **at: torch.ones(2).to(**at),
+        lambda **at: torch.ones(2, device="cuda:0").to(**at),
+        lambda **at: torch.ones(2).cuda(**at),
+        lambda **at: nn.Linear(2, 2, **at).weight,
+        lambda **at: nn.Linear(2, 2).to(**at).weight,
+        lambda **at: nn.Linear(2, 2, device="meta").to_empty(**at).weight,
+        lambda **at: nn.Linear(2, 2).cuda(**at).bias,
+    ],
+)
+@pytest.mark.parametrize(("place", "want"), [("cuda:1", ONE), (ONE, ONE), ("cuda", ZERO), (CUDA, ZERO), (1, ONE)])
+def test_devices_are_taken_in_every_form(make: Callable[..., Tensor], place: Any, want: torch.device) -> None:
+    made = make(device=place)
+    assert made.device == want and isinstance(made, VirtualTensor)
+
+
+def test_the_current_device_is_where_cuda_is() -> None:
+    torch.cuda.set_device("cuda:1")
+    assert torch.zeros(1, device="cuda").device == torch.ones(1).cuda().device == torch.ones(1).to(CUDA).device == ONE
+    with torch.cuda.device(0):
+        assert torch.cuda.current_device() == 0 and torch.tensor(1, device="cuda").device == ZERO
+        with torch.cuda.device_of(torch.ones(1, device=ONE)):
+            assert torch.cuda.current_device() == 1
+    assert torch.cuda.current_device() == 1
+
+
+def test_default_devices() -> None:
+    torch.set_default_device("cuda:1")
+    assert torch.get_default_device() == ONE
+    assert torch.ones(2).device == torch.tensor([1]).device == nn.Linear(2, 2).weight.device == ONE
+    assert torch.ones(2, device="cpu").device == CPU
+    torch.set_default_device(None)
+    with CUDA:
+        assert torch.ones(2).device == torch.get_default_device() == ZERO
+    assert torch.ones(2).device == CPU
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_types_of_old_scripts() -> None:
+    x = torch.ones(2, 2)
+    assert x.type("torch.cuda.FloatTensor").type() == "torch.cuda.FloatTensor"
+    assert x.type(LEGACY.DoubleTensor).type() == "torch.cuda.DoubleTensor"
+    assert x.cuda(1).type(LEGACY.HalfTensor).device == ONE
+    assert x.cuda().type(torch.FloatTensor).type() == "torch.FloatTensor"
+    assert x.cuda().type(torch.float64).type() == "torch.cuda.DoubleTensor"
+    assert isinstance(x.cuda(), LEGACY.FloatTensor) and not isinstance(x, LEGACY.FloatTensor)
+    assert LEGACY.FloatTensor(2, 3).fill_(1.0).sum().item() == 6
+    assert LEGACY.LongTensor([[1, 2]]).tolist() == [[1, 2]] and LEGACY.FloatTensor().numel() == 0
+    assert LEGACY.FloatTensor(np.ones(2)).dtype == torch.float32
+    assert x.cuda().new(2, 3).device == ZERO
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    try:
+        made = torch.ones(1)
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert (made.device, made.dtype, torch.ones(1).device, torch.ones(1).dtype) == (
+        ZERO,
+        torch.float64,
+        CPU,
+        torch.float32,
+    )
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    x = torch.ones(2, device="cuda")
+    assert x.to("cuda:0") is x and x.cuda() is x and torch.as_tensor(x, device="cuda") is x
+
+
+def test_devices_that_are_not_there() -> None:
+    for wrong in ("cuda:2", torch.device("cuda", 7)):
+        with pytest.raises(UsageError, match=r"no device cuda:[27]; the pool has cuda:0 to cuda:1"):
+            torch.ones(2, device=wrong)
+    with pytest.raises(UsageError, match="no device cuda:5"):
+        torch.ones(2).cuda(5)
+    with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
+        torch.ones(2).cuda("cpu")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
+        torch.ones(2, device="cudda")
+
+
+# ---- coming out
+
+
+def test_what_a_tensor_says_of_itself() -> None:
+    x = torch.ones(2, device="cuda:1")
+    assert x.is_cuda and not x.is_cpu and x.device.type == "cuda" and x.get_device() == 1
+    assert x.device in {ONE} and str(x.device) == "cuda:1"
+    assert repr(x) == "tensor([1., 1.], device='cuda:1')"
+    assert not hasattr(x, "__cuda_array_interface__")
+    assert nn.Parameter(x).is_cuda and (x * 2).sum().is_cuda and x.detach().device == x.cpu().cuda(1).device == ONE
+    y = x.clone().requires_grad_()
+    (y * 3).sum().backward()
+    assert y.grad is not None and y.grad.device == ONE and y.grad.tolist() == [3, 3]
+    with pytest.raises(TypeError, match="can't convert cuda:1 device type tensor to numpy"):
+        x.numpy()
+
+
+def test_errors_name_devices_as_the_script_does() -> None:
+    with pytest.raises(RuntimeError, match=r"at least two devices, cuda:0 and cuda:1!"):
+        torch.ones(2, device=ZERO) + torch.ones(2, device=ONE)
+    with pytest.raises(RuntimeError, match=r"at least two devices, cpu and cuda:0!"):
+        functional.linear(torch.ones(2, 2), torch.ones(2, 2, device="cuda"))
+
+
+def test_modules_go_there_and_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    want = model(torch.ones(2, 3)).tolist()
+    moved = model.cuda()
+    assert {value.device for value in (*model.parameters(), *model.buffers())} == {ZERO}
+    assert torch.allclose(moved(torch.ones(2, 3).cuda()).cpu(), torch.tensor(want), atol=1e-6)
+    assert {value.device for value in copy.deepcopy(model).to(1).state_dict().values()} == {ONE}
+    assert {value.device for value in model.cpu().state_dict().values()} == {CPU}
+
+
+# ---- files
+
+
+def saved(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize(
+    ("location", "want"),
+    [
+        (None, ONE),
+        ("cpu", CPU),
+        ("cuda", ZERO),
+        ("cuda:0", ZERO),
+        (torch.device("cuda:0"), ZERO),
+        ({"cuda:1": "cuda:0"}, ZERO),
+        (lambda storage, location: storage, CPU),
+        (lambda storage, location: storage.cuda(0), ZERO),
+        (lambda storage, location: location.replace("1", "0") and None, ONE),
+    ],
+)
+def test_saved_tensors_are_loaded_where_they_are_wanted(location: Any, want: torch.device) -> None:
+    x = torch.arange(6.0, device="cuda:1").reshape(2, 3).t()
+    loaded = saved({"x": x}, map_location=location)["x"]
+    assert loaded.device == want and loaded.tolist() == x.tolist()
+
+
+def test_a_file_of_the_host_is_loaded_onto_a_device(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", map_location="cuda:1", weights_only=True)
+    assert {value.device for value in state.values()} == {ONE}
+    model.cuda().load_state_dict(state)
+    assert model.weight.device == ZERO and model.weight.tolist() == state["weight"].tolist()
+
+
+def test_a_file_says_cuda_so_that_every_pytorch_can_map_it() -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(2, device="cuda:1"), file)
+    assert b"cuda:1" in file.getvalue() and b"vgpu" not in file.getvalue()
+    assert pickle.loads(pickle.dumps(torch.ones(2, device="cuda:1"))).device == ONE
+
+
+def test_safetensors_see_tied_weights(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied().cuda()
+    with pytest.raises(RuntimeError, match="Some tensors share memory"):
+        save_file(model.state_dict(), tmp_path / "two.safetensors")
+    save_model(model, str(tmp_path / "one.safetensors"))
+    (stored,) = load_file(tmp_path / "one.safetensors", device="cuda:1").values()
+    assert stored.device == ONE
+    other = Tied().cuda()
+    assert load_model(other, tmp_path / "one.safetensors", device="cuda:0") == (set(), [])
+    assert other.head.weight.tolist() == model.head.weight.tolist() == stored.tolist()
+
+
+# ---- torch.cuda
+
+
+def test_what_there_is(pool: onebox.Pool) -> None:
+    assert torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.device_count() == 2
+    assert torch.cuda.get_device_name("cuda:1") == torch.cuda.get_device_properties(1).name
+    assert pool.devices[0].name in torch.cuda.get_device_name()
+    assert torch.cuda.get_device_capability() == (0, 0)  # a CPU is no GPU
+    assert torch.cuda.is_bf16_supported() and not torch.cuda.is_tf32_supported()
+    assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(0, 0)
+    assert torch.cuda.get_arch_list() == []
+    torch.cuda.init()
+    torch.cuda.ipc_collect()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_memory() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(1 << 18, device="cuda")
+    assert torch.cuda.memory_allocated() - before == torch.cuda.memory_reserved("cuda:0") - before == 1 << 20
+    del x
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before == 1 << 20
+    torch.cuda.reset_peak_memory_stats(0)
+    torch.cuda.empty_cache()
+    assert torch.cuda.max_memory_allocated() == before
+    free, total = torch.cuda.mem_get_info("cuda:0")
+    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == before
+    assert torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == before
+    assert "memory of cuda:1" in torch.cuda.memory_summary("cuda:1")
+
+
+def draw(*, device: str = "cuda", generator: Any = None) -> list[float]:
+    return torch.rand(3, device=device, generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def test_random_numbers_repeat() -> None:
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    assert first != second
+    torch.manual_seed(3)
+    assert draw() == first
+    state = torch.cuda.get_rng_state()
+    assert draw() == second
+    torch.cuda.set_rng_state(state)
+    assert draw() == second
+    torch.cuda.manual_seed(3)
+    assert torch.cuda.initial_seed() == 3 and draw() == first
+    torch.cuda.manual_seed_all(3)
+    assert draw(device="cuda:1") == first
+    states = torch.cuda.get_rng_state_all()
+    rest = draw(device="cuda:1")
+    torch.cuda.set_rng_state_all(states)
+    assert draw(device="cuda:1") == rest and len(states) == 2
+    with torch.random.fork_rng(devices=[0]):
+        torch.cuda.manual_seed(3)
+        assert draw() == first
+    assert draw() == first
+
+
+def test_generators() -> None:
+    made = torch.Generator(device="cuda:1").manual_seed(7)
+    assert made.device == ONE and isinstance(made, torch.Generator)
+    first = draw(device="cuda:1", generator=made)
+    assert draw(device="cuda:1", generator=torch.Generator(ONE).manual_seed(7)) == first
+    defaults = torch.cuda.default_generators
+    assert len(defaults) == 2 and [each.device for each in defaults] == [ZERO, ONE]
+    defaults[1].manual_seed(7)
+    assert draw(device="cuda:1") == first
+    defaults[1].manual_seed(7)
+    assert draw(device="cuda:1", generator=defaults[1]) == first
+    assert defaults[1].initial_seed() == 7 and defaults[0].initial_seed() != 7
+
+
+def test_streams_and_events() -> None:
+    side = torch.cuda.Stream(device="cuda:1")
+    assert side.device == ONE and "cuda:1" in repr(side)
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_device() == 1
+        x = torch.ones(2, device="cuda") * 2
+    torch.cuda.current_stream().wait_stream(side)
+    x.record_stream(torch.cuda.current_stream("cuda:1"))
+    done = side.record_event()
+    done.synchronize()
+    assert done.query() and isinstance(done, torch.cuda.Event) and x.tolist() == [2, 2]
+    torch.cuda.default_stream().wait_event(done)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0
+    with torch.cuda.stream(None):  # type: ignore[arg-type]
+        assert torch.cuda.current_device() == 0
+
+
+def test_accelerators_are_called_cuda() -> None:
+    assert torch.accelerator.current_accelerator() == CUDA
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 2
+    torch.accelerator.set_device_index("cuda:1")
+    assert torch.accelerator.current_device_index() == torch.cuda.current_device() == 1
+    torch.accelerator.synchronize()
+    assert torch.get_device_module() is torch.get_device_module("cuda") is torch.cuda
+
+
+def test_what_has_no_counterpart_says_so() -> None:
+    for name, use in (
+        ("CUDAGraph", torch.cuda.CUDAGraph),
+        ("nccl.all_reduce", lambda: torch.cuda.nccl.all_reduce([torch.ones(1)])),
+        ("set_per_process_memory_fraction", lambda: torch.cuda.set_per_process_memory_fraction(0.5)),
+        ("set_sync_debug_mode", lambda: torch.cuda.set_sync_debug_mode("warn")),
+        (r"Event\(external=True\)", lambda: torch.cuda.Event(external=True)),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=rf"torch\.cuda\.{name} has no counterpart on the virtual devices"
+        ):
+            use()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- what trains
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 2, device="cuda")
+    with torch.autocast("cuda", dtype=dtype):
+        assert (x @ x).dtype == dtype and functional.softmax(x @ x, 0).dtype == torch.float32
+        assert (
+            torch.is_autocast_enabled()
+            and torch.is_autocast_enabled("cuda")
+            and torch.get_autocast_dtype("cuda") == dtype
+        )
+        with torch.autocast("cuda", enabled=False):
+            assert (x @ x).dtype == torch.float32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert not torch.is_autocast_enabled() and torch.amp.is_autocast_available("cuda")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.cuda.amp:FutureWarning")
+@pytest.mark.parametrize("old", [True, False])
+def test_gradient_scaler(old: bool) -> None:
+    model = nn.Linear(4, 2).cuda()
+    before = model.weight.tolist()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler: Any = torch.cuda.amp.GradScaler(8.0) if old else torch.amp.GradScaler("cuda", 8.0)
+    x = torch.ones(3, 4, device="cuda")
+    for scale in (1.0, float("inf")):
+        optimizer.zero_grad()
+        with torch.cuda.amp.autocast() if old else torch.autocast("cuda"):
+            loss = model(x).pow(2).mean()
+        scaler.scale(loss * scale).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (8 if scale == 1 else 4)
+        assert model.weight.tolist() != before and torch.isfinite(model.weight).all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_dropout_draws_the_same_numbers_twice(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)).cuda()
+    x = torch.ones(4, 3, device="cuda", requires_grad=True)
+
+    def gradients(run: Callable[[], Tensor]) -> list[list[float]]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        run().sum().backward()
+        return [parameter.grad.flatten().tolist() for parameter in model.parameters() if parameter.grad is not None]
+
+    assert gradients(lambda: checkpoint(model, x, use_reentrant=reentrant)) == gradients(lambda: model(x))
+
+
+def test_recurrent_networks_take_no_library_for_granted() -> None:
+    model = nn.LSTM(3, 4, num_layers=2).cuda()
+    made, _ = model(torch.ones(2, 1, 3, device="cuda"))
+    made.sum().backward()
+    want, _ = copy.deepcopy(model).cpu()(torch.ones(2, 1, 3))
+    assert torch.allclose(made.cpu(), want, atol=1e-6)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 2, 3), [2, 1], batch_first=True).cuda()
+    assert packed.is_cuda and packed.data.device == ZERO
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loaders_with_pinned_memory(workers: int) -> None:
+    data = TensorDataset(torch.arange(12.0).reshape(6, 2))
+    loader = DataLoader(data, batch_size=2, num_workers=workers, pin_memory=True)
+    assert sum(x.cuda(non_blocking=True).sum().item() for (x,) in loader) == 66
+    assert torch.empty(2, pin_memory=True).pin_memory().cuda().device == ZERO
+
+
+@pytest.mark.parametrize("fused", [{}, {"foreach": True}, {"fused": True}])
+def test_optimizers(fused: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).cuda()
+    twin = copy.deepcopy(model).cpu()
+    for each in (model, twin):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1, **fused)  # type: ignore[arg-type]
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(torch.ones(2, 3, device=each.weight.device)).pow(2).sum().backward()
+            optimizer.step()
+    assert torch.allclose(model.weight.cpu(), twin.weight, atol=1e-6)
