@@ -45,7 +45,8 @@ _SHAPE_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_out
 
 _ELSEWHERE = (
     "from_file", "_test", "pin_memory", "record_stream", "_cuda_", "mps", "miopen", "vulkan", "nested", "jagged",
-    "sparse", "_cslt", "quant", "pack", "_resize_output", "_make_dep_token", "_philox", "sym_constrain",
+    "sparse", "_cslt", "quant", "_pack", "prepack", "nnpack", "4pack", "8pack", "_unpack_dual", "_resize_output",
+    "_make_dep_token", "_philox", "sym_constrain",
 )  # fmt: skip
 """Parts of names of operators for files, packed and sparse formats, other devices, or PyTorch's own tests."""
 
