@@ -209,6 +209,12 @@ def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return all(isinstance(tensor, VirtualTensor) for tensor in args)
 
 
+@special(aten._has_same_storage_numel.default)
+def _same_storage_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, second = (tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in args)
+    return first == second
+
+
 @special(aten.is_pinned.default)
 def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return False

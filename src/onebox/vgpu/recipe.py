@@ -18,6 +18,7 @@ from onebox.vgpu.metadata import Metadata, metadata_of
 from onebox.vgpu.tensor import VirtualTensor
 from onebox.wire import Complex, DType, Hole, Items, Kernel, Layout, MemoryFormat, OwnDevice, Slot, Source, dtype_name
 from onebox.worker.allow import EAGER, pinned_names
+from onebox.worker.kernels import written_inputs
 
 aten = torch.ops.aten
 
@@ -39,6 +40,8 @@ LEARNED = frozenset(
         aten._batch_norm_no_update,
         aten._embedding_bag,
         aten._embedding_bag_forward_only,
+        aten._thnn_fused_gru_cell,
+        aten._thnn_fused_gru_cell_backward,
     )
     for name in packet.overloads()
 )
@@ -143,7 +146,11 @@ def _only_checks(func: Any) -> bool:
 def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any) -> Recipe:
     """Return the recipe, from what an operator did on ``meta``."""
     flat, rebuild = flatten(func, result)
-    positions = {id(twins[id(tensor)]): number for number, tensor in enumerate(order)}
+    writes = written_inputs(kernel)
+    positions: dict[int, int] = {}
+    for number, tensor in enumerate(order):  # the same tensor may come twice: the one that is written to is returned
+        if number in writes or id(twins[id(tensor)]) not in positions:
+            positions[id(twins[id(tensor)])] = number
     returns: list[Metadata | int | None] = []
     for item in flat:
         if item is None:
@@ -223,6 +230,11 @@ def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel
         WireError: An argument does not travel, or workers do not run the operator.
     """
     if str(func) not in pinned_names(EAGER):
+        if "sparse" in func.name():
+            raise WireError(
+                f"{func} is not supported on virtual devices: they hold dense (strided) tensors only; make the tensor "
+                "dense, or keep it on the CPU (nn.Embedding and nn.EmbeddingBag: sparse=False)"
+            )
         raise WireError(f"{func} is not supported on virtual devices: it is not on the workers' list of operators")
     counts = [0, 0]
     keep = func in SHAPED_BY_FLOATS

@@ -27,6 +27,7 @@ from onebox.vgpu import (
     parallel,
     process_group,
     ranks,
+    recurrent,
     serial,
 )
 from onebox.vgpu.generators import Generator
@@ -85,4 +86,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "install"]
+__all__ = ["copies", "install", "recurrent"]
