@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from onebox.errors import OneboxError
 from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
 from onebox.vgpu.coding import SHORTEST, Book, Record, block_of, coded, plain
@@ -96,6 +97,7 @@ class Stream:
         self._book = Book()
         self._ahead: deque[tuple[Future[Answer], int]] = deque()
         self._ahead_bytes = 0
+        self._untold: BaseException | None = None
 
     # ---- recording
 
@@ -225,6 +227,11 @@ class Stream:
         self.waits += 1
         try:
             return future.result()
+        except OneboxError:
+            with self.lock:
+                self._arrived()
+                self._untold = None  # what failed before this, it is the cause of, or hidden by this
+            raise
         finally:
             del future
 
@@ -272,12 +279,18 @@ class Stream:
         """
         while True:
             with self.lock:
-                while self._ahead and self._ahead[0][0].done():
-                    self._ahead_bytes -= self._ahead.popleft()[1]
+                self._arrived()
                 if len(self._ahead) <= AHEAD and self._ahead_bytes <= AHEAD_BYTES:
                     return
                 oldest = self._ahead[0][0]
             oldest.exception()
+
+    def _arrived(self) -> None:
+        """Take note of the messages that have been answered, and of the first that failed; called with the lock."""
+        while self._ahead and self._ahead[0][0].done():
+            future, size_bytes = self._ahead.popleft()
+            self._ahead_bytes -= size_bytes
+            self._untold = self._untold or future.exception()
 
     def _batch(self) -> list[Instruction]:
         """Return the instructions for the recorded calls."""
@@ -337,9 +350,17 @@ class Stream:
         """Wait until the worker has done all that was recorded.
 
         Raises:
-            OneboxError: It is gone.
+            OneboxError: It is gone; or something has failed since the last wait, which nobody has asked for yet.
         """
         self.flush(wait=True)
+        with self.lock:
+            self._arrived()
+            failed, self._untold = self._untold, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed
 
     def idle(self) -> bool:
         """Tell whether the worker has done all that was recorded; sends what has not been sent."""

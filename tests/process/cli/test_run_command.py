@@ -1,0 +1,263 @@
+"""``onebox run``: a script ends, fails and is interrupted as under Python itself, and leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process.cli.commands import POOL, assert_gone, command, read_until, running, workers_of
+
+LOOKS = """
+import sys, torch
+print(__name__, __file__, __spec__ and __spec__.name, sys.path[0], sys.argv[1:])
+print(torch.cuda.is_available(), torch.cuda.device_count(), (torch.ones(2).cuda(1) * 3).sum().item())
+"""
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return command(["run", *POOL, *arguments], folder)
+
+
+# ---- as Python does it
+
+
+def test_a_script_is_the_main_module(tmp_path: Path) -> None:
+    path = script(tmp_path, LOOKS, "there/script.py")
+    done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"__main__ {path} None {path.parent} ['--lr', '0.1', '--help', '-m', 'x']",
+        "True 2 6.0",
+    ]
+
+
+def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
+    path = script(tmp_path, LOOKS, "package/__main__.py")
+    done = run(tmp_path, "-m", "package", "--pool", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == f"__main__ {path} package.__main__ {tmp_path} ['--pool', 'cpu']"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit('enough')", 1, "enough\n"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+    ],
+)
+def test_a_script_says_how_it_ends(tmp_path: Path, end: str, status: int, said: str) -> None:
+    script(tmp_path, f"import sys\nprint('begun')\n{end}\n")
+    done = run(tmp_path, "script.py")
+    assert (done.returncode, done.stdout) == (status, "begun\n")
+    assert done.stderr.endswith(said) and bool(done.stderr) == bool(said)
+
+
+def test_an_error_shows_the_lines_of_the_script_alone(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import torch\n"
+        "def product(x):\n"
+        "    return x @ torch.ones(3, 3, device='cuda')\n"
+        "product(torch.ones(2, 2, device='cuda'))\n",
+    )
+    done = run(tmp_path, "script.py")
+    assert done.returncode == 1
+    lines = [line.strip() for line in done.stderr.splitlines() if not set(line.strip()) <= set("^~")]
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'File "{path}", line 4, in <module>',
+        "product(torch.ones(2, 2, device='cuda'))",
+        f'File "{path}", line 3, in product',
+        "return x @ torch.ones(3, 3, device='cuda')",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x2 and 3x3)",
+    ]
+
+
+def test_threads_of_the_script_are_waited_for(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import threading, time, torch\n"
+        "def late():\n"
+        "    time.sleep(0.5)\n"
+        "    print(torch.ones(3, device='cuda').sum().item())\n"
+        "threading.Thread(target=late).start()\n",
+    )
+    done = run(tmp_path, "script.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3.0\n", "")
+
+
+# ---- processes of the script
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_processes_of_the_script(tmp_path: Path, how: str) -> None:
+    script(
+        tmp_path,
+        "import multiprocessing, os, sys, torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Data(Dataset):\n"
+        "    def __len__(self): return 6\n"
+        "    def __getitem__(self, index): return torch.full((2,), float(index)), os.getpid()\n"
+        "def child(): print('child of', os.getppid() == int(os.environ['PARENT']), flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    how = sys.argv[1]\n"
+        "    os.environ['PARENT'] = str(os.getpid())\n"
+        "    layer = torch.nn.Linear(2, 1).cuda()\n"
+        "    loader = DataLoader(Data(), batch_size=2, num_workers=2, pin_memory=True, multiprocessing_context=how)\n"
+        "    total = 0\n"
+        "    for x, process in loader:\n"
+        "        assert os.getpid() not in process.tolist()\n"
+        "        layer(x.cuda(non_blocking=True)).sum().backward()\n"
+        "        total += x.cuda().sum().item()\n"
+        "    print(total, layer.weight.grad.is_cuda, flush=True)\n"
+        "    process = multiprocessing.get_context(how).Process(target=child)\n"
+        "    process.start(); process.join()\n"
+        "    print(process.exitcode)\n",
+    )
+    done = run(tmp_path, "script.py", how)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split("\n") == ["30.0 True", "child of True", "0", ""]
+
+
+# ---- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.py"], "there is no script missing.py"),
+        (["-m", "missing.module"], "there is no module missing.module"),
+        (["--pool", "nothing", "script.py"], "pool 'nothing' is not understood"),
+        ([], "a script is needed"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    script(tmp_path, "print('never')")
+    done = command(["run", *arguments], tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr and done.stderr.startswith("onebox: ") and done.stderr.count("\n") == 1
+
+
+LATE = """
+import torch
+embedding = torch.nn.Embedding(3, 2).cuda()
+x = embedding(torch.tensor([7], device="cuda"))  # wrong
+y = x * 2
+print("issued")
+print(y)  # read
+"""
+
+
+@pytest.mark.parametrize(("flags", "line", "printed"), [([], 7, "issued\n"), (["--sync"], 4, "")])
+def test_an_error_on_a_worker_is_raised_where_it_is_noticed(
+    tmp_path: Path, flags: list[str], line: int, printed: str
+) -> None:
+    script(tmp_path, LATE)
+    done = run(tmp_path, *flags, "script.py")
+    assert (done.returncode, done.stdout) == (1, printed)
+    assert f"line {line}, in <module>" in done.stderr
+    assert "index out of range" in done.stderr and ("aten.embedding" in done.stderr or flags)
+    assert "onebox/vgpu" not in done.stderr
+
+
+def test_an_error_that_nobody_reads_fails_the_command(tmp_path: Path) -> None:
+    script(tmp_path, LATE.partition("print(y)")[0])
+    done = run(tmp_path, "script.py")
+    assert (done.returncode, done.stdout) == (1, "issued\n")
+    assert done.stderr.startswith("onebox: ") and "aten.embedding" in done.stderr
+
+
+def test_a_device_with_too_little_memory(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import torch\n"
+        "try:\n"
+        "    print(torch.ones(1 << 20, device='cuda').sum().item())\n"
+        "except torch.cuda.OutOfMemoryError as error:\n"
+        "    print('out of memory', torch.ones(8, device='cuda').sum().item())\n",
+    )
+    done = run(tmp_path, "--memory", "1MiB", "script.py")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "out of memory 8.0\n")
+
+
+# ---- nothing is left
+
+
+LONG = """
+import time, torch
+x = torch.ones(64, 64, device="cuda:1")
+print("begun", flush=True)
+while True:
+    x = (x @ x).clamp(0, 1)
+    x.sum().item()
+"""
+
+
+def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
+    script(tmp_path, LONG)
+    with running(["run", *POOL, "script.py"], tmp_path) as process:
+        read_until(process, "begun")
+        workers = workers_of(process)
+        assert len(workers) >= 2
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode in (130, -signal.SIGINT)  # Python may end itself by the signal; a shell says 130
+        assert said.startswith("Traceback") and said.endswith("KeyboardInterrupt\n") and "in <module>" in said
+        assert "onebox/" not in said
+        assert_gone(workers)
+
+
+def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "import time, torch\n"
+        "for number in range(2):\n"
+        "    try:\n"
+        "        print('begun', flush=True)\n"
+        "        time.sleep(30)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('caught', torch.ones(2).cuda().sum().item(), flush=True)\n",
+    )
+    with running(["run", *POOL, "script.py"], tmp_path) as process:
+        for _ in range(2):
+            read_until(process, "begun")
+            process.send_signal(signal.SIGINT)
+            read_until(process, "caught 2.0")
+        _, said = process.communicate(timeout=20)
+        assert (process.returncode, said) == (0, "")
+
+
+def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path) -> None:
+    script(tmp_path, LONG)
+    with running(["run", *POOL, "script.py"], tmp_path) as process:
+        read_until(process, "begun")
+        workers = [each for each in workers_of(process) if "worker" in " ".join(each.cmdline())]
+        start_s = time.monotonic()
+        os.kill(workers[-1].pid, signal.SIGKILL)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 1 and time.monotonic() - start_s < 15
+        assert "in <module>" in said and "WorkerDied" in said and "worker 1" in said
+        assert "onebox/" not in said.split("last words")[0].replace("onebox.errors", "")
+        assert_gone(workers)
+
+
+def test_python_itself_says_the_same_of_a_script_without_devices(tmp_path: Path) -> None:
+    path = script(tmp_path, "def f():\n    return [][1]\nf()\n")
+    plain = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=60)
+    done = run(tmp_path, str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (plain.returncode, plain.stdout, plain.stderr)
