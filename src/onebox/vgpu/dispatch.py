@@ -17,7 +17,7 @@ from onebox.vgpu.asking import perform, raise_plain
 from onebox.vgpu.box import stream_of
 from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, changed, learned, recipe
 from onebox.vgpu.stream import Stream
-from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap
+from onebox.vgpu.tensor import Handle, VirtualTensor, relay, share, wrap
 
 aten = torch.ops.aten
 
@@ -113,7 +113,10 @@ def run(
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
-        return wrap(Handle(stream, first), only)
+        made = wrap(Handle(stream, first), only)
+        if found.viewed >= 0:
+            share(made, tensors[found.viewed])
+        return made
     return _returned(stream, found, tensors, first)
 
 
@@ -123,9 +126,9 @@ def _is_composite(func: Any) -> bool:
 
 
 def _composite_key(func: Any) -> str | None:
-    kinds = ("CompositeImplicitAutograd",)
+    kinds = ["CompositeImplicitAutograd"]
     if func.namespace != "aten":  # no worker has it; PyTorch's own of the second kind have kernels for each device
-        kinds = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+        kinds.append("CompositeExplicitAutograd")
     name = func.name()
     return next((kind for kind in kinds if torch._C._dispatch_has_kernel_for_dispatch_key(name, kind)), None)
 
@@ -143,13 +146,15 @@ def _returned(stream: Stream, found: Recipe, tensors: list[VirtualTensor], first
         if tensors[position]._metadata is not metadata:
             relay(tensors[position], metadata)
     values: list[Any] = []
-    for item in found.returns:
+    for item, source in zip(found.returns, found.shared, strict=True):
         if item is None:
             values.append(None)
         elif isinstance(item, int):
             values.append(tensors[item])
         else:
             values.append(wrap(Handle(stream, first), item))
+            if source >= 0:
+                share(values[-1], tensors[source])
             first += 1
     return values[0] if found.rebuild is None else found.rebuild(values)
 

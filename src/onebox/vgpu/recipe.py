@@ -47,6 +47,9 @@ LEARNED = frozenset(
 )
 """Operators whose results have other shapes on ``meta`` than on a device: the worker says which, the first time."""
 
+_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+"""Operators whose results lie as a device likes best where their tensors are not simply contiguous."""
+
 _ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -68,9 +71,12 @@ class Recipe:
             old one is, or ``None`` for an undefined one.
         changes: Inputs that look different afterwards.
         rebuild: From the list of the returned tensors to what the operator returns; ``None`` where that is the first.
+        shared: For each tensor that it returns, the input whose memory a new one is a view of; -1 for none.
     """
 
-    __slots__ = ("changes", "floats", "inputs", "keeps", "kernel", "number", "only", "rebuild", "returns")
+    __slots__ = (
+        "changes", "floats", "inputs", "keeps", "kernel", "number", "only", "rebuild", "returns", "shared", "viewed",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class Recipe:
         returns: tuple[Metadata | int | None, ...],
         changes: tuple[tuple[int, Metadata], ...],
         rebuild: Callable[[list[Any]], Any] | None,
+        shared: tuple[int, ...] = (),
     ) -> None:
         self.kernel = kernel
         self.returns = returns
@@ -90,6 +97,9 @@ class Recipe:
         first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
         self.only = first if isinstance(first, Metadata) else None
         """What it returns where that is one new tensor and nothing else happens, as for nearly all operators."""
+        self.shared = shared or (-1,) * len(returns)
+        self.viewed = self.shared[0] if returns else -1
+        """The input that ``only`` is a view of; -1 for none."""
 
 
 def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
@@ -105,7 +115,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         WireError: An argument is of a kind that does not travel.
     """
     kernel = describe(func, args, kwargs)
-    if func in ASKED or func in LEARNED or _ASK_TAGS & set(func.tags) or _only_checks(func):
+    if func in ASKED or _is_learned(func, args) or _ASK_TAGS & set(func.tags) or _only_checks(func):
         raise Unknown(str(func))
     twins: dict[int, Tensor] = {}
     order: list[VirtualTensor] = []
@@ -138,6 +148,13 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def _is_learned(func: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether the worker is asked the first time what an operator returns."""
+    if func in _CONVOLUTIONS:
+        return not all(value._metadata.contiguous for value in args if isinstance(value, VirtualTensor))
+    return func in LEARNED
+
+
 def _only_checks(func: Any) -> bool:
     """Tell whether an operator returns nothing and writes nothing: it can only fail, and nobody would ever ask."""
     return not func._schema.returns and not func._schema.is_mutable
@@ -151,6 +168,7 @@ def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict
     for number, tensor in enumerate(order):  # the same tensor may come twice: the one that is written to is returned
         if number in writes or id(twins[id(tensor)]) not in positions:
             positions[id(twins[id(tensor)])] = number
+    storages = {twins[id(tensor)].untyped_storage()._cdata: number for number, tensor in enumerate(order)}
     returns: list[Metadata | int | None] = []
     for item in flat:
         if item is None:
@@ -168,7 +186,8 @@ def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict
             changes.append((number, now))
     outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
     whole = Kernel(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
-    return Recipe(whole, tuple(returns), tuple(changes), rebuild)
+    shared = tuple(-1 if item is None else storages.get(item.untyped_storage()._cdata, -1) for item in flat)
+    return Recipe(whole, tuple(returns), tuple(changes), rebuild, shared)
 
 
 def learned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Recipe | None:
@@ -181,11 +200,11 @@ def learned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         result: What it returned.
     """
     flat, rebuild = flatten(func, result)
-    if func not in LEARNED or not all(isinstance(item, VirtualTensor) for item in flat):
+    if not _is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
         return None
-    returns = tuple(item._metadata for item in flat)
+    returns = tuple(None if item is None else item._metadata for item in flat)
     kernel = describe(func, args, kwargs)
-    outs = tuple(layout.strided() for layout in returns)
+    outs = tuple(None if layout is None else layout.strided() for layout in returns)
     whole = Kernel(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
     return Recipe(whole, returns, (), rebuild)
 

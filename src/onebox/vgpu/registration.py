@@ -23,7 +23,9 @@ from onebox.vgpu import (
     box,
     copies,
     factories,
+    lengths,
     module,
+    outputs,
     parallel,
     process_group,
     ranks,
@@ -56,9 +58,11 @@ def install() -> None:
         serial.register()
         autocast.register()
         accelerator.register()
+        lengths.register()
         parallel.register()
         process_group.register()
         ranks.register()
+        outputs.register()
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
         _let_optimizers_group()

@@ -154,6 +154,19 @@ def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
     return made
 
 
+share: Any = torch._functionalize_unsafe_set
+"""Let the first tensor be a view of the memory of the second, as far as PyTorch asks (``is_alias_of``)."""
+
+
+def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor:
+    """Return a tensor for a buffer that is a view of another one's: an inference tensor if that is one."""
+    inference = base.is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        return wrap(handle, metadata)
+    with torch.inference_mode(inference):
+        return wrap(handle, metadata)
+
+
 def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
     """Let a tensor look different from now on, as after ``resize_`` or ``t_``."""
     _data.__set__(tensor, wrap(tensor._handle, metadata))
