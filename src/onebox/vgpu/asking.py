@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "TypeError": TypeError,
     "NotImplementedError": NotImplementedError,
-    "LinAlgError": torch.linalg.LinAlgError,
+    torch.linalg.LinAlgError.__name__: torch.linalg.LinAlgError,
 }
 """What PyTorch raises for a wrong argument, by the name that a worker tells; all else is a ``RuntimeError``."""
 

@@ -39,12 +39,13 @@ class VirtualStorage(torch.UntypedStorage):
 
 
 def storage_of(tensor: VirtualTensor) -> VirtualStorage:
-    """Return the storage of a virtual tensor; tensors of one buffer have one, views are buffers of their own.
+    """Return the storage of a virtual tensor: the same one for all tensors of a buffer and for the views of them.
 
     Args:
         tensor: The tensor; its elements are not looked at.
     """
-    handle: Handle = tensor._handle
+    base: Any = tensor._base  # whose view it is, as far as autograd knows
+    handle: Handle = (tensor if base is None else base)._handle
     size_bytes = tensor._metadata.storage_bytes
     with _lock:
         known = getattr(handle, "storage", None)
