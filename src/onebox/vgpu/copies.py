@@ -14,7 +14,7 @@ from onebox.vgpu.box import box_of, stream_of
 from onebox.vgpu.dispatch import dispatch, special
 from onebox.vgpu.metadata import dense, dense_order
 from onebox.vgpu.stream import Stream
-from onebox.vgpu.tensor import Handle, VirtualTensor, relay, share, wrap
+from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
 from onebox.wire import TensorSpec, dtype_name, from_frame, to_frame
 from onebox.wire.messages import Instruction, Put, Receive, Send
 
@@ -196,9 +196,7 @@ def _ordinary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @special(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    made = wrap(tensor._handle, tensor._metadata)
-    share(made, tensor)
-    return made
+    return wrap_view(tensor, tensor._handle, tensor._metadata)
 
 
 @special(aten._local_scalar_dense.default)

@@ -17,7 +17,7 @@ from onebox.vgpu.asking import perform, raise_plain
 from onebox.vgpu.box import stream_of
 from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, changed, learned, recipe
 from onebox.vgpu.stream import Stream
-from onebox.vgpu.tensor import Handle, VirtualTensor, relay, share, wrap
+from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
 
 aten = torch.ops.aten
 
@@ -113,10 +113,9 @@ def run(
         raise_plain(error, str(func))
     only = found.only
     if only is not None:
-        made = wrap(Handle(stream, first), only)
         if found.viewed >= 0:
-            share(made, tensors[found.viewed])
-        return made
+            return wrap_view(tensors[found.viewed], Handle(stream, first), only)
+        return wrap(Handle(stream, first), only)
     return _returned(stream, found, tensors, first)
 
 
@@ -152,9 +151,8 @@ def _returned(stream: Stream, found: Recipe, tensors: list[VirtualTensor], first
         elif isinstance(item, int):
             values.append(tensors[item])
         else:
-            values.append(wrap(Handle(stream, first), item))
-            if source >= 0:
-                share(values[-1], tensors[source])
+            handle = Handle(stream, first)
+            values.append(wrap(handle, item) if source < 0 else wrap_view(tensors[source], handle, item))
             first += 1
     return values[0] if found.rebuild is None else found.rebuild(values)
 

@@ -162,9 +162,12 @@ def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor
     """Return a tensor for a buffer that is a view of another one's: an inference tensor if that is one."""
     inference = base.is_inference()
     if inference == torch.is_inference_mode_enabled():
-        return wrap(handle, metadata)
-    with torch.inference_mode(inference):
-        return wrap(handle, metadata)
+        made = wrap(handle, metadata)
+    else:
+        with torch.inference_mode(inference):
+            made = wrap(handle, metadata)
+    share(made, base)
+    return made
 
 
 def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
