@@ -1,7 +1,8 @@
 """A communicator: one rank's device in a group of workers, and what it exchanges with the others there.
 
-Everything is recorded and sent without waiting. A device does one thing after the other, so whoever uses a result comes
-after what makes it, and what goes from worker to worker does not pass the client.
+Everything is recorded and sent without waiting. A device does one thing after the other, and waits for the other ranks
+with the first operator on a result: so nothing is recorded on one here. What goes from worker to worker does not pass
+the client.
 """
 
 from __future__ import annotations
@@ -76,18 +77,17 @@ class Communicator:
         self.stream.flush([Send(flat._handle.number, self.group, peer, channel) for flat, peer in pairs])
 
     def receive(self, like: Tensor, peer: int, channel: int) -> VirtualTensor:
-        """Return a tensor that a rank sends.
+        """Return the elements of a tensor that a rank sends, flat.
 
         Args:
-            like: A tensor of its type and shape.
+            like: A tensor of its type and size.
             peer: The rank.
             channel: On which it is sent.
         """
         handle = Handle(self.stream, self.stream.new_number())
         spec = TensorSpec(dtype_name(like.dtype), (like.numel(),))
         self.stream.before(Receive(handle.number, spec, self.group, peer, channel))
-        flat = wrap(handle, dense(like.dtype, (like.numel(),)))
-        return launch(self.stream, aten.view.default, flat, list(like.shape))
+        return wrap(handle, dense(like.dtype, (like.numel(),)))
 
     def leave(self) -> None:
         """Leave the group; ranks that wait there for this one are told that it will not come."""

@@ -7,6 +7,7 @@ and ``wait`` lets what comes after it be after the collective.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from onebox.vgpu.communicator import Communicator, form
 from onebox.vgpu.copies import upload
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import VirtualTensor
-from onebox.vgpu.work import Work
+from onebox.vgpu.work import Pair, Work
 
 NAME = "onebox"
 """The backend, for ``torch.distributed.init_process_group``."""
@@ -60,16 +61,17 @@ def _fold(parts: Tensor, op: Any) -> Tensor:
     return _averaged(_FOLDS[Ops.SUM](parts), len(parts)) if op == Ops.AVG else _FOLDS[op](parts)
 
 
+def _piece(flat: Tensor, start: int, end: int) -> Callable[[], Tensor]:
+    return lambda: flat[start:end]
+
+
 def _averaged(total: Tensor, size: int) -> Tensor:
     exact = total.is_floating_point() or total.is_complex()
     return total.div(size, rounding_mode=None if exact else "trunc")
 
 
-def _issuing(call: Callable[..., list[tuple[Tensor, Tensor]]]) -> Callable[..., Work]:
-    """Let a method that returns which tensor is to get which result return the work instead.
-
-    The first argument of the method holds the tensors that the work's future gives.
-    """
+def _issuing(call: Callable[..., list[Pair]]) -> Callable[..., Work]:
+    """Let a method that returns which tensors are to get what return the work instead."""
 
     @functools.wraps(call)
     def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> Work:
@@ -78,6 +80,10 @@ def _issuing(call: Callable[..., list[tuple[Tensor, Tensor]]]) -> Callable[..., 
         return Work(pairs, [target for target, _ in pairs])
 
     return issue
+
+
+def _same(tensor: Tensor) -> Pair:
+    return tensor, lambda: tensor
 
 
 class VirtualProcessGroup(_Base):
@@ -137,48 +143,49 @@ class VirtualProcessGroup(_Base):
 
     # ---- reductions
 
-    def _reduced(self, tensor: Tensor, op: Any) -> Tensor:
+    def _reduced(self, tensor: Tensor, op: Any) -> Pair:
         kind = _kind(op)
-        at, there = self._at(tensor), self._there(tensor)
+        at, there, size = self._at(tensor), self._there(tensor), self._size
         if not tensor.numel():
-            return there
+            return _same(tensor)
         if kind in (Ops.SUM, Ops.AVG) and tensor.dtype != torch.bool:
             total = at.total(there)
-            return _averaged(total, self._size) if kind == Ops.AVG else total
-        parts = at.joined(there, self._size * tensor.numel()).view(self._size, *tensor.shape)
-        return _fold(parts, kind)
+            return tensor, lambda: _averaged(total, size) if kind == Ops.AVG else total
+        parts = at.joined(there, size * tensor.numel())
+        return tensor, lambda: _fold(parts.view(size, -1), kind)
 
     @_issuing
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduce tensors over the ranks, in place."""
         op = Ops.SUM if opts is None else opts.reduceOp
-        return [(tensor, self._reduced(tensor, op)) for tensor in tensors]
+        return [self._reduced(tensor, op) for tensor in tensors]
 
     allreduce_coalesced = allreduce
 
     @_issuing
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Reduce tensors over the ranks, in place on one of them."""
-        pairs = [(tensor, self._reduced(tensor, opts.reduceOp)) for tensor in tensors]
+        pairs = [self._reduced(tensor, opts.reduceOp) for tensor in tensors]
         return pairs if opts.rootRank == self._rank else []
 
     @_issuing
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Reduce as many tensors as there are ranks; each rank gets one."""
         op = Ops.SUM if opts is None else opts.reduceOp
-        return [(output, self._scattered(output, parts, op)) for output, parts in zip(outputs, inputs, strict=True)]
+        return [self._scattered(output, parts, op) for output, parts in zip(outputs, inputs, strict=True)]
 
-    def _scattered(self, output: Tensor, parts: Sequence[Tensor] | Tensor, op: Any) -> Tensor:
+    def _scattered(self, output: Tensor, parts: Sequence[Tensor] | Tensor, op: Any) -> Pair:
         kind = _kind(op)
         if not output.numel():
-            return output
-        return _fold(torch.stack(self._exchanged([output] * self._size, parts)), kind)
+            return _same(output)
+        pairs = self._exchanged([output] * self._size, parts)
+        return output, lambda: _fold(torch.stack([result().reshape(-1) for _, result in pairs]), kind)
 
     @_issuing
     def reduce_scatter_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         """Reduce tensors; of each the ranks get equal parts."""
         pairs = zip(outputs, inputs, strict=True)
-        return [(out, self._scattered(out, given.view(self._size, *out.shape), opts.reduceOp)) for out, given in pairs]
+        return [self._scattered(out, given.reshape(self._size, *out.shape), opts.reduceOp) for out, given in pairs]
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> Work:
         return self.reduce_scatter_tensor_coalesced([output], [given], opts)
@@ -188,21 +195,21 @@ class VirtualProcessGroup(_Base):
     @_issuing
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Let all ranks have the tensors of one."""
-        if opts.rootRank == self._rank:
-            peers = [peer for peer in range(self._size) if peer != self._rank]
-            for tensor in tensors:
-                self._at(tensor).send([self._there(tensor)] * len(peers), peers, _COLLECTIVE)
-            return [(tensor, tensor) for tensor in tensors]
-        return [(tensor, self._at(tensor).receive(tensor, opts.rootRank, _COLLECTIVE)) for tensor in tensors]
+        if opts.rootRank != self._rank:
+            return [self._received(tensor, opts.rootRank) for tensor in tensors]
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        for tensor in tensors:
+            self._at(tensor).send([self._there(tensor)] * len(peers), peers, _COLLECTIVE)
+        return [_same(tensor) for tensor in tensors]
 
     @_issuing
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Let all ranks have the tensors of all; their shapes may differ."""
         pairs = []
         for parts, given in zip(outputs, inputs, strict=True):
-            sizes = [part.numel() for part in parts]
-            flat = self._at(given).joined(self._there(given), sum(sizes))
-            pairs += [(part, piece.view(part.shape)) for part, piece in zip(parts, flat.split(sizes), strict=True)]
+            ends = list(itertools.accumulate(part.numel() for part in parts))
+            flat = self._at(given).joined(self._there(given), ends[-1])
+            pairs += [(part, _piece(flat, end - part.numel(), end)) for part, end in zip(parts, ends, strict=True)]
         return pairs
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
@@ -212,40 +219,49 @@ class VirtualProcessGroup(_Base):
     @_issuing
     def allgather_into_tensor_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         """Let all ranks have the tensors of all, in one."""
-        return [
-            (output, self._at(given).joined(self._there(given), output.numel()).view(output.shape))
-            for output, given in zip(outputs, inputs, strict=True)
-        ]
+        pairs = []
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = self._at(given).joined(self._there(given), output.numel())
+            pairs.append((output, _piece(flat, 0, output.numel())))
+        return pairs
 
     def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
         return self.allgather_into_tensor_coalesced([output], [given], opts)
 
     # ---- from rank to rank
 
-    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[Tensor]:
+    def _received(self, tensor: Tensor, peer: int, channel: int = _COLLECTIVE) -> Pair:
+        if not tensor.numel():
+            return _same(tensor)
+        flat = self._at(tensor).receive(tensor, peer, channel)
+        return tensor, lambda: flat
+
+    def _sent(self, tensors: Sequence[Tensor], peers: Sequence[int], channel: int = _COLLECTIVE) -> None:
+        """Send ranks their tensors, those that are not empty."""
+        pairs = [(self._there(given), peer) for given, peer in zip(tensors, peers, strict=True) if given.numel()]
+        if pairs:
+            there, known = zip(*pairs, strict=True)
+            self._at(there[0]).send(there, known, channel)
+
+    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[Pair]:
         """Send each rank its tensor, and return what each has for this one.
 
         Args:
-            outputs: Tensors of the shapes and types of what comes; empty ones do not.
-            inputs: What goes, likewise.
+            outputs: Tensors of the types and sizes of what comes.
+            inputs: What goes.
         """
-        at = self._at(outputs[0])
-        there = [self._there(given) for given in inputs]
-        peers = [peer for peer in range(self._size) if peer != self._rank and inputs[peer].numel()]
-        at.send([there[peer] for peer in peers], peers, _COLLECTIVE)
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        self._sent([inputs[peer] for peer in peers], peers)
+        own = self._there(inputs[self._rank]).clone()
         return [
-            there[peer]
-            if peer == self._rank
-            else at.receive(output, peer, _COLLECTIVE)
-            if output.numel()
-            else self._there(output)
+            (output, lambda: own) if peer == self._rank else self._received(output, peer)
             for peer, output in enumerate(outputs)
         ]
 
     @_issuing
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Let each rank have a tensor of each."""
-        return list(zip(outputs, self._exchanged(outputs, inputs), strict=True))
+        return self._exchanged(outputs, inputs)
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
@@ -258,12 +274,12 @@ class VirtualProcessGroup(_Base):
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Any:
         """Let one rank have the tensors of all."""
         (given,) = inputs
-        at, there = self._at(given), self._there(given)
         if opts.rootRank != self._rank:
-            at.send([there], [opts.rootRank], _COLLECTIVE)
+            self._sent([given], [opts.rootRank])
             return []
+        own = self._there(given).clone()
         return [
-            (output, there if peer == self._rank else at.receive(output, peer, _COLLECTIVE))
+            (output, lambda: own) if peer == self._rank else self._received(output, peer)
             for peer, output in enumerate(outputs[0])
         ]
 
@@ -271,24 +287,24 @@ class VirtualProcessGroup(_Base):
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Any:
         """Let each rank have one of the tensors of one rank."""
         (output,) = outputs
-        at = self._at(output)
         if opts.rootRank != self._rank:
-            return [(output, at.receive(output, opts.rootRank, _COLLECTIVE))]
+            return [self._received(output, opts.rootRank)]
         peers = [peer for peer in range(self._size) if peer != self._rank]
-        at.send([self._there(inputs[0][peer]) for peer in peers], peers, _COLLECTIVE)
-        return [(output, inputs[0][self._rank])]
+        self._sent([inputs[0][peer] for peer in peers], peers)
+        own = inputs[0][self._rank].clone()
+        return [(output, lambda: own)]
 
     @_issuing
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         """Send a tensor to a rank."""
         for tensor in tensors:
-            self._at(tensor).send([self._there(tensor)], [peer], 2 * tag)
-        return [(tensor, tensor) for tensor in tensors]
+            self._sent([tensor], [peer], 2 * tag)
+        return [_same(tensor) for tensor in tensors]
 
     @_issuing
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         """Receive a tensor from a rank."""
-        return [(tensor, self._at(tensor).receive(tensor, peer, 2 * tag)) for tensor in tensors]
+        return [self._received(tensor, peer, 2 * tag) for tensor in tensors]
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         """Refuse: who sends must be known.
@@ -302,7 +318,7 @@ class VirtualProcessGroup(_Base):
     def barrier(self, opts: Any = None) -> Any:
         """Let the thread wait until all ranks have come here and their devices have done all before."""
         here = torch.zeros(1)
-        return [(here, self._reduced(here, Ops.SUM))]
+        return [self._reduced(here, Ops.SUM)]
 
     # names of torch 2.13 for what torch 2.11 calls otherwise
     all_gather_single = _allgather_base

@@ -18,6 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from onebox.errors import PoolError
 from onebox.vgpu import (
     accelerator,
+    attention,
     autocast,
     backward,
     box,
@@ -29,6 +30,7 @@ from onebox.vgpu import (
     parallel,
     process_group,
     ranks,
+    reducer,
     recurrent,
     serial,
 )
@@ -62,6 +64,7 @@ def install() -> None:
         parallel.register()
         process_group.register()
         ranks.register()
+        reducer.register()
         outputs.register()
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
@@ -90,4 +93,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "install", "recurrent"]
+__all__ = ["attention", "copies", "install", "recurrent"]

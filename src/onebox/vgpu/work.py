@@ -22,23 +22,26 @@ _core: Any = torch._C
 _FOREVER = timedelta(milliseconds=-1)
 
 
+Pair = tuple[Tensor, Callable[[], Tensor]]
+
+
 class Work(_Work):
     """A collective that has been issued.
 
-    Within a backward pass it ends with the pass at the latest, because PyTorch's reducer of gradients waits for it
-    there without asking.
+    Issued by a node of a backward pass it ends with the pass at the latest: PyTorch's reducer of gradients then waits for
+    the future, without asking this object.
 
     Args:
-        pairs: Which tensor gets which result.
+        pairs: Which tensors get what; called when it is time, as a device waits with the first operator on a result.
         tensors: What the future gives.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], tensors: list[Tensor]) -> None:
+    def __init__(self, pairs: Sequence[Pair], tensors: list[Tensor]) -> None:
         super().__init__()
         self._pairs = pairs
         self._tensors = tensors
         self._future: Future | None = None
-        if _core._current_graph_task_id() != -1:
+        if _in_node():
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def finish(self) -> None:
@@ -46,8 +49,9 @@ class Work(_Work):
         pairs, self._pairs = self._pairs, ()
         with torch.no_grad():
             for tensor, result in pairs:
-                if tensor is not result:
-                    tensor.copy_(result)
+                made = result()
+                if made is not tensor:
+                    tensor.copy_(made.reshape(tensor.shape))
         if self._future is not None:
             self._future.end(self._tensors)
 
@@ -78,7 +82,7 @@ class Work(_Work):
         """Return a future of the tensors."""
         if self._future is None:
             self._future = Future(self.finish)
-            if _core._current_graph_task_id() == -1 or not self._pairs:
+            if not self._pairs or not _in_node():
                 self.finish()
         return self._future
 
@@ -86,6 +90,11 @@ class Work(_Work):
         if self._pairs and self._future is None:
             with contextlib.suppress(OneboxError):  # whoever uses the device next is told
                 self.finish()
+
+
+def _in_node() -> bool:
+    """Tell whether a backward pass is running a node, so that what it calls in the end is still to come."""
+    return _core._current_graph_task_id() != -1 and _core._current_autograd_node() is not None
 
 
 class Future(_Future):
@@ -132,4 +141,4 @@ class Future(_Future):
         super().add_done_callback(callback)
 
 
-__all__ = ["Work"]
+__all__ = ["Pair", "Work"]

@@ -1,0 +1,85 @@
+"""What the C++ part of DistributedDataParallel, its reducer of gradients, takes for granted of a GPU.
+
+It marks the parameters that were used in pinned memory, which a device made in Python cannot offer, and it keeps the
+handle of a collective without the Python object that the handle needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onebox.vgpu.process_group import VirtualProcessGroup
+
+_here = threading.local()
+_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class Unpinned(TorchDispatchMode):
+    """Lets pinned memory be ordinary memory, which nobody can tell from it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.is_pinned.default:
+            return True
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **(kwargs or {}))
+
+
+def register() -> None:
+    """Let DistributedDataParallel work on virtual devices."""
+    kind: Any = DistributedDataParallel
+    for name in ("__init__", "_set_static_graph"):
+        setattr(kind, name, _noting(getattr(kind, name)))
+    engine = torch.autograd.graph._engine_run_backward
+    torch.autograd.graph._engine_run_backward = torch.autograd._engine_run_backward = _unpinned(engine)
+    reducer: Any = dist.Reducer
+    reducer._set_forward_pass_work_handle = _keeping(reducer._set_forward_pass_work_handle)
+
+
+def _noting(original: Callable[..., None]) -> Callable[..., None]:
+    """Take note of a model whose reducer looks for parameters that are not used."""
+
+    @functools.wraps(original)
+    def call(model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        looks = model.find_unused_parameters or model.static_graph
+        if looks and isinstance(model.process_group, VirtualProcessGroup):
+            _here.unpinned = True
+
+    return call
+
+
+def _unpinned(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Let backward passes of a thread with such a model take ordinary memory for pinned memory."""
+
+    @functools.wraps(engine)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not getattr(_here, "unpinned", False):
+            return engine(*args, **kwargs)
+        with Unpinned():
+            return engine(*args, **kwargs)
+
+    return run
+
+
+def _keeping(original: Callable[..., None]) -> Callable[..., None]:
+    """Keep the object of a handle as long as the reducer may use it."""
+
+    @functools.wraps(original)
+    def call(reducer: Any, work: Any, *args: Any) -> None:
+        _works[reducer] = work
+        original(reducer, work, *args)
+
+    return call
+
+
+__all__ = ["register"]
