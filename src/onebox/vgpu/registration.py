@@ -30,8 +30,8 @@ from onebox.vgpu import (
     parallel,
     process_group,
     ranks,
-    reducer,
     recurrent,
+    reducer,
     serial,
 )
 from onebox.vgpu.generators import Generator

@@ -28,8 +28,8 @@ Pair = tuple[Tensor, Callable[[], Tensor]]
 class Work(_Work):
     """A collective that has been issued.
 
-    Issued by a node of a backward pass it ends with the pass at the latest: PyTorch's reducer of gradients then waits for
-    the future, without asking this object.
+    Issued by a node of a backward pass it ends with the pass at the latest: PyTorch's reducer of gradients then waits
+    for the future, without asking this object.
 
     Args:
         pairs: Which tensors get what; called when it is time, as a device waits with the first operator on a result.
