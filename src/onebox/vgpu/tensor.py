@@ -96,6 +96,13 @@ class VirtualTensor(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    def __copy__(self) -> VirtualTensor:
+        made: VirtualTensor = _data.__get__(self).requires_grad_(self.requires_grad)
+        made.__dict__.update(
+            {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
+        )
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
