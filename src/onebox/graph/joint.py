@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -74,6 +74,7 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
         CaptureError: AOTAutograd refuses, or no parameter needs a gradient.
     """
     module = captured.exported.module()
+    _make_buffers(module)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(portable_operators(captured.device_type))
@@ -100,6 +101,15 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
     if backward and not any(port.kind == "gradient" for _, port in outputs):
         raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
     return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants)
+
+
+def _make_buffers(module: nn.Module) -> None:
+    """Let tensors that are plain attributes be buffers: AOTAutograd traces no others."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, Tensor):
+                delattr(part, name)
+                part.register_buffer(name, value)
 
 
 def _forget_statistics(graph: fx.Graph) -> None:
@@ -146,7 +156,7 @@ def _input_port(desc: Any, captured: Captured, module: fx.GraphModule, constants
 def _attribute(module: Any, target: str) -> Tensor:
     for part in target.split("."):
         module = getattr(module, part)
-    tensor: Tensor = module.detach()
+    tensor: Tensor = module
     return tensor
 
 
