@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import torch
+import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.utils._foreach_utils as foreach_utils
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -69,6 +70,7 @@ def install() -> None:
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
         _let_optimizers_group()
+        _let_graphs_record()
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
         _done.append(True)
@@ -84,6 +86,17 @@ def _let_optimizers_group() -> None:
         wider = [*names, "vgpu"]
         foreach_utils._get_foreach_kernels_supported_devices = lambda: wider
         torch_optimizer._get_foreach_kernels_supported_devices = lambda: wider
+
+
+def _let_graphs_record() -> None:
+    """Let ``make_fx``, and so ``torch.func.linearize``, record operators on virtual tensors.
+
+    It leaves tensors of classes that it does not know to themselves: their operators would miss in the graph, and what
+    they return would be a constant in it.
+    """
+    kinds = proxy_tensor.HANDLED_TYPES
+    if VirtualTensor not in kinds:
+        proxy_tensor.HANDLED_TYPES = (*kinds, VirtualTensor)
 
 
 def _after_step(*_: Any) -> None:
