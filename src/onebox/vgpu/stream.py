@@ -29,8 +29,12 @@ from onebox.wire.sayings import Made, Tensors
 CALLS = 64
 """Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
 
-BYTES = 4 << 20
-"""Bytes of new tensors after which a batch is sent."""
+SOON = 8
+"""Calls of the first batch after the client has waited: the worker has nothing else to do; each next batch has twice as
+many. In this way boundaries depend on the script alone, and batches repeat."""
+
+BYTES = 256 << 10
+"""Bytes of new tensors after which a batch is sent, so that they are on their way while the client goes on."""
 
 IDLE_S = 0.001
 """How long a record may wait for the next."""
@@ -85,6 +89,7 @@ class Stream:
         self.seed = FIRST_SEED
         self._ring = ring
         self._next = FIRST
+        self._size = CALLS
         self._first: list[Instruction] = []  # what must be there before the calls
         self._frames: list[Any] = []
         self._frame_bytes = 0
@@ -118,7 +123,7 @@ class Stream:
             if floats:
                 self._floats += floats
             self.records += 1
-            full = len(calls) >= CALLS or self.synchronous
+            full = len(calls) >= self._size or self.synchronous
         if full:
             self.flush(wait=self.synchronous)
         return first
@@ -260,6 +265,7 @@ class Stream:
                 return self._message([*recorded, *last], [*carried, *frames], kept=kept)
             if recorded:
                 self._message(recorded, carried, kept=True)
+            self._size = min(SOON, CALLS)
             return self._message(last, frames, kept=False)
 
     def _message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer]:
@@ -296,6 +302,7 @@ class Stream:
         """Return the instructions for the recorded calls."""
         if not self._calls:
             return []
+        self._size = min(2 * self._size, CALLS)
         calls, keeps, floats = self._calls, self._keeps, tuple(self._floats)
         self._calls, self._keeps, self._floats = [], [], []
         if len(calls) < SHORTEST:
