@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from onebox.errors import WireError
 from onebox.graph.lower import arguments_of, canonical, is_view, lower
-from onebox.wire import Program
+from onebox.wire import DTYPES, PROGRAM_TYPES, Program
 from onebox.worker.allow import allowed
 
 aten = torch.ops.aten
@@ -26,6 +26,9 @@ _SAME_STORAGE = {aten.detach.default, aten.alias.default}
 
 _BY_STRIDES = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 """Operators that read memory by strides, which inside a program are the worker's own: the client issues them."""
+
+_TYPES = {DTYPES[name] for name in PROGRAM_TYPES}
+"""The element types that programs compute with; what has others is issued by the client."""
 
 _EITHER_WAY = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
 """Operators that insist on strides, and what does the same with any."""
@@ -155,12 +158,23 @@ def _place(node: fx.Node) -> torch.device | None:
         return None
     if not all(map(_travels, (*node.args, *node.kwargs.values()))):
         return None
+    if not all(map(_is_of_programs, _values(node))):
+        return None
     for source in node.all_input_nodes:
-        given = source.meta.get("val")
-        values = given if isinstance(given, list | tuple) else [given]
-        if not all(isinstance(value, Tensor) and _is_at_hand(value, device, node) for value in values):
+        value = source.meta.get("val")
+        if not (isinstance(value, Tensor) and _is_of_programs(value) and _is_at_hand(value, device, node)):
             return None
     return device
+
+
+def _values(node: fx.Node) -> list[Any]:
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_of_programs(value: Any) -> bool:
+    """Tell whether a value is a tensor of a type that programs compute with; of several results one may be missing."""
+    return value is None or (isinstance(value, Tensor) and value.dtype in _TYPES)
 
 
 def _is_at_hand(value: Tensor, device: torch.device, reader: fx.Node) -> bool:

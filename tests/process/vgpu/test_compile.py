@@ -172,13 +172,18 @@ def _breaks(x: Tensor, y: Tensor) -> Tensor:
     return (z * 2 if z.sum().item() > y.sum().item() else z.cos()) + 1
 
 
+def _complex(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    spectrum = torch.fft.fft(x * 2) * torch.view_as_complex(torch.stack([y, x], -1)).conj()
+    return spectrum.abs() + 1, spectrum, spectrum.imag * 2, torch.fft.ifft(spectrum).real
+
+
 def _selects(x: Tensor, y: Tensor) -> Tensor:
     return x[x > 0] * 2
 
 
 @pytest.mark.parametrize(
     "function",
-    [_writes, _writes_by_a_view, _views, _several, _strides, _constants, _host, _breaks, _selects],
+    [_writes, _writes_by_a_view, _views, _several, _strides, _constants, _host, _breaks, _complex, _selects],
     ids=lambda function: function.__name__.strip("_"),
 )
 def test_a_function_does_what_it_does_on_the_host(function: Callable[..., Any]) -> None:
