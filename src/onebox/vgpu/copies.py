@@ -225,11 +225,6 @@ def _record_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None  # a buffer ends in the order of its device's one stream
 
 
-@special(aten._fused_sdp_choice.default)
-def _attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return 0  # the plain one, made of operators that every device has
-
-
 def _relooked(func: Any) -> None:
     """Let an operator that changes how a tensor looks do so to a buffer of its own: ``detach`` shares buffers."""
 

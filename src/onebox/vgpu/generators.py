@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.box import seeded_streams, stream_of
+from onebox.vgpu.copies import transfer, upload
 from onebox.vgpu.metadata import dense
 from onebox.vgpu.recipe import sources
 from onebox.vgpu.stream import FIRST_SEED, Stream
-from onebox.vgpu.tensor import Handle, wrap
+from onebox.vgpu.tensor import Handle, VirtualTensor, wrap
 from onebox.wire import Generator as GeneratorSpec
 from onebox.wire.messages import Define, KeepGenerator, SetGenerator
 
@@ -126,8 +127,11 @@ def write_state(stream: Stream, number: int, state: Tensor) -> None:
         number: The generator; 0 is the device's own.
         state: The state, on any device.
     """
-    here = state.detach().to(stream.device)
-    stream.flush([SetGenerator(number, None, here._handle.number)])  # type: ignore[attr-defined]
+    if not isinstance(state, VirtualTensor):
+        here = upload(state, stream)
+    else:  # not by PyTorch's own ways: this may be called where its dispatcher must pass classes of tensors by
+        here = state if state._handle.stream is stream else transfer(state, stream)
+    stream.flush([SetGenerator(number, None, here._handle.number)])
 
 
 def seed_device(stream: Stream, seed: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from onebox.vgpu.dispatch import specials
+from onebox.vgpu.dispatch import special
 
 _rank = torch.ops.aten.linalg_matrix_rank
 
@@ -31,10 +31,14 @@ def register() -> None:
     """Let PyTorch find them, above autograd, which would take the operators apart."""
     library = torch.library.Library("aten", "IMPL")
     for function, plain in _FORGETFUL.items():
-        into = _into(plain)
-        library.impl(function, into, "AutogradPrivateUse1")
-        specials[function] = lambda args, kwargs, into=into: into(*args, **kwargs)  # without autograd, they come whole
+        library.impl(function, _into(plain), "AutogradPrivateUse1")
+        special(function)(_whole(_into(plain)))
     _libraries.append(library)
+
+
+def _whole(function: Callable[..., Tensor]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return what runs it where autograd is off, and operators come whole."""
+    return lambda args, kwargs: function(*args, **kwargs)
 
 
 def _into(plain: OpOverload) -> Callable[..., Tensor]:

@@ -40,6 +40,7 @@ LEARNED = frozenset(
         aten._batch_norm_no_update,
         aten._embedding_bag,
         aten._embedding_bag_forward_only,
+        aten.multilabel_margin_loss_forward,
         aten._native_multi_head_attention,
         aten._thnn_fused_gru_cell,
         aten._thnn_fused_gru_cell_backward,

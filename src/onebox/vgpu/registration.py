@@ -23,6 +23,7 @@ from onebox.vgpu import (
     autocast,
     backward,
     box,
+    conversion,
     copies,
     factories,
     lengths,
@@ -71,7 +72,7 @@ def install() -> None:
         backward.register()
         _let_optimizers_group()
         _let_graphs_record()
-        torch.__future__.set_swap_module_params_on_conversion(True)
+        conversion.register()
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
         _done.append(True)
 
