@@ -40,6 +40,7 @@ def register() -> None:
     for function in factories():
         library.impl(function, _maker(_INSTEAD.get(function, function)), "PrivateUse1")
     library.impl("_copy_from", _copied, "PrivateUse1")
+    library.impl("_local_scalar_dense", _number, "PrivateUse1")
     library.impl("_pin_memory", _not_pinned, "CPU")
     _libraries.append(library)
 
@@ -65,6 +66,11 @@ _INSTEAD = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.de
 def _copied(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copy from or to a device where PyTorch passes a tensor's own class by, as ``torch.tensor`` does."""
     return dispatch(torch.ops.aten.copy_.default, (target, source, non_blocking), None)
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    """Read a tensor's one number where PyTorch passes its own class by, as ``torch.tensor`` of a list of them does."""
+    return dispatch(torch.ops.aten._local_scalar_dense.default, (tensor,), None)
 
 
 def _not_pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:

@@ -7,6 +7,7 @@ loaded, or ``map_location`` names a virtual device, the mark is put on it again,
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import weakref
 from typing import Any
@@ -21,6 +22,9 @@ PRIORITY = 5
 
 _marks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+_loading = threading.local()
+"""While a thread loads a file of the older format: the tensors it has made, and their elements on the host to be."""
+
 _rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 
@@ -73,10 +77,38 @@ def _restore(storage: Any, location: str) -> Any:
 def _rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tensor:
     tensor: Tensor = _rebuild_tensor(storage, storage_offset, size, stride)
     location = _marks.get(storage._untyped_storage)
-    return tensor if location is None else tensor.to(location)
+    if location is None:
+        return tensor
+    awaited: list[tuple[Tensor, Tensor]] | None = getattr(_loading, "awaited", None)
+    if awaited is None:
+        return tensor.to(location)
+    made = torch.empty_like(tensor, device=location)
+    awaited.append((made, tensor))
+    return made
+
+
+def _filled_afterwards(load: Any) -> Any:
+    """Let what loads files of the older format fill the tensors at its end: they come first there, elements later."""
+
+    @functools.wraps(load)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        awaited: list[tuple[Tensor, Tensor]] = []
+        _loading.awaited = awaited
+        try:
+            loaded = load(*args, **kwargs)
+        finally:
+            del _loading.awaited
+        with torch.no_grad():
+            for made, host in awaited:
+                made.copy_(host)
+        return loaded
+
+    return run
 
 
 def register() -> None:
     """Let ``torch.save`` and ``torch.load`` know virtual tensors."""
     torch.serialization.register_package(PRIORITY, _tag, _restore)
     torch._utils._rebuild_tensor = _rebuilt
+    serialization: Any = torch.serialization
+    serialization._legacy_load = _filled_afterwards(serialization._legacy_load)

@@ -32,6 +32,29 @@ def test_a_view_is_in_the_storage_of_its_base() -> None:
     assert torch.empty(0, device="vgpu:0").data_ptr() == 0
 
 
+def test_files_of_the_older_format_are_loaded_with_their_elements(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to("vgpu:0")
+    stored = {"model": model.state_dict(), "view": torch.arange(6.0, device="vgpu:0").view(2, 3).t()}
+    torch.save(stored, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for place in ("vgpu:0", None, "cpu"):
+        loaded = torch.load(tmp_path / "old.pt", map_location=place)
+        assert loaded["view"].device.type == ("cpu" if place == "cpu" else "vgpu")
+        assert loaded["view"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+        for name, tensor in stored["model"].items():
+            assert torch.equal(loaded["model"][name].cpu(), tensor.cpu())
+    whole = tmp_path / "whole.pt"
+    torch.save(model, whole, _use_new_zipfile_serialization=False)
+    again = torch.load(whole, weights_only=False)
+    assert again[0].weight.requires_grad and torch.equal(again[0].weight.cpu(), model[0].weight.cpu())
+
+
+def test_numbers_of_tensors_make_a_tensor() -> None:
+    numbers = [torch.tensor(float(number), device="vgpu:0") for number in range(3)]
+    assert torch.tensor(numbers).tolist() == [0.0, 1.0, 2.0]
+    made = torch.tensor([numbers, numbers], device="vgpu:0", dtype=torch.float64)
+    assert made.device.type == "vgpu" and made.tolist() == [[0.0, 1.0, 2.0]] * 2
+
+
 def test_safetensors_saves_tied_weights_once(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.Linear(7, 7))
     model[1].weight = model[0].weight
