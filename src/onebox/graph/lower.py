@@ -36,6 +36,11 @@ _KNOWN_SHAPE = {_aten.index.Tensor: _aten._unsafe_index.Tensor}
 """Operators whose result may have a shape that depends on data, and what does the same and refuses those cases."""
 
 
+def runs_as(target: Any) -> Any:
+    """Return the operator that a program runs for an operator of a graph."""
+    return _KNOWN_SHAPE.get(target, target)
+
+
 def is_view(node: fx.Node) -> bool:
     """Tell whether a node's one output shares the memory of its argument."""
     return isinstance(node.target, torch._ops.OpOverload) and shares_memory(node.target)
@@ -118,7 +123,7 @@ class _Builder:
         self.operators: list[Operator] = []
 
     def add(self, node: fx.Node, position: int) -> None:
-        target = _KNOWN_SHAPE.get(node.target, node.target)  # type: ignore[call-overload]
+        target = runs_as(node.target)
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
             raise node_refusal(node, f"it calls {target}, which no worker has", "Use plain PyTorch operators")
         args = tuple(self._value(argument, node) for argument in node.args)

@@ -225,10 +225,12 @@ class _Call:
         return value._handle
 
     def _define(self, stream: Stream) -> int:
-        number = stream.pool.new_number()
-        stream.before(Define(number, self._stored))
-        self._numbers[stream] = number
-        return number
+        with stream.lock:
+            if stream not in self._numbers:
+                number = stream.pool.new_number()
+                stream.before(Define(number, self._stored))
+                self._numbers[stream] = number
+            return self._numbers[stream]
 
     def __del__(self) -> None:
         for stream, number in self._numbers.items():

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 
 from onebox.errors import WireError
-from onebox.graph.lower import arguments_of, canonical, is_view, lower
+from onebox.graph.lower import arguments_of, canonical, is_view, lower, runs_as
 from onebox.wire import DTYPES, PROGRAM_TYPES, Program
 from onebox.worker.allow import allowed
 
@@ -153,7 +153,7 @@ def _place(node: fx.Node) -> torch.device | None:
     if node.target in _BY_STRIDES:
         return None
     try:
-        allowed(str(node.target))
+        allowed(str(runs_as(node.target)))
     except WireError:
         return None
     if not all(map(_travels, (*node.args, *node.kwargs.values()))):
