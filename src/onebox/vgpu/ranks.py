@@ -6,6 +6,7 @@ Here each rank has a world of its own; all other threads share the one that was 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import itertools
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from onebox.errors import UsageError
+from onebox.errors import PeerLost, UsageError
 from onebox.vgpu import box, process_group
 from onebox.vgpu.keys import Keys
 
@@ -120,8 +121,7 @@ class Ranks:
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], size: int) -> None:
         self._keys = Keys()
         self._size = size
-        self._failed: tuple[int, BaseException] | None = None
-        self._lock = threading.Lock()
+        self._errors: dict[int, BaseException] = {}
         own_args = [tuple(_own(value) for value in args) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._run, args=(number, function, own), name=f"rank {number}", daemon=True)
@@ -150,17 +150,18 @@ class Ranks:
         end_s = None if timeout is None else time.monotonic() + timeout
         try:
             for thread in self._threads:
-                while thread.is_alive() and self._failed is None and (end_s is None or time.monotonic() < end_s):
+                while thread.is_alive() and not self._errors and (end_s is None or time.monotonic() < end_s):
                     thread.join(_TICK_S)
         except KeyboardInterrupt:
             self._keys.give_up("the job was interrupted")
             raise
-        if self._failed is None:
+        if not self._errors:
             return not any(thread.is_alive() for thread in self._threads)
         end_s = time.monotonic() + (_GRACE_S if grace_period is None else grace_period)
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
-        number, error = self._failed
+        found = list(self._errors.items())  # a rank that waited in vain for another one is not to blame
+        number, error = next((pair for pair in found if not isinstance(pair[1], PeerLost)), found[0])
         told = "".join(traceback.format_exception(error))
         raise ProcessRaisedException(
             f"\n\n-- Process {number} terminated with the following error:\n{told}",
@@ -175,8 +176,7 @@ class Ranks:
             function(number, *args)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                with self._lock:
-                    self._failed = self._failed or (number, error)
+                self._errors[number] = error
                 self._keys.give_up(f"rank {number} has failed")
         finally:
             for group in list(rank.world.pg_map):
@@ -188,12 +188,18 @@ class Ranks:
 def _own(value: Any) -> Any:
     """Return a rank's own copy of an argument, as a process has; what is shared among processes stays so."""
     tensors = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_shared() for tensor in tensors):
+    hosts = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"]
+    if any(tensor.is_shared() for tensor in hosts):
         return value
     try:
         return copy.deepcopy(value)
-    except (TypeError, NotImplementedError, RuntimeError):  # queues, locks and the like
-        return value
+    except (TypeError, NotImplementedError, RuntimeError):  # there are queues, locks or the like in it
+        pass
+    if isinstance(value, SimpleNamespace | argparse.Namespace):
+        return type(value)(**{name: _own(inner) for name, inner in vars(value).items()})
+    if type(value) is dict:
+        return {name: _own(inner) for name, inner in value.items()}
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
 
 
 def spawn(

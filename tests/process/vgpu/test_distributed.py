@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import onebox
 from onebox.vgpu import spawn
@@ -515,3 +521,56 @@ def test_ddp_with_uneven_inputs() -> None:
         nn.functional.cross_entropy(plain(x), y).backward()
         optimizer.step()
     assert_same(plain, states)
+
+
+# ---- a script as it is written for processes
+
+
+def main_worker(gpu: int, gpus: int, args: argparse.Namespace) -> None:
+    args.gpu = gpu
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "29500"
+    dist.init_process_group(backend="nccl", init_method="env://", world_size=gpus, rank=gpu)
+    torch.vgpu.set_device(args.gpu)  # type: ignore[attr-defined]
+    torch.manual_seed(args.seed)
+    x, y = batch(0)
+    data = TensorDataset(x, y)
+    sampler = DistributedSampler(data, shuffle=True, seed=args.seed)
+    loader = DataLoader(data, batch_size=1, sampler=sampler)
+    model = DistributedDataParallel(Net().to(f"vgpu:{args.gpu}"), device_ids=[args.gpu])
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y.to(args.gpu))
+            loss.backward()
+            optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save({"state": model.state_dict(), "optimizer": optimizer.state_dict()}, args.file)
+    dist.barrier()
+    saved = torch.load(args.file, map_location={"vgpu:0": f"vgpu:{gpu}"})
+    assert saved["state"]["module.conv.weight"].get_device() == gpu
+    model.load_state_dict(saved["state"])
+    optimizer.load_state_dict(saved["optimizer"])
+    correct = torch.tensor([0.0, 0.0], device=args.gpu)
+    with torch.no_grad():
+        for x, y in loader:
+            correct += torch.stack([(model(x.to(gpu)).argmax(1) == y.to(gpu)).sum(), torch.tensor(len(y), device=gpu)])
+    dist.all_reduce(correct)
+    args.results.put((gpu, loss.item(), correct.tolist()))
+    dist.destroy_process_group()
+
+
+def test_a_script_for_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # the script sets them; afterwards they are as before
+    results: queue.Queue[Any] = queue.Queue()  # cannot be copied, which ranks share as processes do
+    args = argparse.Namespace(seed=5, file=tmp_path / "saved.pt", results=results)
+    spawn(main_worker, nprocs=RANKS, args=(RANKS, args))
+    assert not hasattr(args, "gpu"), "ranks have copies of their own"
+    found = sorted(results.get_nowait() for _ in range(RANKS))
+    assert [gpu for gpu, _, _ in found] == list(range(RANKS))
+    assert len({loss for _, loss, _ in found}) == RANKS, "each has samples of its own"
+    assert len({tuple(correct) for _, _, correct in found}) == 1
+    assert found[0][2][1] == RANKS * EACH
