@@ -47,6 +47,8 @@ class DeviceInfo:
         memory_bytes: Its memory, or the worker's quota where that is less.
         speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
         emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
+        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
+        processors: Streaming multiprocessors of a GPU; 0 for all else.
     """
 
     number: int
@@ -57,6 +59,8 @@ class DeviceInfo:
     memory_bytes: int
     speed: float = 1.0
     emulated: bool = False
+    capability: tuple[int, int] = (0, 0)
+    processors: int = 0
 
     @property
     def kind(self) -> str:
@@ -324,4 +328,6 @@ def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:
         memory_bytes=hello.memory_bytes,
         speed=hello.speed,
         emulated=hello.emulated,
+        capability=hello.capability,
+        processors=hello.processors,
     )

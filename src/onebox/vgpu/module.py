@@ -119,8 +119,8 @@ class DeviceProperties:
     Args:
         name: Product name, and where it is.
         total_memory: Bytes.
-        multi_processor_count: Threads of a CPU; 0 where it is not known.
-        major: Of the compute capability.
+        multi_processor_count: Streaming multiprocessors of a GPU, threads of a CPU.
+        major: Of the compute capability; 0 of what is no GPU.
         minor: Of the compute capability.
     """
 
@@ -138,7 +138,9 @@ def get_device_properties(device: Device = None) -> DeviceProperties:
     return DeviceProperties(
         name=f"{info.name} ({info.device} on {info.host})",
         total_memory=info.memory_bytes,
-        multi_processor_count=info.threads,
+        multi_processor_count=info.processors or info.threads,
+        major=info.capability[0],
+        minor=info.capability[1],
     )
 
 
@@ -148,7 +150,7 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Return the compute capability of a device: (0, 0) where it is not known."""
+    """Return the compute capability of a device: (0, 0) of what is no GPU."""
     properties = get_device_properties(device)
     return properties.major, properties.minor
 

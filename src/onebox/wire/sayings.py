@@ -21,6 +21,8 @@ class Hello(Message, frozen=True, tag="hello"):
         memory_bytes: Memory of the device, or the worker's quota where that is less.
         speed: Fraction of its full speed that a throttled CPU works at; of a ``sim`` device, what costs are divided by.
         emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
+        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
+        processors: Streaming multiprocessors of a GPU; 0 for all else.
     """
 
     protocol: int
@@ -31,6 +33,8 @@ class Hello(Message, frozen=True, tag="hello"):
     memory_bytes: int
     speed: float = 1.0
     emulated: bool = False
+    capability: tuple[int, int] = (0, 0)
+    processors: int = 0
 
 
 class Failure(Message, frozen=True, tag="failure"):

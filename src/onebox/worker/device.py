@@ -137,6 +137,13 @@ class Device:
                 return line.split(":", 1)[1].strip()
         return platform.processor() or platform.machine()
 
+    def make(self) -> tuple[tuple[int, int], int]:
+        """Return compute capability and streaming multiprocessors of a GPU; zeros of all else."""
+        if self.device.type != "cuda":
+            return (0, 0), 0
+        properties = torch.cuda.get_device_properties(self.device)
+        return (properties.major, properties.minor), properties.multi_processor_count
+
     def memory_bytes(self) -> int:
         """Return the memory of the device."""
         if self.device.type == "cuda":

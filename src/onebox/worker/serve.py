@@ -164,6 +164,7 @@ class Server:
                 min(memory, quota) if quota else memory,
                 self._device.speed,
                 self._device.emulated,
+                *self._device.make(),
             )
         )
         with torch.inference_mode():

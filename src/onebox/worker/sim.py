@@ -118,6 +118,10 @@ class SimDevice(Device):
         """Return what stands in the place of a product name."""
         return "computes nothing"
 
+    def make(self) -> tuple[tuple[int, int], int]:
+        """Return what :meth:`onebox.worker.device.Device.make` returns of what is no GPU."""
+        return (0, 0), 0
+
     def memory_bytes(self) -> int:
         """Return the memory that it stands for."""
         return MEMORY_BYTES

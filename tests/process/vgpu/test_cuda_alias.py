@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -344,6 +345,48 @@ def test_streams_and_events() -> None:
     assert start.elapsed_time(end) > 0
     with torch.cuda.stream(None):  # type: ignore[arg-type]
         assert torch.cuda.current_device() == 0
+
+
+def test_streams_and_events_of_any_device() -> None:
+    stream = torch.Stream(device="cuda:1")
+    assert isinstance(stream, torch.cuda.Stream) and isinstance(stream, torch.Stream) and stream.device == ONE
+    assert isinstance(torch.cuda.current_stream(), torch.Stream)
+    event = torch.Event(device="cuda", enable_timing=True)
+    event.record()
+    event.synchronize()
+    assert isinstance(event, torch.cuda.Event) and isinstance(event, torch.Event) and event.query()
+
+
+def test_a_profiler_says_that_it_sees_this_process_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with (
+        pytest.warns(UserWarning, match="virtual devices are not profiled, only what this process does for them"),
+        torch.profiler.profile(activities=activities) as seen,
+    ):
+        torch.ones(2, device="cuda").sum().item()
+    assert any(event.key == "aten::sum" for event in seen.key_averages())
+    assert "Failed to record" not in capfd.readouterr().err
+
+
+def test_compiled_functions_see_devices_as_the_script_calls_them() -> None:
+    @torch.compile(backend="onebox", fullgraph=True)
+    def run(x: Tensor) -> Tensor:
+        if x.device.type == "cuda" and x.is_cuda:
+            x = x + torch.ones(2, device=x.device)
+        return (torch.zeros(2, device="cuda:1") + x + torch.ones(2).to("cuda:1")).cuda(1)
+
+    x = torch.ones(2, device="cuda:1", requires_grad=True)
+    made = run(x)
+    assert made.tolist() == [3, 3] and made.device == ONE
+    made.sum().backward()
+    assert x.grad is not None and x.grad.device == ONE
+
+
+def test_fake_tensors_of_virtual_ones_are_no_cuda_tensors_of_pytorch() -> None:
+    x = torch.ones(2, 2, device="cuda:1", requires_grad=True)
+    with FakeTensorMode() as mode:  # with cuda, this would end the process
+        made = mode.from_tensor(x).t() * torch.zeros(2, device="cuda:1")
+    assert made.device == torch.device("vgpu:1") and made.requires_grad
 
 
 def test_accelerators_are_called_cuda() -> None:

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 import torch.backends.cuda
 import torch.backends.cudnn
+from torch.autograd import profiler
 
 from onebox.vgpu.cuda.amp import translate_amp
 from onebox.vgpu.cuda.entries import translate_entries
-from onebox.vgpu.cuda.functions import accelerator
+from onebox.vgpu.cuda.functions import accelerator, accelerator_index
 from onebox.vgpu.cuda.generators import translate_generators
 from onebox.vgpu.cuda.patches import Patches
 from onebox.vgpu.cuda.saved import translate_saved
+from onebox.vgpu.cuda.streams import translate_streams
 from onebox.vgpu.cuda.surface import translate_surface
 from onebox.vgpu.cuda.tensors import translate_tensors
+from onebox.vgpu.cuda.traced import translate_traced
 from onebox.vgpu.registration import install
 
 _lock = threading.Lock()
@@ -85,10 +90,13 @@ def _translate(patches: Patches) -> None:
     translate_entries(patches)
     translate_tensors(patches)
     translate_generators(patches)
+    translate_streams(patches)
     translate_amp(patches)
     translate_saved(patches)
+    translate_traced(patches)
     _translate_accelerators(patches)
     _translate_flags(patches)
+    patches.set(profiler.profile, "__init__", _of_this_process(profiler.profile.__init__))
 
 
 def _translate_accelerators(patches: Patches) -> None:
@@ -96,6 +104,9 @@ def _translate_accelerators(patches: Patches) -> None:
     core: Any = torch._C
     for name in ("_accelerator_getAccelerator", "_get_accelerator"):
         patches.set(core, name, accelerator(getattr(core, name)))
+    index = accelerator_index(torch.accelerator._utils._get_device_index)
+    for owner in (torch.accelerator, torch.accelerator._utils, torch.accelerator.memory):
+        patches.set(owner, "_get_device_index", index)
     patches.call(torch.get_device_module.cache_clear)
 
 
@@ -105,6 +116,21 @@ def _translate_flags(patches: Patches) -> None:
     for name in ("is_acceptable", "is_available"):  # a worker's PyTorch decides for itself
         patches.set(torch.backends.cudnn, name, functools.partial(_answer, value=False))
     patches.set(torch.backends.cudnn, "version", functools.partial(_answer, value=None))
+
+
+def _of_this_process(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return how a profiler begins that is asked for the times of a GPU: without them."""
+
+    @functools.wraps(begin)
+    def init(
+        self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **options: Any
+    ) -> None:
+        if use_cuda or use_device == "cuda":
+            use_device = None
+            warnings.warn("virtual devices are not profiled, only what this process does for them", stacklevel=3)
+        begin(self, enabled, use_device=use_device, **options)
+
+    return init
 
 
 def _answer(*_: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.jit import _builtins
 from torch.utils import _device
 
 from onebox.vgpu.cuda.patches import Patches
-from onebox.vgpu.cuda.places import inward
+from onebox.vgpu.cuda.places import PLACES, inward
 
 Function = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def named(function: Function) -> Function:
     def translated(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             place = kwargs.get("device")
-            if place is not None:
+            if place.__class__ in PLACES:
                 kwargs["device"] = inward(place)
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False  # what goes to a worker is copied in any case
@@ -46,9 +46,9 @@ def anywhere(function: Function) -> Function:
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
-        if kwargs and kwargs.get("device") is not None:
+        if kwargs and kwargs.get("device").__class__ in PLACES:
             kwargs["device"] = inward(kwargs["device"])
-        return function(*map(inward, args), **kwargs)
+        return function(*[inward(value) if value.__class__ in PLACES else value for value in args], **kwargs)
 
     return translated
 

@@ -167,6 +167,16 @@ def accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
     return translated
 
 
+def accelerator_index(function: Callable[..., int]) -> Callable[..., int]:
+    """Return what tells the number of an accelerator's device, which PyTorch itself calls ``vgpu``."""
+
+    def translated(device: Any, optional: bool = False) -> int:
+        is_place = isinstance(device, str | torch.device)
+        return function(outward(torch.device(device)) if is_place else device, optional)
+
+    return translated
+
+
 # ---- annotations for a profiler of the machine, which this is not
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,13 +12,16 @@ from onebox.vgpu.box import current_device, device_count
 _MEANT = "cuda"
 _GIVEN = "vgpu"
 
+PLACES = (str, torch.device)
+"""What a device is given as that may need translation; a plain number means an accelerator already."""
+
 
 def inward(place: Any) -> Any:
     """Return what a script's device is for PyTorch: ``vgpu:1`` for ``cuda:1``, the current device for ``cuda``.
 
     Args:
-        place: A device, or the name of one; a plain number means an accelerator already. All else is returned as it
-            came, so that PyTorch says itself what is wrong with it.
+        place: A device, or the name of one. All else is returned as it came, so that PyTorch says itself what is wrong
+            with it.
 
     Raises:
         UsageError: There is no such device.
@@ -33,14 +35,18 @@ def inward(place: Any) -> Any:
         return place
     if place.type != _MEANT:
         return place
-    return _device(_GIVEN, _checked(current_device() if place.index is None else place.index))
+    return torch.device(_GIVEN, _checked(current_device() if place.index is None else place.index))
+
+
+inward._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What torch.compiler.assume_constant_result sets, which would import the compiler: no compiled function looks inside.
 
 
 def outward(device: torch.device) -> torch.device:
     """Return what a device of PyTorch is called in a script: ``cuda:1`` for ``vgpu:1``."""
     if device.type != _GIVEN:
         return device
-    return torch.device(_MEANT) if device.index is None else _device(_MEANT, device.index)
+    return torch.device(_MEANT) if device.index is None else torch.device(_MEANT, device.index)
 
 
 def kind_inward(kind: Any) -> Any:
@@ -78,8 +84,3 @@ def _checked(number: int) -> int:
     if count and not 0 <= number < count:
         raise UsageError(f"there is no device cuda:{number}; the pool has cuda:0 to cuda:{count - 1}")
     return number
-
-
-@lru_cache(maxsize=256)
-def _device(kind: str, index: int) -> torch.device:
-    return torch.device(kind, index)

@@ -7,8 +7,33 @@ from typing import Any
 import torch
 
 from onebox.vgpu import module
-from onebox.vgpu.cuda.places import number_of, outward
+from onebox.vgpu.cuda.patches import Patches
+from onebox.vgpu.cuda.places import inward, number_of, outward
 from onebox.vgpu.cuda.refusals import refuse
+
+
+class _Either(type):
+    """Lets ``torch.Stream`` and ``torch.Event`` make what a device needs, and ``isinstance`` see all of them.
+
+    Args:
+        plain: PyTorch's own class.
+        virtual: The class for virtual devices.
+        make: What makes one of those.
+    """
+
+    plain: Any
+    virtual: Any
+    make: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs["device"] if "device" in kwargs else args[0] if args else None
+        made = inward(place)
+        if isinstance(made, torch.device) and made.type == "vgpu":
+            return cls.make(*args, **kwargs)
+        return cls.plain(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain | cls.virtual)
 
 
 class Stream(module.Stream):
@@ -84,6 +109,20 @@ class StreamContext:
 
     def __exit__(self, *exit_info: object) -> None:
         self._device.__exit__(*exit_info)
+
+
+def _event(device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **options: bool) -> Event:
+    """Return what ``torch.Event`` makes, which unlike ``torch.cuda.Event`` takes a device."""
+    number_of(device)
+    return Event(enable_timing, blocking, **options)
+
+
+def translate_streams(patches: Patches) -> None:
+    """Let ``torch.Stream`` and ``torch.Event`` take ``cuda``."""
+    for name, virtual, make in (("Stream", Stream, Stream), ("Event", Event, _event)):
+        plain = getattr(torch, name)
+        members = {"plain": plain, "virtual": virtual, "make": staticmethod(make), "__doc__": plain.__doc__}
+        patches.set(torch, name, _Either(name, (), {**members, "__module__": "torch"}))
 
 
 def current_stream(device: Any = None) -> Stream:

@@ -1,0 +1,52 @@
+"""Tracing: fake tensors are where PyTorch says, compiled functions see devices as the script calls them.
+
+A fake tensor that said ``cuda`` would end a process whose PyTorch has no CUDA: autograd asks C++ for that device.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from onebox.vgpu.cuda.entries import anywhere
+from onebox.vgpu.cuda.patches import Patches
+from onebox.vgpu.cuda.places import outward
+
+_active: list[bool] = []
+
+
+def translate_traced(patches: Patches) -> None:
+    """Let fake tensors of virtual ones be on ``vgpu``."""
+    patches.set(FakeTensor, "__new__", staticmethod(anywhere(FakeTensor.__new__)))
+    _active.append(True)
+    patches.undoing(_active.pop)
+    patches.call(_forget_functions)
+
+
+def _forget_functions() -> None:
+    """Let Dynamo, where it is loaded, find out anew which functions are PyTorch's: it knows them by identity."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.get_torch_obj_rule_map.cache_clear()
+
+
+def in_words_of_the_script(attribute: Callable[..., Any], build: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    """Return how Dynamo answers what a tensor's ``device`` or ``is_cuda`` is.
+
+    Args:
+        attribute: Dynamo's own method for it.
+        build: Makes a variable of Dynamo from a value.
+        value: From a device to the answer.
+    """
+
+    @functools.wraps(attribute)
+    def answer(self: Any, tx: Any) -> Any:
+        if _active and self.device is not None and self.device.type == "vgpu":
+            return build(tx, value(outward(self.device)))
+        return attribute(self, tx)
+
+    return answer
