@@ -68,6 +68,7 @@ def install() -> None:
         ranks.register()
         reducer.register()
         outputs.register()
+        attention.register()
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
         _let_optimizers_group()
@@ -107,4 +108,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["attention", "copies", "install", "recurrent"]
+__all__ = ["copies", "install", "recurrent"]
