@@ -50,9 +50,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         RuntimeError: What PyTorch raises for such arguments.
         OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
     """
-    if func in specials:
-        return specials[func](args, kwargs or {})
-    key: list[Any] = [func]
+    handler = specials.get(func)
+    if handler is not None:
+        return handler(args, kwargs or {})
+    key: list[Any] = [func.name()]  # hashed in C, unlike an overload
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
@@ -89,7 +90,7 @@ def run(
         if handle.stream is not stream:
             raise _mixed(tensors)
         numbers.append(handle.number)
-    if func in SHAPED_BY_FLOATS:
+    if floats and func in SHAPED_BY_FLOATS:
         key += map(repr, floats)
         floats = []
     found = stream.recipes.get(tuple(key))
@@ -194,7 +195,7 @@ def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTen
 
 def launch(stream: Stream, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on a given device, whether or not it has tensors among its arguments."""
-    key: list[Any] = [func]
+    key: list[Any] = [func.name()]
     tensors: list[VirtualTensor] = []
     floats: list[float] = []
     if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):

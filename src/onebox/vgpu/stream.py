@@ -46,7 +46,6 @@ round trip of 60 ms to a device that does 1,000 steps a second, of four batches 
 AHEAD_BYTES = 256 << 20
 """Bytes of uploads that may be on their way."""
 
-
 RECIPES = 1 << 16
 """The most kinds of calls that are remembered."""
 
@@ -58,7 +57,6 @@ FIRST = 1 << 30
 
 RETURNS = 1 << 20
 """Numbers that are set aside for the returns of one operator."""
-
 
 _probe = [object()]
 _ALONE = sys.getrefcount(_probe[0])
