@@ -112,6 +112,9 @@ class VirtualTensor(Tensor):
             )
         made = self.detach().clone().requires_grad_(self.requires_grad)
         memo[id(self)] = made
+        if getattr(self, "_is_param", False):  # nothing else of a parameter is copied, as in PyTorch: no gradient
+            made._is_param = True
+            return made
         own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
         made.__dict__.update(copy.deepcopy(own, memo))
         if self.grad is not None:

@@ -179,8 +179,13 @@ def test_tied_weights_stay_tied() -> None:
     assert model.b.weight.abs().sum().item() > 0
 
 
-def test_parameters_keep_what_else_they_have() -> None:
-    leaf = nn.Parameter(torch.ones(2, device="vgpu:0"))
+def test_copies_of_tensors_have_what_they_have_and_of_parameters_only_the_elements() -> None:
+    whole = nn.Parameter(torch.ones(2, device="vgpu:0"))
+    (whole * 2).sum().backward()
+    alone = copy.deepcopy(whole)
+    assert isinstance(alone, nn.Parameter)
+    assert alone.grad is None
+    leaf = torch.ones(2, device="vgpu:0", requires_grad=True)
     leaf.group = "slow"  # type: ignore[attr-defined]
     (leaf * 2).sum().backward()
     twin = copy.deepcopy(leaf)
