@@ -55,10 +55,7 @@ def _run_module(
     """Build a module on the CPU, move it, run it; return output, gradients and what its state is afterwards."""
     built = deepcopy((given.constructor_input.args, given.constructor_input.kwargs))
     module = info.module_cls(*built[0], **built[1]).to(dtype).train(training)
-    if info.is_lazy:  # its parameters take shape with the first input
-        on_cpu = Mover(torch.device("cpu"))
-        module(*on_cpu(given.forward_input.args), **on_cpu(given.forward_input.kwargs))
-    module = module.to(device)
+    module = module.to(device)  # parameters of lazy ones take shape there, with the first input
     seed_all(seed)
     mover = Mover(device)
     args, kwargs = mover(given.forward_input.args), mover(given.forward_input.kwargs)

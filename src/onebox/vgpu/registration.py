@@ -23,9 +23,11 @@ from onebox.vgpu import (
     autocast,
     backward,
     box,
+    compilers,
     conversion,
     copies,
     factories,
+    lazy,
     lengths,
     module,
     outputs,
@@ -68,7 +70,9 @@ def install() -> None:
         ranks.register()
         reducer.register()
         outputs.register()
+        lazy.register()
         attention.register()
+        compilers.register()
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
         _let_optimizers_group()

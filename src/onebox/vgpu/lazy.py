@@ -1,0 +1,75 @@
+"""Lazy modules (``nn.LazyLinear`` and its like) on a virtual device.
+
+A parameter that has no shape yet cannot be a virtual tensor. It stays on the host, remembers where its module was moved
+to, and becomes a tensor there when it gets its shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+_Shapeless: Any = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]
+_Mixin: Any = LazyModuleMixin
+
+_PLACE = "_onebox_place"
+"""The attribute in which a parameter without a shape keeps the device of its module."""
+
+
+def register() -> None:
+    """Let lazy modules be moved, and get their parameters where they are."""
+    _Mixin._apply = _apply
+    _Shapeless.materialize = _materializer(_Shapeless.materialize)
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Move or convert a module; what has no shape yet is left out, and takes note."""
+    shelved = [
+        (held, name, tensor)
+        for held in (self._parameters, self._buffers)
+        for name, tensor in held.items()
+        if is_lazy(tensor)
+    ]
+    for held, name, _ in shelved:
+        held[name] = None
+    try:
+        super(_Mixin, self)._apply(fn, recurse)
+    finally:
+        for held, name, tensor in shelved:
+            held[name] = tensor
+    for _, _, tensor in shelved:
+        _note(tensor, fn)
+    return self
+
+
+def _note(tensor: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Let a tensor without a shape take note of where a function moves tensors to, and what type it gives them."""
+    place = tensor.__dict__.get(_PLACE, tensor.data.device)
+    with torch.no_grad():
+        like = fn(torch.empty(0, dtype=tensor.data.dtype, device=place))
+    virtual = like.device.type == "vgpu"
+    tensor.__dict__.pop(_PLACE, None)
+    if virtual:
+        tensor.__dict__[_PLACE] = like.device
+    tensor.data = torch.empty(0, dtype=like.dtype, device="cpu" if virtual else like.device)
+
+
+def _materializer(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        place = torch.device(device) if device is not None else self.__dict__.pop(_PLACE, None)
+        if place is None or place.type != "vgpu":
+            original(self, shape, device, dtype)
+            return
+        made = torch.empty(shape, device=place, dtype=self.data.dtype if dtype is None else dtype)
+        kept = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        self.__class__ = self.cls_to_become
+        torch.utils.swap_tensors(self, kept)
+
+    return materialize
