@@ -14,6 +14,9 @@ from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool
 from onebox.vgpu.stream import IDLE_S, Stream
 
+Device = torch.device | str | int | None
+"""A device, in any way that PyTorch takes."""
+
 
 class Idle:
     """The thread that sends what a stream has recorded when nothing more comes."""
@@ -74,17 +77,26 @@ class Box:
         self.owner = os.getpid()
         self.transfers = threading.RLock()
         self.streams = tuple(Stream(pool, worker, idle.ring) for worker in range(len(pool)))
+        for stream in self.streams:
+            stream.others = self.streams
         self._group = 0
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed when first needed.
 
+        A worker that cannot send what it should, because an operator has failed, leaves the group, so that nobody waits
+        there for it. Then it is formed anew.
+
         Raises:
             OneboxError: It could not be formed.
         """
+        everybody = range(len(self.pool))
         with self.transfers:
+            if self._group and not self.pool.is_whole(self._group):
+                self.pool.leave_group(self._group, everybody)
+                self._group = 0
             if not self._group:
-                self._group = self.pool.form_group(range(len(self.pool)), "workers")
+                self._group = self.pool.form_group(everybody, "workers")
             return self._group
 
 
@@ -177,6 +189,18 @@ def stream_of(device: torch.device) -> Stream:
     if not 0 <= number < len(streams):
         raise UsageError(f"there is no device vgpu:{number}; the pool has vgpu:0 to vgpu:{len(streams) - 1}")
     return streams[number]
+
+
+def place(device: Device) -> Stream:
+    """Return the stream of a device, given in any way that PyTorch takes."""
+    if device is None:
+        return stream_of(torch.device("vgpu"))
+    if isinstance(device, int):
+        return stream_of(torch.device("vgpu", device if device >= 0 else current_device()))
+    place = torch.device(device)
+    if place.type != "vgpu":
+        raise ValueError(f"Expected a vgpu device, but got: {device}")
+    return stream_of(place)
 
 
 def box_of(stream: Stream) -> Box:

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import PoolError
-from onebox.vgpu import box, generators
-from onebox.vgpu.box import current_box, current_device, device_count, stream_of
-from onebox.vgpu.stream import Stream as DeviceStream
+from onebox.vgpu import box, generators, order
+from onebox.vgpu.box import Device, current_box, current_device, device_count, place
+from onebox.vgpu.order import Event, Stream
 from onebox.wire import DTYPES
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
-
-Device = torch.device | str | int | None
-
-
-def _place(device: Device) -> DeviceStream:
-    """Return the stream of a device, given in any way that PyTorch takes."""
-    if device is None:
-        return stream_of(torch.device("vgpu"))
-    if isinstance(device, int):
-        return stream_of(torch.device("vgpu", device if device >= 0 else current_device()))
-    place = torch.device(device)
-    if place.type != "vgpu":
-        raise ValueError(f"Expected a vgpu device, but got: {device}")
-    return stream_of(place)
-
 
 # ---- devices
 
@@ -68,7 +51,7 @@ def _is_in_bad_fork() -> bool:
 
 def set_device(device: Device) -> None:
     """Set this thread's current device."""
-    box.set_current_device(_place(device).worker)
+    box.set_current_device(place(device).worker)
 
 
 class device(contextlib.ContextDecorator):
@@ -80,7 +63,7 @@ class device(contextlib.ContextDecorator):
 
     def __init__(self, device: Device) -> None:
         none = device is None or (isinstance(device, int) and device < 0)
-        self.idx = -1 if none else _place(device).worker
+        self.idx = -1 if none else place(device).worker
         self._before = -1
 
     def __enter__(self) -> None:
@@ -133,7 +116,7 @@ class DeviceProperties:
 
 def get_device_properties(device: Device = None) -> DeviceProperties:
     """Return what a device is."""
-    stream = _place(device)
+    stream = place(device)
     info = stream.pool.devices[stream.worker]
     return DeviceProperties(
         name=f"{info.name} ({info.device} on {info.host})",
@@ -157,7 +140,7 @@ def get_device_capability(device: Device = None) -> tuple[int, int]:
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """Tell whether tensors go from one device to another without passing the client: always, within a pool."""
-    return _place(device).pool is _place(peer_device).pool
+    return place(device).pool is place(peer_device).pool
 
 
 # ---- order
@@ -169,118 +152,7 @@ def synchronize(device: Device = None) -> None:
     Raises:
         OneboxError: Its worker is gone.
     """
-    _place(device).synchronize()
-
-
-_KIND = int(torch._C._autograd.DeviceType.PrivateUse1)
-
-
-class Stream(torch.Stream):
-    """A stream in the sense of ``torch.cuda.Stream``; all of a device are one, so that the order is always right.
-
-    Args:
-        device: The device.
-        priority: Taken for compatibility.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make what PyTorch's own functions take for a stream."""
-        return super().__new__(cls, stream_id=0, device_index=0, device_type=_KIND)
-
-    def __init__(self, device: Device = None, priority: int = 0, **_: Any) -> None:
-        self._stream = _place(device)
-        self.priority = priority
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        return self._stream.device
-
-    @property
-    def device_index(self) -> int:
-        """The device's number."""
-        return self._stream.worker
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that it was asked to."""
-        self._stream.synchronize()
-
-    def query(self) -> bool:
-        """Tell whether the device has done all that it was asked to."""
-        return self._stream.idle()
-
-    def wait_stream(self, stream: torch.Stream) -> None:
-        """Let what comes on this stream wait for what was issued on another; copies between devices do in any case."""
-        if isinstance(stream, Stream) and stream._stream is not self._stream:
-            stream._stream.synchronize()
-
-    def wait_event(self, event: Event) -> None:
-        """Let what comes on this stream wait for an event."""
-        if event._stream is not None and event._stream is not self._stream:
-            event.synchronize()
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record an event, a new one where none is given."""
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exit_info: object) -> None:
-        pass
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other._stream is self._stream
-
-    def __hash__(self) -> int:
-        return hash(id(self._stream))
-
-
-class Event:
-    """A mark in the work of a device, as ``torch.cuda.Event``; times are those of the client, when it waited.
-
-    Args:
-        enable_timing: Whether ``elapsed_time`` is wanted: recording then waits for the device.
-        blocking: Taken for compatibility.
-        interprocess: Not possible.
-    """
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        if interprocess:
-            raise NotImplementedError("events of virtual devices cannot be shared with other processes")
-        self.enable_timing = enable_timing
-        self._stream: DeviceStream | None = None
-        self._mark = 0
-        self._time_s = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark what has been issued so far."""
-        self._stream = _place(None) if stream is None else stream._stream
-        if self.enable_timing:
-            self._stream.synchronize()
-            self._time_s = time.perf_counter()
-        self._mark = self._stream.mark()
-
-    def query(self) -> bool:
-        """Tell whether the device has come to the mark."""
-        return self._stream is None or self._stream.reached(self._mark)
-
-    def synchronize(self) -> None:
-        """Wait until the device has come to the mark."""
-        if self._stream is not None and not self._stream.reached(self._mark):
-            self._stream.synchronize()
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let what comes on a stream wait for the mark."""
-        (stream or current_stream()).wait_event(self)
-
-    def elapsed_time(self, end_event: Event) -> float:
-        """Return the milliseconds between two events that were made with ``enable_timing``."""
-        if not (self.enable_timing and end_event.enable_timing and self._stream and end_event._stream):
-            raise RuntimeError("Both events must be created with argument 'enable_timing=True' and be recorded.")
-        return (end_event._time_s - self._time_s) * 1000
+    place(device).synchronize()
 
 
 def current_stream(device: Device = None) -> Stream:
@@ -307,7 +179,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _memory(device: Device) -> Memory:
-    answer = _place(device).flush([Ask("memory")], wait=True)
+    answer = place(device).flush([Ask("memory")], wait=True)
     assert answer is not None
     (memory,) = (result for result in answer.results if isinstance(result, Memory))
     return memory
@@ -329,12 +201,12 @@ max_memory_reserved = max_memory_cached = max_memory_allocated
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Let the most bytes that buffers have taken be those that they take now."""
-    _place(device).flush([Ask("peak")], wait=True)
+    place(device).flush([Ask("peak")], wait=True)
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
     """Do nothing: no figure of a virtual device's memory is a sum over time."""
-    _place(device)
+    place(device)
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
@@ -364,7 +236,7 @@ def empty_cache() -> None:
 
 def manual_seed(seed: int) -> None:
     """Seed the random numbers of the current device."""
-    generators.seed_device(_place(None), seed)
+    generators.seed_device(place(None), seed)
 
 
 def manual_seed_all(seed: int) -> None:
@@ -385,17 +257,17 @@ def seed_all() -> None:
 
 def initial_seed() -> int:
     """Return the seed of the current device's random numbers."""
-    return _place(None).seed
+    return place(None).seed
 
 
 def get_rng_state(device: Device = None) -> Tensor:
     """Return the state of a device's random numbers, as bytes."""
-    return generators.read_state(_place(device), 0)
+    return generators.read_state(place(device), 0)
 
 
 def set_rng_state(new_state: Tensor, device: Device = None) -> None:
     """Set the state of a device's random numbers."""
-    generators.write_state(_place(device), 0, new_state)
+    generators.write_state(place(device), 0, new_state)
 
 
 def get_rng_state_all() -> list[Tensor]:
@@ -430,12 +302,12 @@ def as_module() -> ModuleType:
     """Return what becomes ``torch.vgpu``."""
     made = _Module("torch.vgpu", __doc__)
     for name, value in globals().items():
-        own = getattr(value, "__module__", None) in (__name__, box.__name__)
-        if own and name not in ("as_module", "Device", "_memory", "_place"):
+        own = getattr(value, "__module__", None) in (__name__, box.__name__, order.__name__)
+        if own and name not in ("as_module", "Device", "_memory", "place"):
             setattr(made, name, value)
     for name in ("current_device", "device_count", "memory_reserved", "default_stream"):
         setattr(made, name, globals()[name])
     return made
 
 
-__all__ = ["as_module"]
+__all__ = ["Event", "Stream", "as_module"]

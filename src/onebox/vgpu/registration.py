@@ -11,8 +11,8 @@ import threading
 from typing import Any
 
 import torch
-import torch.fx.experimental.proxy_tensor as proxy_tensor
 import torch.utils._foreach_utils as foreach_utils
+from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -37,6 +37,7 @@ from onebox.vgpu import (
     recurrent,
     reducer,
     serial,
+    sparse,
 )
 from onebox.vgpu.generators import Generator
 from onebox.vgpu.tensor import VirtualTensor
@@ -70,6 +71,7 @@ def install() -> None:
         ranks.register()
         reducer.register()
         outputs.register()
+        sparse.register()
         lazy.register()
         attention.register()
         compilers.register()
@@ -102,7 +104,7 @@ def _let_graphs_record() -> None:
     """
     kinds = proxy_tensor.HANDLED_TYPES
     if VirtualTensor not in kinds:
-        proxy_tensor.HANDLED_TYPES = (*kinds, VirtualTensor)
+        proxy_tensor.HANDLED_TYPES = (*kinds, VirtualTensor)  # type: ignore[assignment]
 
 
 def _after_step(*_: Any) -> None:
