@@ -46,8 +46,7 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         A function of the inputs. Where nothing is on a virtual device that is the graph itself; likewise, with a
         warning, where an input is a size that the script has marked as dynamic.
     """
-    values = [*inputs, *(node.meta.get("example_value") for node in module.graph.nodes)]
-    if not any(isinstance(value, Tensor) and value.device.type == "vgpu" for value in values):
+    if not is_virtual(module, inputs):
         return module.forward
     if not all(isinstance(value, Tensor) for value in inputs):
         warnings.warn(
@@ -59,6 +58,12 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     backend = aot_autograd(fw_compiler=_compile, bw_compiler=_compile, partition_fn=partition)
     compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
+
+
+def is_virtual(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Tell whether a graph of Dynamo has tensors on virtual devices, given examples of its inputs."""
+    values = [*inputs, *(node.meta.get("example_value") for node in module.graph.nodes)]
+    return any(isinstance(value, Tensor) and value.device.type == "vgpu" for value in values)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -16,11 +16,17 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo import config, trace_rules
 from torch._dynamo.variables import builder
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from onebox.vgpu.cuda.traced import in_words_of_the_script
 from onebox.vgpu.tensor import VirtualTensor
 
 BACKEND = "onebox"
@@ -37,6 +43,8 @@ def teach_dynamo() -> None:
             return
         _take_for_plain()
         _leave_operators_alone()
+        _name_devices()
+        _let_convolutions_lie()
         FakeTensorMode.avoid_device_init = True  # type: ignore[assignment,method-assign]  # constants stay on the host
         _done.append(True)
 
@@ -46,11 +54,12 @@ def _take_for_plain() -> None:
     infer: Any = builder.infer_subclass_type
 
     def wrapped(self: Any, value: Any) -> Any:
-        if not _is_ours(self.tx.output.compiler_fn):
-            return self.wrap_tensor(value) if type(value) is VirtualTensor else wrap(self, value)
+        virtual = type(value) is VirtualTensor
+        if not (virtual or _is_ours(self.tx.output.compiler_fn)):
+            return wrap(self, value)
         # Programs have fixed shapes: each shape that comes is a graph of its own, none has symbols.
         with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
-            return self.wrap_tensor(value) if type(value) is VirtualTensor else wrap(self, value)
+            return self.wrap_tensor(value) if virtual else wrap(self, value)
 
     def inferred(value: Any) -> Any:
         return None if type(value) is VirtualTensor else infer(value)
@@ -58,6 +67,15 @@ def _take_for_plain() -> None:
     builder.VariableBuilder._wrap = wrapped  # type: ignore[method-assign]
     builder.infer_subclass_type = inferred
     VirtualTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _name_devices() -> None:
+    """Let compiled functions see devices as their script calls them, which may be ``cuda``."""
+    build, variable = VariableTracker.build, TensorVariable
+    device = in_words_of_the_script(variable.method_attr_device, build, lambda place: place)
+    is_cuda = in_words_of_the_script(variable.method_attr_is_cuda, build, lambda place: place.type == "cuda")
+    variable.method_attr_device = device  # type: ignore[method-assign]
+    variable.method_attr_is_cuda = is_cuda  # type: ignore[method-assign]
 
 
 def _as_it_is(tensor: VirtualTensor, expected_metadata: Any, expected_type: Any = None) -> VirtualTensor:
@@ -80,6 +98,20 @@ def _leave_operators_alone() -> None:
                 set_eval_frame(tracer)
 
     VirtualTensor.dispatcher = staticmethod(untraced)
+
+
+def _let_convolutions_lie() -> None:
+    """Let traced convolutions lie as those of CPUs and GPUs do; PyTorch knows no format for a device like ours."""
+    plain: Any = torch._C._conv_determine_backend_memory_format
+
+    def determine(rows: Tensor, weight: Tensor, backend: Any) -> torch.memory_format:
+        if rows.device.type != "vgpu":
+            found: torch.memory_format = plain(rows, weight, backend)
+            return found
+        formats = {suggest_memory_format(rows), suggest_memory_format(weight)} - {torch.contiguous_format}
+        return formats.pop() if formats else torch.contiguous_format
+
+    torch._C._conv_determine_backend_memory_format = determine  # type: ignore[assignment]
 
 
 def _is_ours(compiler: Any) -> bool:

@@ -299,6 +299,20 @@ def test_channels_last_keeps_its_strides() -> None:
     close(made.as_strided((4,), (1,)), expected.as_strided((4,), (1,)))
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # PyTorch's own, from loading Inductor
+def test_the_default_backend_and_others(programs: list[Any]) -> None:
+    host, here = pair(lambda: Norm().eval())
+    for size in (2, 5, 4):
+        x = torch.randn(size, 2, 5, 5)
+        close(torch.compile(here, mode="reduce-overhead")(x.to(HERE)), host(x))
+    assert len(programs) == 3
+    close(torch.compile(here, backend="aot_eager")(x.to(HERE)), host(x))
+    assert len(programs) == 3, "another backend runs it operator by operator"
+    here.compile()
+    close(here(x.to(HERE)), host(x))
+    assert len(programs) == 4
+
+
 def test_autocast() -> None:
     _, here = pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).float())
     x = torch.randn(5, 3).float().to(HERE)
