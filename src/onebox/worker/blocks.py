@@ -18,6 +18,10 @@ Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], Failure]
 """Turns what an operator raised into a failure; told its arguments, too, and reports it where it is new."""
 
 
+Spoil = Callable[[int, Failure], None]
+"""Voids all buffers that share a storage, given by its identity."""
+
+
 class Void(NamedTuple):
     """What a register holds whose tensor could not be made."""
 
@@ -71,6 +75,7 @@ class CompiledBlock:
         if block.inputs < 0 or block.inputs > len(block.calls) + len(block.outputs):
             raise WireError(f"a block of {len(block.calls)} integers has {block.inputs} inputs")
         self._alive = [True] * block.inputs
+        self._origins = list(range(block.inputs))  # for each slot the input that it is a view of; -1 for none
         self.begins: list[int] = []  # inputs that end before any call
         self._writes: set[int] = set()
         self._resizes: set[int] = set()
@@ -93,7 +98,7 @@ class CompiledBlock:
     @property
     def writes(self) -> tuple[int, ...]:
         """The inputs that a run may write to."""
-        return tuple(slot for slot in self._writes if slot < self.block.inputs)
+        return tuple(slot for slot in self._writes if slot >= 0)
 
     def _parse(
         self, kernel: Callable[[int], CompiledKernel]
@@ -121,7 +126,9 @@ class CompiledBlock:
             if made != tuple(range(first, first + compiled.outputs)):
                 raise WireError(f"a call of a block fills slots {made}, but the next one is {first}")
             alive += [True] * compiled.outputs
-            self._writes.update(slots[index] for index in compiled.writes)
+            base = -1 if compiled.fresh or not slots else self._origins[slots[0]]  # operators view what comes first
+            self._origins += [base] * compiled.outputs
+            self._writes.update(self._origins[slots[index]] for index in compiled.writes)
             self._resizes.update(slots[index] for index in compiled.resizes)
             parsed.append((compiled, slots, first, []))
         return parsed
@@ -165,6 +172,7 @@ class CompiledBlock:
         progress: Progress,
         end: Callable[[int], None],
         explain: Explain,
+        spoil: Spoil,
     ) -> list[Any]:
         """Run the calls, without account of what each of them takes.
 
@@ -174,6 +182,7 @@ class CompiledBlock:
             progress: Counted up with each operator.
             end: Called with each input whose buffer ends.
             explain: Called where an operator fails; later calls that read what it should have made fail by it, too.
+            spoil: Called for each storage that it should have written to.
 
         Returns:
             The registers, those of slots first; :class:`Void` where a call failed.
@@ -195,7 +204,7 @@ class CompiledBlock:
                 else:
                     run(*pick(registers))
             except Exception as error:
-                _fail(step, registers, error, explain)
+                _fail(step, registers, error, explain, spoil)
             for slot in dies:
                 registers[slot] = None
             for slot in ends:
@@ -208,10 +217,16 @@ class CompiledBlock:
         return freed, [slot for slot in self.writes if self._alive[slot]]
 
 
-def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain) -> None:
-    """Void what a call would have written."""
+def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain, spoil: Spoil) -> None:
+    """Void what a call would have written, whoever views it."""
     void = [registers[slot] for slot in step.slots if isinstance(registers[slot], Void)]
     mark = void[0] if void else Void(explain(error, step.kernel, [registers[slot] for slot in step.slots]))
     registers[step.first : step.stop] = [mark] * (step.stop - step.first)
     for index in step.kernel.writes:
-        registers[step.slots[index]] = mark
+        written = registers[step.slots[index]]
+        if isinstance(written, Tensor):
+            storage = written.untyped_storage()._cdata
+            spoil(storage, mark.failure)
+            for slot, held in enumerate(registers):
+                if isinstance(held, Tensor) and held.untyped_storage()._cdata == storage:
+                    registers[slot] = mark

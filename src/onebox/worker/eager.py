@@ -187,7 +187,9 @@ class Eager:
     def _void(
         self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: Failure
     ) -> None:
-        self._store.void([*outputs, *(inputs[index] for index in kernel.writes)], failure)
+        self._store.void(outputs, failure)
+        for index in kernel.writes:
+            self._store.spoil(inputs[index], failure)
 
     def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Failure:
         """Report what an operator raised, and return it as a failure."""
@@ -271,11 +273,13 @@ class Eager:
             self._replay_counted(compiled, replay)  # which finds out at which operator
             return
         registers = compiled.run(
-            tensors, replay.floats, self._progress, lambda slot: store.forget(inputs[slot]), self._explain
+            tensors,
+            replay.floats,
+            self._progress,
+            lambda slot: store.forget(inputs[slot]),
+            self._explain,
+            store.spoil_storage,
         )
-        for slot in compiled.writes:
-            if isinstance(registers[slot], Void):
-                store.void([inputs[slot]], registers[slot].failure)
         for slot in compiled.resizes:
             store.recount(inputs[slot])
         for number, slot in zip(replay.outputs, block.outputs, strict=True):
@@ -332,7 +336,9 @@ class Eager:
         else:
             found, given = self._definitions.get(instruction.block), instruction.inputs
             freed, written = found.skip(failure) if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
-            store.void([given[slot] for slot in written if slot < len(given)], failure)
+            for slot in written:
+                if slot < len(given):
+                    store.spoil(given[slot], failure)
             for slot in freed:
                 if slot < len(given):
                     store.forget(given[slot])

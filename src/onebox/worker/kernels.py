@@ -42,7 +42,7 @@ class CompiledKernel:
     """
 
     __slots__ = (
-        "_dtype", "_fresh", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "inputs", "kept",
+        "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "fresh", "inputs", "kept",
         "name", "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
     )  # fmt: skip
 
@@ -77,7 +77,8 @@ class CompiledKernel:
         if kernel.outs and not self._listed and len(kernel.outs) != len(kinds):
             raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
         self._outs = [None if out is None else Expected(out) for out in kernel.outs]
-        self._fresh = all(value.alias_info is None for value in schema.returns)
+        self.fresh = all(value.alias_info is None for value in schema.returns)
+        """Whether nobody else has the storages of what it returns."""
         single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
         if single is not None:
             self._shape, self._strides = single.shape, single.strides
@@ -100,7 +101,7 @@ class CompiledKernel:
         flat = flatten(result) if self._listed else result if isinstance(result, tuple | list) else (result,)
         if len(flat) != len(self._outs):
             raise ValueError(f"it returned {len(flat)} tensors where {len(self._outs)} are expected")
-        return [out.fit(made, self._fresh) for made, out in zip(flat, self._outs, strict=True) if out is not None]
+        return [out.fit(made, self.fresh) for made, out in zip(flat, self._outs, strict=True) if out is not None]
 
 
 class _Layout:

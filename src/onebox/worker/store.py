@@ -167,6 +167,18 @@ class BufferStore:
             self.forget(number)
             self._void[number] = failure
 
+    def spoil(self, number: int, failure: Failure) -> None:
+        """Mark a buffer as void, and all that share its storage: something should have written there, and has not."""
+        storage = self._storages.get(number)
+        if storage is None:
+            self.void([number], failure)
+        else:
+            self.spoil_storage(storage, failure)
+
+    def spoil_storage(self, storage: int, failure: Failure) -> None:
+        """Mark all buffers as void that share a storage, given by its identity."""
+        self.void([number for number, held in self._storages.items() if held == storage], failure)
+
     def take(self, number: int) -> Tensor:
         """Return a buffer and forget it."""
         tensor = self.get(number)
