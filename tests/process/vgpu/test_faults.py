@@ -193,12 +193,12 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path, body: str) -> None:
 def test_an_interpreter_that_ends_with_tensors_alive(tmp_path: Path, closed: str) -> None:
     body = f"""
 pool = onebox.open("cpu", threads=1)
-ready(pool)
 kept = torch.ones(4, device="vgpu:0", requires_grad=True)
 (kept * 2).sum().backward()
 generator = torch.Generator("vgpu:0")
 circle = [kept]
 circle.append(circle)
+ready(pool)
 {closed}
 """
     with Script(tmp_path, body) as script:
