@@ -27,6 +27,10 @@ specials: dict[Any, Special] = {}
 """Operators that do not run on one device, or not as they are: copies, reads and the like."""
 
 
+foreign: dict[type, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+"""Other classes of tensors of the devices, and what does operators on them."""
+
+
 def special(*functions: Any) -> Callable[[Special], Special]:
     """Let a function be what happens for operators."""
 
@@ -237,6 +241,9 @@ def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     from onebox.vgpu.copies import upload
 
     seen = _tensors((args, kwargs))
+    for value in seen:
+        if type(value) in foreign:
+            return foreign[type(value)](func, args, kwargs)
     virtual = [value for value in seen if isinstance(value, VirtualTensor)]
     if not virtual:
         raise RuntimeError(f"{func} with no virtual tensor")

@@ -1,0 +1,98 @@
+"""Sparse gradients on a virtual device, and what else there is of sparse tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onebox
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[onebox.Pool]:
+    with onebox.open("cpu*2", threads=1) as pool:
+        yield pool
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SparseAdam": torch.optim.SparseAdam,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+def _trained(device: str, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[Tensor, Tensor]:
+    """Return the weights of an embedding after some steps with sparse gradients of two backward passes each."""
+    torch.manual_seed(0)
+    words = nn.Embedding(10, 4, sparse=True, dtype=torch.float64).to(device)
+    steps = optimizer(words.parameters())
+    for step in range(4):
+        seen = torch.tensor([1, 3, 3, step], device=device)
+        steps.zero_grad()
+        (words(seen) ** 2).sum().backward()
+        (words(seen[:2]) ** 2).sum().backward()
+        steps.step()
+    assert words.weight.grad is not None
+    assert words.weight.grad.is_sparse
+    return words.weight.detach().cpu(), words.weight.grad.cpu().to_dense()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_train_as_on_the_cpu(name: str) -> None:
+    expected = _trained("cpu", OPTIMIZERS[name])
+    torch.testing.assert_close(_trained("vgpu:1", OPTIMIZERS[name]), expected, rtol=1e-12, atol=1e-12)
+
+
+def _scattered() -> Tensor:
+    indices = torch.tensor([[2, 0, 2, 1], [1, 3, 1, 0]])
+    return torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 4), check_invariants=True)
+
+
+def test_a_sparse_tensor_goes_to_a_device_and_back() -> None:
+    there = _scattered().to("vgpu:0")
+    assert (there.device.type, there.is_sparse, there._nnz(), there.is_coalesced()) == ("vgpu", True, 4, False)
+    assert (there.sparse_dim(), there.dense_dim(), there.shape) == (2, 0, (3, 4))
+    torch.testing.assert_close(there.cpu().to_dense(), _scattered().to_dense())
+    torch.testing.assert_close(there.to("vgpu:1").to_dense().cpu(), _scattered().to_dense())
+    assert repr(there).startswith("tensor(indices=tensor([[2, 0, 2, 1]")
+
+
+def test_coalescing_sorts_and_adds() -> None:
+    ours, theirs = _scattered().to("vgpu:0").coalesce(), _scattered().coalesce()
+    assert ours.is_coalesced()
+    torch.testing.assert_close(ours.indices().cpu(), theirs.indices())
+    torch.testing.assert_close(ours.values().cpu(), theirs.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s: s + s,
+        lambda s: s * 2.0,
+        lambda s: s / 4.0,
+        lambda s: -s,
+        lambda s: torch.ones(3, 4, device=s.device) + s,
+        lambda s: torch.ones(3, 4, device=s.device).add_(s, alpha=-0.5),
+        lambda s: s.clone().mul_(3.0),
+        lambda s: s.double(),
+        lambda s: torch.arange(12.0, device=s.device).view(3, 4).sparse_mask(s.coalesce()),
+        lambda s: s.to_dense().to_sparse(),
+        lambda s: torch.eye(3, 4, device=s.device).unsqueeze(-1).expand(3, 4, 2).to_sparse(sparse_dim=2),
+    ],
+)
+def test_arithmetic_is_that_of_the_cpu(function: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = function(_scattered().to("vgpu:0")), function(_scattered())
+    assert (ours.layout, ours.dtype) == (theirs.layout, theirs.dtype)
+    torch.testing.assert_close(ours.to_dense().cpu(), theirs.to_dense())
+
+
+def test_what_there_is_not_says_so() -> None:
+    with pytest.raises(NotImplementedError, match=r"not supported on virtual devices; make it dense with \.to_dense"):
+        torch.sparse.mm(_scattered().to("vgpu:0"), torch.ones(4, 2, device="vgpu:0"))
