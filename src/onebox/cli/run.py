@@ -81,7 +81,7 @@ def _arguments(words: tuple[str, ...]) -> Iterator[Callable[[], object]]:
 def _check_module(name: str) -> None:
     try:
         found = importlib.util.find_spec(name)
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         found = None
     if found is None:
         raise UsageError(f"there is no module {name}")

@@ -19,6 +19,7 @@ import torch.backends.cudnn
 from torch.autograd import profiler
 
 from onebox.vgpu.cuda.amp import translate_amp
+from onebox.vgpu.cuda.distributed import translate_distributed
 from onebox.vgpu.cuda.entries import translate_entries
 from onebox.vgpu.cuda.functions import accelerator, accelerator_index
 from onebox.vgpu.cuda.generators import translate_generators
@@ -92,6 +93,7 @@ def _translate(patches: Patches) -> None:
     translate_generators(patches)
     translate_streams(patches)
     translate_amp(patches)
+    translate_distributed(patches)
     translate_saved(patches)
     translate_traced(patches)
     _translate_accelerators(patches)

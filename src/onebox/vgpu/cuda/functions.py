@@ -21,9 +21,14 @@ _BFLOAT16 = _TENSOR_FLOAT32 = 8
 """The first compute capability with these types in hardware."""
 
 
-def no() -> bool:
+def no(*args: Any) -> bool:
     """Say no."""
     return False
+
+
+def yes(*args: Any) -> bool:
+    """Say yes."""
+    return True
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -108,6 +108,7 @@ _OWN: dict[str, Any] = {
 }
 
 OF_SUBMODULES: dict[str, Any] = {
+    "torch.cuda.nccl.is_available": functions.no,
     "torch.cuda.nvtx.mark": functions.nothing,
     "torch.cuda.nvtx.range": functions.Range,
     "torch.cuda.nvtx.range_end": functions.nothing,
