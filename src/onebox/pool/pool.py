@@ -208,6 +208,10 @@ class Pool:
             store(key, measured)
         return measured
 
+    def is_whole(self, group: int) -> bool:
+        """Tell whether a group is formed and, as far as is known, no member has left it."""
+        return self._switchboard.serves(group)
+
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
         for worker in workers:

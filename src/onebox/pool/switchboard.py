@@ -157,6 +157,10 @@ class Switchboard:
         self._sums.form(group, members)
         self._groups.add(group)
 
+    def serves(self, group: int) -> bool:
+        """Tell whether a group is served: it has been formed, and none of its members has left."""
+        return group in self._groups
+
     def stop(self, *last: Instruction) -> None:
         """End the thread, close the sockets, fail what is still waited for. Idempotent.
 

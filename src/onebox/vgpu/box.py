@@ -97,6 +97,8 @@ class Box:
                 self._group = 0
             if not self._group:
                 self._group = self.pool.form_group(everybody, "workers")
+                for stream in self.streams:
+                    stream.waits += 1
             return self._group
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from onebox.errors import OneboxError
+from onebox.errors import OneboxError, OperatorError, PeerLost
 from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
 from onebox.vgpu.coding import SHORTEST, Book, Record, block_of, coded, plain
@@ -84,6 +84,8 @@ class Stream:
         self.waits = 0
         self.messages = 0
         self.synchronous = False
+        self.others: Sequence[Stream] = ()
+        """The streams of all devices of the pool; set by whoever makes them."""
         self.seed = FIRST_SEED
         self._ring = ring
         self._next = FIRST
@@ -230,13 +232,26 @@ class Stream:
         self.waits += 1
         try:
             return future.result()
-        except OneboxError:
+        except OneboxError as error:
+            told = self._cause(error)
             with self.lock:
                 self._arrived()
                 self._untold = None  # what failed before this, it is the cause of, or hidden by this
+            if told is not None:
+                raise told.with_traceback(None) from None
             raise
         finally:
             del future
+
+    def _cause(self, error: OneboxError) -> BaseException | None:
+        """Return what failed on another device, where this one says only that something does not come from there."""
+        for stream in self.others if isinstance(error, PeerLost) else ():
+            with stream.lock:
+                stream._arrived()
+                if isinstance(stream._untold, OperatorError):
+                    found, stream._untold = stream._untold, None
+                    return found
+        return None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
         """Send what is recorded and, behind it, some instructions; return what the worker will answer.

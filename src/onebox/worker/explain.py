@@ -35,7 +35,9 @@ def explain(error: Exception, doing: str) -> Failure:
     return Failure(_kind(error), doing, _first_lines(error), "", type(error).__name__)
 
 
-def _kind(error: BaseException) -> Literal["memory", "operator"]:
+def _kind(error: BaseException) -> Literal["memory", "operator", "peer"]:
+    if isinstance(error, PeerLost):
+        return "peer"
     memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
     return "memory" if memory or "DefaultCPUAllocator" in str(error) else "operator"
 
