@@ -151,6 +151,7 @@ FOUR = Strided("float64", (4,), (1,))
 ONES = torch.ones(4, dtype=torch.float64)
 ADD = Kernel("aten.add.Tensor", (Slot(0), Slot(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
 MUL_ = Kernel("aten.mul_.Tensor", (Slot(0), Slot(1)), {}, 2, 0)
+VIEW = Kernel("aten.view.default", (Slot(0), Items((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),))
 MM = Kernel("aten.mm.default", (Slot(0), Slot(1)), {}, 2, 0, (FOUR,))
 
 

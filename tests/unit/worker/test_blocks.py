@@ -10,8 +10,21 @@ from hypothesis import strategies as st
 from onebox.wire import FREE, Block
 from onebox.wire.messages import Ask, Define, Free, Operate, Replay
 from onebox.wire.sayings import Memory
+from onebox.worker.faults import Fault
 from tests.unit.machines import Rig
-from tests.unit.worker.scripts import ADD, MUL_, ONES, Ref, Script, X, bytes_held, failure_of, on_a_worker, small_rig
+from tests.unit.worker.scripts import (
+    ADD,
+    MUL_,
+    ONES,
+    VIEW,
+    Ref,
+    Script,
+    X,
+    bytes_held,
+    failure_of,
+    on_a_worker,
+    small_rig,
+)
 
 aten = torch.ops.aten
 
@@ -103,6 +116,34 @@ def test_a_failure_in_a_block_voids_what_depends_on_it(replays: int) -> None:
     rig.do(Replay(9, inputs, outputs, floats))
     assert torch.equal(rig.get(23), ONES * 4)
     assert rig.failures == []
+
+
+@pytest.mark.parametrize("replays", [0, 1, 2], ids=["first", "second", "third"])
+def test_a_failure_in_a_block_voids_all_who_see_the_memory(replays: int) -> None:
+    """The block writes to a view of its first input; a view from before it sees that memory, too."""
+    rig = Rig()
+    rig.do(
+        Define(1, ADD), Define(2, MUL_), Define(5, VIEW), Define(9, Block((5, 0, 2, 2, 2, 1, 1, 0, 0, 3), 2, (3,), 1))
+    )
+    for _ in range(replays):
+        rig.put(b11=ONES, b12=ONES.view(2, 2))
+        rig.do(Replay(9, (11, 12), (21,), (1.0,)))
+        assert torch.equal(rig.get(21), ONES * 2)
+    rig.put(b11=ONES, b12=torch.ones(3, dtype=torch.float64), b13=ONES)
+    rig.do(Operate((5, 11, 31, 5, 13, 32)), Replay(9, (11, 12), (21,), (1.0,)))
+    (failure,) = rig.failures
+    assert failure.operator == "aten.mul_.Tensor"
+    assert failure_of(rig, 11) == failure_of(rig, 31) == failure_of(rig, 21) == failure
+    assert torch.equal(rig.get(32), ONES.view(2, 2))
+
+
+def test_a_block_that_does_not_run_voids_what_its_views_would_have_written() -> None:
+    rig = Rig(faults=(Fault("error", "replay", 1),))
+    rig.do(Define(2, MUL_), Define(5, VIEW), Define(9, Block((5, 0, 2, 5, 2, 3, 2, 3, 1), 2, (), 0)))
+    rig.put(b11=ONES, b12=ONES.view(2, 2))
+    rig.do(Replay(9, (11, 12), (), ()))
+    assert failure_of(rig, 11) == rig.failures[0]
+    assert torch.equal(rig.get(12), ONES.view(2, 2))
 
 
 @pytest.mark.parametrize("replays", [0, 2])

@@ -12,7 +12,7 @@ from onebox.wire.messages import Ask, Define, KeepGenerator, Operate, Perform, R
 from onebox.worker.faults import Fault
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig
-from tests.unit.worker.scripts import ADD, FOUR, MUL_, ONES, failure_of, small_rig
+from tests.unit.worker.scripts import ADD, FOUR, MUL_, ONES, VIEW, failure_of, small_rig
 
 
 @pytest.fixture
@@ -37,6 +37,14 @@ def test_what_a_failed_operator_may_have_written_is_void(rig: Rig) -> None:
     assert torch.equal(rig.get(13), ONES)
     rig.put(b11=ONES)
     assert torch.equal(rig.get(11), ONES)
+
+
+def test_what_fails_to_write_to_a_view_voids_all_who_see_its_memory(rig: Rig) -> None:
+    rig.put(b14=torch.ones(3, dtype=torch.float64))
+    rig.do(Define(5, VIEW), Operate((5, 11, 20, 5, 11, 21, 5, 12, 22, 2, 20, 14)))
+    (failure,) = rig.failures
+    assert failure_of(rig, 11) == failure_of(rig, 20) == failure_of(rig, 21) == failure
+    assert torch.equal(rig.get(22), ONES.view(2, 2))
 
 
 def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_written(rig: Rig) -> None:
