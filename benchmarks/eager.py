@@ -242,7 +242,7 @@ def repeated(run: Callable[[], object], stream: Any = None, repeats: int = 60) -
 
 def waits(pool: str) -> dict[str, Any]:
     """Count how often steps wait for the worker behind a slow channel."""
-    found = measure_waits(pool, LATENCY_S)
+    found = measure_waits(pool if pool.startswith("cuda") else several(pool, 2), LATENCY_S)
     show(
         f"Round trips of a step, with {LATENCY_S * 1e3:.0f} ms of emulated latency each way",
         ["step", "first", "later", "messages", "client ms"],

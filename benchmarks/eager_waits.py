@@ -39,8 +39,13 @@ class Waits:
     client_ms: float
 
 
-def kinds(device: str) -> dict[str, Step]:
-    """Return the kinds of steps, by what the table calls them; each has a model of its own."""
+def kinds(device: str, other: str) -> dict[str, Step]:
+    """Return the kinds of steps, by what the table calls them; each has a model of its own.
+
+    Args:
+        device: Where they are.
+        other: Another device, for a model over two of them; the same one where there is no other.
+    """
     return {
         "training, nothing read": training(device),
         "training, loss.item() in each step": training(device, read=True),
@@ -50,6 +55,7 @@ def kinds(device: str) -> dict[str, Step]:
         "training under autocast with GradScaler": training(device, amp=True, scaler=True),
         "training with checkpointing": training(device, checkpointed=True),
         "CNN with dropout, nothing read": training(device, name="cnn"),
+        "training over two devices": over_two(device, other),
         "evaluation, hits counted on the device": evaluation(device, read=False),
         "evaluation, hits read in each step": evaluation(device, read=True),
         "upload of a batch": upload(device),
@@ -95,6 +101,21 @@ def training(
     return step
 
 
+def over_two(first: str, second: str) -> Step:
+    """Return a training step of a model whose halves are on two devices."""
+    body = make("mlp")[0].body
+    halves = body[:3].to(first), body[3:].to(second)
+    optimizer = torch.optim.SGD([*halves[0].parameters(), *halves[1].parameters()], lr=1e-3)
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        logits = halves[1](halves[0](images.to(first)).to(second))
+        nn.functional.cross_entropy(logits, labels.to(second)).backward()
+        optimizer.step()
+
+    return step
+
+
 def evaluation(device: str, *, read: bool) -> Step:
     """Return a step of an evaluation."""
     model = make("mlp")[0].to(device).eval()
@@ -116,33 +137,43 @@ def upload(device: str) -> Step:
 
 
 def measure_waits(pool: str, latency_s: float) -> dict[str, Waits]:
-    """Run all kinds of steps on one worker behind a slow channel.
+    """Run all kinds of steps behind a slow channel.
 
     Args:
-        pool: The worker.
+        pool: The workers; the second is used by a model over two devices only.
         latency_s: Seconds that each message takes in addition, each way.
     """
     data = host_batches(2, BATCH)
-    with onebox.open(pool, threads=1, channel_latency_s=latency_s):
-        return {name: _measure(step, data) for name, step in kinds("vgpu:0").items()}
+    with onebox.open(pool, threads=1, channel_latency_s=latency_s) as opened:
+        return {name: _measure(step, data) for name, step in kinds("vgpu:0", f"vgpu:{len(opened) - 1}").items()}
 
 
 def _measure(step: Step, data: Data) -> Waits:
-    stream = current_box().streams[0]
-    stream.synchronize()
-    before = stream.waits
+    streams = current_box().streams
+    waits, _ = _counts()
     step(*data[0])
-    first = stream.waits - before
-    stream.synchronize()
-    waits, messages, times = stream.waits, stream.messages, []
+    first = _counts()[0] - waits
+    for stream in streams:
+        stream.synchronize()
+    (waits, messages), times = _counts(), []
     for number in range(LATER):
         begin = time.perf_counter()
         step(*data[number % len(data)])
         times.append(time.perf_counter() - begin)
-    stream.flush()
+    for stream in streams:
+        stream.flush()
+    more_waits, more_messages = _counts()
+    for stream in streams:
+        stream.synchronize()
     return Waits(
         first=first,
-        later=(stream.waits - waits) / LATER,
-        messages=(stream.messages - messages) / LATER,
+        later=(more_waits - waits) / LATER,
+        messages=(more_messages - messages) / LATER,
         client_ms=statistics.median(times) * 1e3,
     )
+
+
+def _counts() -> tuple[int, int]:
+    """Return how often the client has waited for a device so far, and how many messages it has sent."""
+    streams = current_box().streams
+    return sum(stream.waits for stream in streams), sum(stream.messages for stream in streams)
