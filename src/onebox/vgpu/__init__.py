@@ -8,6 +8,7 @@ from typing import ParamSpec
 
 from onebox.pool import Pool, open_pool
 from onebox.vgpu.box import attach, current_box
+from onebox.vgpu.cuda import alias_cuda
 from onebox.vgpu.ranks import Ranks, spawn
 from onebox.vgpu.registration import install
 from onebox.vgpu.tensor import VirtualTensor
@@ -44,4 +45,14 @@ def set_synchronous(on: bool) -> None:
         stream.synchronous = on
 
 
-__all__ = ["Pool", "Ranks", "VirtualTensor", "attach", "install", "open_devices", "set_synchronous", "spawn"]
+__all__ = [
+    "Pool",
+    "Ranks",
+    "VirtualTensor",
+    "alias_cuda",
+    "attach",
+    "install",
+    "open_devices",
+    "set_synchronous",
+    "spawn",
+]

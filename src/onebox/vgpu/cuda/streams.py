@@ -49,7 +49,7 @@ class Stream(module.Stream):
         self.cuda_stream = 0
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]  # read-only in PyTorch, too
+    def device(self) -> torch.device:
         """The device."""
         return outward(self._stream.device)
 
