@@ -117,7 +117,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         WireError: An argument is of a kind that does not travel.
     """
     kernel = describe(func, args, kwargs)
-    if func in ASKED or _is_learned(func, args) or _ASK_TAGS & set(func.tags) or _only_checks(func):
+    if func in ASKED or _is_learned(func, args) or _depends_on_values(func, args) or _only_checks(func):
         raise Unknown(str(func))
     twins: dict[int, Tensor] = {}
     order: list[VirtualTensor] = []
@@ -148,6 +148,13 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(changed(item, change) for item in value)
     return change(value)
+
+
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether values of tensors say how much an operator returns; of indexing only masks do."""
+    if func is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return bool(_ASK_TAGS & set(func.tags))
 
 
 def _is_learned(func: Any, args: tuple[Any, ...]) -> bool:
