@@ -27,6 +27,7 @@ ITEM_BYTES = {
     "uint16": 2,
     "uint32": 4,
     "uint64": 8,
+    "complex32": 4,
     "complex64": 8,
     "complex128": 16,
 }
