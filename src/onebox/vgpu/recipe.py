@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.vgpu.asked import depends_on_values, is_learned, only_checks
 from onebox.vgpu.metadata import Metadata, metadata_of
 from onebox.vgpu.tensor import VirtualTensor
 from onebox.wire import Complex, DType, Hole, Items, Kernel, Layout, MemoryFormat, OwnDevice, Slot, Source, dtype_name
@@ -26,34 +27,6 @@ SHAPED_BY_FLOATS = frozenset(
     getattr(packet, name) for packet in (aten.arange, aten.range) for name in packet.overloads()
 )
 """Operators of which a floating-point number says how much they return."""
-
-ASKED = frozenset[Any]()
-"""Operators whose results on ``meta`` differ from those of a device, so that the worker is asked."""
-
-LEARNED = frozenset(
-    getattr(packet, name)
-    for packet in (
-        aten.native_batch_norm,
-        aten._native_batch_norm_legit,
-        aten._native_batch_norm_legit_no_training,
-        aten._batch_norm_with_update,
-        aten._batch_norm_no_update,
-        aten._embedding_bag,
-        aten._embedding_bag_forward_only,
-        aten.multilabel_margin_loss_forward,
-        aten._native_multi_head_attention,
-        aten._thnn_fused_gru_cell,
-        aten._thnn_fused_gru_cell_backward,
-    )
-    for name in packet.overloads()
-)
-"""Operators whose results have other shapes on ``meta`` than on a device: the worker says which, the first time."""
-
-_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
-"""Operators whose results lie as a device likes best where their tensors are not simply contiguous."""
-
-_ASK_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-
 
 sources: dict[int, int] = {}
 """The numbers of the devices' generators by the seed of the host's generator that stands for each: PyTorch hands on a
@@ -117,7 +90,7 @@ def recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         WireError: An argument is of a kind that does not travel.
     """
     kernel = describe(func, args, kwargs)
-    if func in ASKED or _is_learned(func, args) or _depends_on_values(func, args) or _only_checks(func):
+    if is_learned(func, args) or depends_on_values(func, args) or only_checks(func):
         raise Unknown(str(func))
     twins: dict[int, Tensor] = {}
     order: list[VirtualTensor] = []
@@ -148,25 +121,6 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(changed(item, change) for item in value)
     return change(value)
-
-
-def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether values of tensors say how much an operator returns; of indexing only masks do."""
-    if func is aten.index.Tensor:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return bool(_ASK_TAGS & set(func.tags))
-
-
-def _is_learned(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether the worker is asked the first time what an operator returns."""
-    if func in _CONVOLUTIONS:
-        return not all(value._metadata.contiguous for value in args if isinstance(value, VirtualTensor))
-    return func in LEARNED
-
-
-def _only_checks(func: Any) -> bool:
-    """Tell whether an operator returns nothing and writes nothing: it can only fail, and nobody would ever ask."""
-    return not func._schema.returns and not func._schema.is_mutable
 
 
 def _compared(func: Any, kernel: Kernel, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any) -> Recipe:
@@ -209,7 +163,7 @@ def learned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         result: What it returned.
     """
     flat, rebuild = flatten(func, result)
-    if not _is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
+    if not is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
         return None
     returns = tuple(None if item is None else item._metadata for item in flat)
     kernel = describe(func, args, kwargs)
