@@ -12,6 +12,7 @@ import torch
 
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool import Pool
+from onebox.vgpu import unnumbered
 from onebox.vgpu.stream import IDLE_S, Stream
 
 Device = torch.device | str | int | None
@@ -163,6 +164,8 @@ def set_current_device(number: int) -> None:
         UsageError: There is no such device.
     """
     stream_of(torch.device("vgpu", number))
+    if number:
+        unnumbered.register(current_device)
     _local.device = number
 
 
