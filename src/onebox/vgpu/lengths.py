@@ -34,12 +34,6 @@ def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor
     return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
 
 
-@special(aten._nested_tensor_from_mask_left_aligned.default)
-def _left_aligned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say that a padded batch cannot become a nested tensor, so that ``nn.TransformerEncoder`` keeps it as it is."""
-    return False
-
-
 def _with_lengths_there(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *more: Any, **named: Any
 ) -> Any:

@@ -27,10 +27,12 @@ from onebox.vgpu import (
     conversion,
     copies,
     factories,
+    histogram,
     lazy,
     lengths,
     module,
     outputs,
+    padded,
     parallel,
     process_group,
     ranks,
@@ -114,4 +116,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "install", "recurrent"]
+__all__ = ["copies", "install", "padded", "recurrent"]
