@@ -116,4 +116,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "install", "padded", "recurrent"]
+__all__ = ["copies", "histogram", "install", "padded", "recurrent"]

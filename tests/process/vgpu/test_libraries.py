@@ -65,6 +65,44 @@ def test_safetensors_saves_tied_weights_once(tmp_path: Path) -> None:
     assert torch.equal(stored["0.weight"], model[1].weight.cpu())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize(("low", "high", "bins"), [(0, 7, 8), (0, 49, 49), (-3, 20, 5), (0, 0, 4)])
+def test_integers_are_counted_as_on_a_gpu(dtype: torch.dtype, low: int, high: int, bins: int) -> None:
+    numbers = torch.randint(0, 60, (200,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    first, last = (low, high) if high > low else (int(numbers.min()), int(numbers.max()))
+    expected = [0] * bins
+    for number in numbers.tolist():
+        if first <= number <= last:
+            expected[min((number - first) * bins // (last - first), bins - 1)] += 1
+    counted = torch.histc(numbers.to("vgpu:0"), bins, min=low, max=high)
+    assert counted.dtype == dtype and counted.tolist() == expected
+    floats = torch.histc(numbers.float().to("vgpu:0"), bins, min=low, max=high)
+    assert torch.equal(floats.cpu(), torch.histc(numbers.float(), bins, min=low, max=high))
+
+
+def test_equal_integers_are_in_the_middle() -> None:
+    assert torch.histc(torch.full((3,), 5, device="vgpu:0"), 3).tolist() == [0, 3, 0]
+    with pytest.raises(RuntimeError, match="max must be larger than min"):
+        torch.histc(torch.ones(3, dtype=torch.int32, device="vgpu:0"), 3, min=2, max=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, None])
+def test_layer_norm_in_half_precision(dtype: torch.dtype, weights: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(8, dtype=weights or dtype)
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def run(device: str) -> list[torch.Tensor]:
+        norm.to(device).zero_grad()
+        given = rows.detach().to(device, copy=True).requires_grad_()
+        made = norm(given)
+        (made.float() ** 3).sum().backward()
+        return [each.detach().cpu() for each in (made, given.grad, norm.weight.grad, norm.bias.grad)]
+
+    torch.testing.assert_close(run("vgpu:0"), run("cpu"))
+
+
 def test_a_singular_matrix_is_an_error_of_linear_algebra() -> None:
     with pytest.raises(torch.linalg.LinAlgError, match="singular"):
         torch.linalg.inv(torch.zeros(2, 2, device="vgpu:0"))
