@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.errors import PoolError
 from onebox.graph.lower import canonical
@@ -130,7 +131,7 @@ class Compiled:
             return _Issue(lambda: value, (), {}, (), self._place(node))
         reads = tuple(self._places[canonical(source)] for source in node.all_input_nodes)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: _Place(self._places[canonical(source)]))
-        return _Issue(node.target, args, kwargs, reads, self._place(node))
+        return _Issue(_function(node.target), args, kwargs, reads, self._place(node))
 
     def _result(self, node: fx.Node, copied: set[fx.Node]) -> int:
         """Return the place of a result, which is a tensor of its own for each node."""
@@ -152,6 +153,19 @@ class Compiled:
             step.dies = tuple(dict.fromkeys(place for place in step.reads if place not in read))
             read |= set(step.reads)
         self._unread = [place for place in range(self._inputs) if place not in read]
+
+
+def _function(target: Any) -> Any:
+    """Return what the client calls for an operator; one that takes graphs, such as ``cond``, runs them by values."""
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return target
+    kernel = target.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd, target)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # in its first call, AOTAutograd looks on by way of one
+            return kernel(*args, **kwargs)
+
+    return run
 
 
 class _Place(int):

@@ -177,13 +177,17 @@ def _complex(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return spectrum.abs() + 1, spectrum, spectrum.imag * 2, torch.fft.ifft(spectrum).real
 
 
+def _branches(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cond(x.sum() > y.sum(), lambda x: x.sin() + y, lambda x: x.cos() - y, (x,)) * 2
+
+
 def _selects(x: Tensor, y: Tensor) -> Tensor:
     return x[x > 0] * 2
 
 
 @pytest.mark.parametrize(
     "function",
-    [_writes, _writes_by_a_view, _views, _several, _strides, _constants, _host, _breaks, _complex, _selects],
+    [_writes, _writes_by_a_view, _views, _several, _strides, _constants, _host, _breaks, _complex, _branches, _selects],
     ids=lambda function: function.__name__.strip("_"),
 )
 def test_a_function_does_what_it_does_on_the_host(function: Callable[..., Any]) -> None:
