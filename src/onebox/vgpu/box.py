@@ -81,6 +81,9 @@ class Box:
         for stream in self.streams:
             stream.others = self.streams
         self._group = 0
+        if torch.get_default_dtype() is not torch.float32:
+            for stream in self.streams:
+                stream.follow(torch.get_default_dtype())
 
     def group(self) -> int:
         """Return the group of all devices, in which tensors go from worker to worker; formed when first needed.

@@ -1,18 +1,20 @@
 """How recorded calls are coded for the wire, and which sequences of calls have been seen before.
 
-Pure: numbers in, numbers out. A record is ``(kernel, inputs, first)``: the kernel's number, the buffers that it reads
-and the first of the consecutive numbers of what it keeps; or ``(FREE, number, 0)``.
+Pure: numbers in, numbers out. A record is ``(kernel, inputs, first, keeps, floats)``: the kernel's number, the buffers
+that it reads, the first of the consecutive numbers of what it keeps and how many they are, and its floating-point
+numbers; or ``(FREE, number, 0, 0, ())``. All of it is in one record, so that Ctrl-C cannot come in between.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onebox.wire import FREE, Block
+from onebox.wire.messages import Define, Free, Instruction, Operate, Replay
 
-Record = tuple[int, Any, int]
+Record = tuple[int, Any, int, int, Sequence[float]]
 
 SHORTEST = 4
 """Calls of the shortest sequence that is worth a block of its own."""
@@ -37,20 +39,15 @@ class Coded(NamedTuple):
     strays: tuple[int, ...]
 
 
-def coded(records: Sequence[Record], keeps: Sequence[int]) -> Coded:
-    """Return the code of a sequence of calls.
-
-    Args:
-        records: The calls.
-        keeps: How many outputs each of them keeps.
-    """
+def coded(records: Sequence[Record]) -> Coded:
+    """Return the code of a sequence of calls."""
     slots: dict[int, int] = {}
     code: list[int] = []
     inputs: list[int] = []
     strays: list[int] = []
     made = 0
     alive: dict[int, int] = {}
-    for (kernel, reads, first), count in zip(records, keeps, strict=True):
+    for kernel, reads, first, count, _ in records:
         if kernel == FREE:
             slot = slots.pop(reads, None)
             if slot is None:
@@ -96,10 +93,10 @@ def block_of(coding: Coded, keeps: dict[int, int], reads: dict[int, int], floats
     return Block(tuple(calls), count, tuple(count + slot for slot, _ in coding.outputs), floats)
 
 
-def plain(records: Sequence[Record], keeps: Sequence[int]) -> tuple[int, ...]:
+def plain(records: Sequence[Record]) -> tuple[int, ...]:
     """Return the calls with the numbers of their buffers, for ``Operate``."""
     code: list[int] = []
-    for (kernel, reads, first), count in zip(records, keeps, strict=True):
+    for kernel, reads, first, count, _ in records:
         code.append(kernel)
         if kernel == FREE:
             code.append(reads)
@@ -141,3 +138,44 @@ class Book:
             if number:
                 gone.append(number)
         return gone
+
+
+class Batches:
+    """Makes instructions of recorded calls: single calls, or a block where such a sequence has come before.
+
+    Args:
+        new_number: Returns a number that no definition has.
+    """
+
+    def __init__(self, new_number: Callable[[], int]) -> None:
+        self.book = Book()
+        self._new_number = new_number
+        self._reads_of: dict[int, int] = {}
+        self._keeps_of: dict[int, int] = {}
+
+    def define(self, number: int, reads: int, keeps: int) -> None:
+        """Take note of a kernel: how many inputs it has, and how many outputs a call keeps."""
+        self._reads_of[number], self._keeps_of[number] = reads, keeps
+
+    def instructions(self, calls: Sequence[Record]) -> list[Instruction]:
+        """Return the instructions for calls."""
+        floats = tuple([number for call in calls for number in call[4]])
+        if len(calls) < SHORTEST:
+            return [Operate(plain(calls), floats)]
+        coding = coded(calls)
+        key = (coding.code, tuple(slot for slot, _ in coding.outputs))
+        block = self.book.look(key)
+        if block is None:
+            gone = self.book.shed()
+            return [Operate(plain(calls), floats), *([Free((), tuple(gone))] if gone else [])]
+        made: list[Instruction] = [Free(coding.strays)] if coding.strays else []
+        if not block:
+            block = self._new_number()
+            self.book.define(key, block)
+            made.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
+        made.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
+        return made
+
+    def forget(self) -> None:
+        """Begin anew, because a block may not have reached the worker."""
+        self.book = Book()

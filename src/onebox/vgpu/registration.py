@@ -26,6 +26,7 @@ from onebox.vgpu import (
     compilers,
     conversion,
     copies,
+    defaults,
     factories,
     histogram,
     lazy,
@@ -64,6 +65,7 @@ def install() -> None:
             rename="vgpu", backend_module=module.as_module(), device_guard=backward.Guard()
         )
         factories.register()
+        defaults.register()
         serial.register()
         autocast.register()
         accelerator.register()

@@ -19,11 +19,11 @@ import torch
 from onebox.errors import OneboxError, OperatorError, PeerLost
 from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
-from onebox.vgpu.coding import SHORTEST, Book, Record, block_of, coded, plain
+from onebox.vgpu.coding import Batches, Record
 from onebox.vgpu.recipe import Recipe
 from onebox.vgpu.tensor import Handle
-from onebox.wire import FREE, Kernel, TensorSpec
-from onebox.wire.messages import Call, Define, Free, Get, Instruction, Operate, Perform, Replay
+from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
+from onebox.wire.messages import Call, DefaultType, Define, Free, Get, Instruction, Perform
 from onebox.wire.sayings import Made, Tensors
 
 CALLS = 64
@@ -90,16 +90,11 @@ class Stream:
         self._ring = ring
         self._next = FIRST
         self._size = CALLS
-        self._first: list[Instruction] = []  # what must be there before the calls
-        self._frames: list[Any] = []
+        self._first: list[tuple[Instruction, Sequence[Any]]] = []  # what must be there before the calls, with frames
         self._frame_bytes = 0
         self._calls: list[Record] = []
-        self._keeps: list[int] = []
-        self._floats: list[float] = []
-        self._reads_of: dict[int, int] = {}
-        self._keeps_of: dict[int, int] = {}
         self._rooms: set[int] = set()
-        self._book = Book()
+        self._batches = Batches(pool.new_number)
         self._ahead: deque[tuple[Future[Answer], int]] = deque()
         self._ahead_bytes = 0
         self._untold: BaseException | None = None
@@ -118,10 +113,7 @@ class Stream:
                 self._define(recipe)
             first = self._next
             self._next = first + recipe.keeps
-            calls.append((recipe.number, inputs, first))
-            self._keeps.append(recipe.keeps)
-            if floats:
-                self._floats += floats
+            calls.append((recipe.number, inputs, first, recipe.keeps, floats))
             self.records += 1
             full = len(calls) >= self._size or self.synchronous
         if full:
@@ -129,20 +121,21 @@ class Stream:
         return first
 
     def _bury(self) -> None:
-        """Let the buffers end whose tensors have gone."""
+        """Let the buffers end whose tensors have gone, ahead of all else where no call is recorded."""
+        if not self._calls:
+            self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
         while self.dead:
             try:
                 number = self.dead.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._calls.append((FREE, number, 0))
-            self._keeps.append(0)
+            self._calls.append((FREE, number, 0, 0, ()))
 
     def _define(self, recipe: Recipe) -> None:
         """Send a kernel before its first call."""
         number = self.pool.new_number()
-        self._first.append(Define(number, recipe.kernel))
-        self._reads_of[number], self._keeps_of[number] = recipe.inputs, recipe.keeps
+        self._first.append((Define(number, recipe.kernel), ()))
+        self._batches.define(number, recipe.inputs, recipe.keeps)
         recipe.number = number
         if recipe.kernel.name.startswith("aten.empty"):
             self._rooms.add(number)
@@ -177,12 +170,18 @@ class Stream:
             return number
 
     def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
-        """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows."""
+        """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows.
+
+        What has gone by now ends before it, where that is possible or worth a message, so that it leaves room.
+        """
         with self.lock:
+            if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
+                self._post((), (), kept=True)
+            elif self.dead and not self._calls:
+                self._bury()
             if not self._calls and not self._first:
                 self._ring(self)
-            self._first.append(instruction)
-            self._frames += frames
+            self._first.append((instruction, frames))
             self._frame_bytes += sum(len(frame) for frame in frames)
             full = self._frame_bytes > BYTES
         if full:
@@ -191,12 +190,10 @@ class Stream:
     def fresh(self, number: int) -> bool:
         """Take back the call that filled a buffer, if it is the last one and only made room."""
         with self.lock:
-            if not self._calls or self._calls[-1][2] != number or self._keeps[-1] != 1:
-                return False
-            if self._calls[-1][0] not in self._rooms:
+            kernel, _, first, keeps, _ = self._calls[-1] if self._calls else (FREE, (), 0, 0, ())
+            if (first, keeps) != (number, 1) or kernel not in self._rooms:
                 return False
             self._calls.pop()
-            self._keeps.pop()
             return True
 
     # ---- sending
@@ -241,7 +238,7 @@ class Stream:
                 raise told.with_traceback(None) from None
             raise
         finally:
-            del future
+            future = told = None
 
     def _cause(self, error: OneboxError) -> BaseException | None:
         """Return what failed on another device, where this one says only that something does not come from there."""
@@ -261,8 +258,7 @@ class Stream:
         Args:
             last: The instructions.
             frames: Tensors that they bring.
-            kept: Whether the message counts among those that the client is ahead by; then nothing is sent where there
-                is nothing to send.
+            kept: Whether it counts among those that the client is ahead by; then it is not sent if there is nothing.
         """
         with self.lock:
             if self.dead:
@@ -270,25 +266,45 @@ class Stream:
             if self.ended:
                 gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
                 last = [*last, Free((), gone)]
-            recorded, carried = [*self._first, *self._batch()], self._frames
-            self._first, self._frames, self._frame_bytes = [], [], 0
-            if kept or not last:
-                if kept and not recorded and not last:
-                    return None
-                return self._message([*recorded, *last], [*carried, *frames], kept=kept)
-            if recorded:
-                self._message(recorded, carried, kept=True)
-            self._size = min(SOON, CALLS)
-            return self._message(last, frames, kept=False)
+            taken = self._first, self._frame_bytes, self._calls
+            sent: list[Future[Answer]] = []
+            try:
+                self._hand_over(last, frames, kept, sent)
+            except KeyboardInterrupt:
+                if not sent:  # what a script holds must be there, should it go on
+                    self._first, self._frame_bytes, self._calls = taken
+                    self._batches.forget()
+                raise
+            return sent[-1] if sent else None
 
-    def _message(self, instructions: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer]:
+    def _hand_over(
+        self, last: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[Answer]]
+    ) -> None:
+        """Send; called with the lock. What the worker will answer is added to ``sent``."""
+        recorded: list[Instruction] = [instruction for instruction, _ in self._first]
+        carried = [frame for _, brought in self._first for frame in brought]
+        if self._calls:
+            self._size = min(2 * self._size, CALLS)
+            recorded += self._batches.instructions(self._calls)
+        self._first, self._frame_bytes, self._calls = [], 0, []
+        if kept or not last:
+            if not kept or recorded or last:
+                self._message([*recorded, *last], [*carried, *frames], kept, sent)
+            return
+        if recorded:
+            self._message(recorded, carried, True, sent)
+        self._size = min(SOON, CALLS)
+        self._message(last, frames, False, sent)
+
+    def _message(
+        self, instructions: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[Answer]]
+    ) -> None:
+        sent.append(self.pool.post(self.worker, instructions, frames, answer=True))
         self.messages += 1
-        future = self.pool.post(self.worker, instructions, frames, answer=True)
         if kept:
             size_bytes = sum(len(frame) for frame in frames)
-            self._ahead.append((future, size_bytes))
+            self._ahead.append((sent[-1], size_bytes))
             self._ahead_bytes += size_bytes
-        return future
 
     def pace(self) -> None:
         """Wait where the worker is too far behind; what failed there is told to who asks for its results.
@@ -310,29 +326,6 @@ class Stream:
             future, size_bytes = self._ahead.popleft()
             self._ahead_bytes -= size_bytes
             self._untold = self._untold or future.exception()
-
-    def _batch(self) -> list[Instruction]:
-        """Return the instructions for the recorded calls."""
-        if not self._calls:
-            return []
-        self._size = min(2 * self._size, CALLS)
-        calls, keeps, floats = self._calls, self._keeps, tuple(self._floats)
-        self._calls, self._keeps, self._floats = [], [], []
-        if len(calls) < SHORTEST:
-            return [Operate(plain(calls, keeps), floats)]
-        coding = coded(calls, keeps)
-        key = (coding.code, tuple(slot for slot, _ in coding.outputs))
-        block = self._book.look(key)
-        if block is None:
-            gone = self._book.shed()
-            return [Operate(plain(calls, keeps), floats), *([Free((), tuple(gone))] if gone else [])]
-        instructions: list[Instruction] = [Free(coding.strays)] if coding.strays else []
-        if not block:
-            block = self.pool.new_number()
-            self._book.define(key, block)
-            instructions.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
-        instructions.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
-        return instructions
 
     @property
     def state_bytes(self) -> int:
@@ -402,12 +395,22 @@ class Stream:
         """Keep a recipe for the next call of its kind; with too many of them, forget all."""
         with self.lock:
             if len(self.recipes) >= RECIPES:
-                numbers = tuple(known.number for known in self.recipes.values() if known.number)
-                self.flush([Free((), numbers)])
-                for known in self.recipes.values():
-                    known.number = 0
-                self.recipes.clear()
+                self._forget()
             self.recipes[key] = recipe
+
+    def _forget(self) -> None:
+        """Forget all recipes, here and on the worker."""
+        numbers = tuple(known.number for known in self.recipes.values() if known.number)
+        self.flush([Free((), numbers)])
+        for known in self.recipes.values():
+            known.number = 0
+        self.recipes.clear()
+
+    def follow(self, dtype: torch.dtype) -> None:
+        """Let the worker have a default element type, on which what operators return depends."""
+        with self.lock:
+            self._forget()
+            self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
 
     def handle(self, number: int) -> Handle:
         """Return the owner of a buffer."""

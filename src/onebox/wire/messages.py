@@ -332,6 +332,12 @@ class SetGenerator(Message, frozen=True, tag="random"):
     buffer: int = 0
 
 
+class DefaultType(Message, frozen=True, tag="default"):
+    """Let operators that are not told an element type, and have none from their tensors, return this one."""
+
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+
+
 class KeepGenerator(Message, frozen=True, tag="keep"):
     """Fill a buffer with the state of a random number generator, as bytes.
 
@@ -407,6 +413,7 @@ Instruction = (
     | Perform
     | SetGenerator
     | KeepGenerator
+    | DefaultType
     | FormGroup
     | LeaveGroup
     | Rendezvous

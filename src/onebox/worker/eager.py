@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, spec_of
-from onebox.wire.messages import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire import DTYPES, FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, spec_of
+from onebox.wire.messages import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.sayings import Failure, Made, Result
 from onebox.worker.blocks import CompiledBlock, Void
 from onebox.worker.device import Device
@@ -21,7 +21,7 @@ from onebox.worker.sim import NoValues
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, describe
 
-EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator
+EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
 
 
 class VoidKernel:
@@ -105,6 +105,8 @@ class Eager:
             return [self.perform(instruction)]
         elif isinstance(instruction, KeepGenerator):
             self._keep_generator(instruction)
+        elif isinstance(instruction, DefaultType):
+            torch.set_default_dtype(DTYPES[instruction.dtype])
         else:
             self._set_generator(instruction)
         return []

@@ -15,6 +15,7 @@ from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_o
 from onebox.wire.messages import (
     Ask,
     Call,
+    DefaultType,
     Define,
     FormGroup,
     Free,
@@ -393,6 +394,7 @@ class Machine:
         Perform: _run_eager,
         SetGenerator: _run_eager,
         KeepGenerator: _run_eager,
+        DefaultType: _run_eager,
         FormGroup: _form,
         LeaveGroup: _leave_group,
     }

@@ -391,3 +391,16 @@ def test_a_forked_process_is_told_that_the_devices_are_not_its_own() -> None:
     os.waitpid(child, 0)
     assert "forked process" in said
     assert held.tolist() == [1, 1]
+
+
+def test_workers_follow_the_default_element_type() -> None:
+    whole = torch.arange(1, 4, device="vgpu:1")
+    assert (whole / 3).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal((whole / 3).cpu(), torch.arange(1, 4) / 3)
+        assert torch.ones(2, device="vgpu:1").cpu().dtype == torch.float64
+        assert whole.sqrt().cpu().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal((whole / 3).cpu(), torch.arange(1, 4) / 3)

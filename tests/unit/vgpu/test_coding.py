@@ -31,18 +31,14 @@ def sequences(draw: st.DrawFn) -> Calls:
         if alive and draw(st.integers(0, 3)) == 0:
             number = draw(st.sampled_from(alive))
             alive.remove(number)
-            records.append((FREE, number, 0))
+            records.append((FREE, number, 0, 0, ()))
             continue
         kernel = draw(st.sampled_from([kernel for kernel in READS if alive or not READS[kernel]]))
         inputs = [draw(st.sampled_from(alive)) for _ in range(READS[kernel])]
-        records.append((kernel, inputs, following))
+        records.append((kernel, inputs, following, KEEPS[kernel], ()))
         alive += range(following, following + KEEPS[kernel])
         following += KEEPS[kernel]
     return records
-
-
-def keeps_of(records: Calls) -> list[int]:
-    return [0 if kernel == FREE else KEEPS[kernel] for kernel, _, _ in records]
 
 
 def play(calls: tuple[int, ...], memory: Memory) -> list[Any]:
@@ -81,8 +77,8 @@ def replay(block: Block, inputs: tuple[int, ...], outputs: tuple[int, ...], memo
 def test_a_block_does_what_its_calls_do(records: Calls) -> None:
     one = {number: f"given {number}" for number in OUTSIDE}
     other: Memory = dict(one)
-    done = play(plain(records, keeps_of(records)), one)
-    coding = coded(records, keeps_of(records))
+    done = play(plain(records), one)
+    coding = coded(records)
     block = block_of(coding, KEEPS, READS, 0)
     for number in coding.strays:
         del other[number]
@@ -94,12 +90,12 @@ def test_a_block_does_what_its_calls_do(records: Calls) -> None:
 @given(records=sequences(), shift=st.integers(1, 10**9))
 def test_a_code_does_not_depend_on_what_buffers_are_called(records: Calls, shift: int) -> None:
     moved: Calls = [
-        (FREE, reads + shift, 0)
+        (FREE, reads + shift, 0, 0, ())
         if kernel == FREE
-        else (kernel, [number + shift for number in reads], first + 2 * shift if first in OUTSIDE else first + shift)
-        for kernel, reads, first in records
+        else (kernel, [number + shift for number in reads], first + shift, count, floats)
+        for kernel, reads, first, count, floats in records
     ]
-    one, other = coded(records, keeps_of(records)), coded(moved, keeps_of(moved))
+    one, other = coded(records), coded(moved)
     assert other.code == one.code
     assert [slot for slot, _ in other.outputs] == [slot for slot, _ in one.outputs]
     assert other.inputs == tuple(number + shift for number in one.inputs)
@@ -107,14 +103,16 @@ def test_a_code_does_not_depend_on_what_buffers_are_called(records: Calls, shift
 
 
 def test_calls_that_share_an_input_are_another_code() -> None:
-    same = coded([(3, [100, 100], 1000)], [2])
-    apart = coded([(3, [100, 101], 1000)], [2])
+    same = coded([(3, [100, 100], 1000, 2, ())])
+    apart = coded([(3, [100, 101], 1000, 2, ())])
     assert same.code != apart.code
     assert (same.inputs, apart.inputs) == ((100,), (100, 101))
 
 
 def test_what_ends_within_a_sequence_is_no_output() -> None:
-    coding = coded([(2, [100], 1000), (2, [1000], 1001), (FREE, 1000, 0), (FREE, 105, 0)], [1, 1, 0, 0])
+    coding = coded(
+        [(2, [100], 1000, 1, ()), (2, [1000], 1001, 1, (0.5,)), (FREE, 1000, 0, 0, ()), (FREE, 105, 0, 0, ())]
+    )
     assert coding.outputs == ((1, 1001),)
     assert coding.strays == (105,)
 
