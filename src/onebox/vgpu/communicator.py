@@ -8,6 +8,8 @@ the client.
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,11 +93,34 @@ class Communicator:
 
     def leave(self) -> None:
         """Leave the group; ranks that wait there for this one are told that it will not come."""
+        _release(self.stream)
         with contextlib.suppress(OneboxError):  # of a pool that is gone there is nothing to leave
             self.stream.flush([LeaveGroup(self.group)])
 
     def _flat(self, tensor: VirtualTensor) -> Any:
         return tensor.detach().reshape(-1)
+
+
+_lock = threading.Lock()
+_claims: weakref.WeakKeyDictionary[Stream, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""The devices that ranks use, by the thread that is the rank and the number of communicators."""
+
+
+def _claim(stream: Stream) -> None:
+    """Note that a device is this rank's: what two ranks ask of one could each wait for what is behind the other."""
+    own = threading.get_ident()
+    with _lock:
+        thread, count = _claims.get(stream, (own, 0))
+        if thread != own:
+            raise UsageError(f"{stream.device} is another rank's already: let each rank have devices of its own")
+        _claims[stream] = own, count + 1
+
+
+def _release(stream: Stream) -> None:
+    with _lock:
+        thread, count = _claims.pop(stream, (0, 0))
+        if count > 1:
+            _claims[stream] = thread, count - 1
 
 
 def form(store: Any, name: str, stream: Stream, rank: int, size: int) -> Communicator:
@@ -109,18 +134,16 @@ def form(store: Any, name: str, stream: Stream, rank: int, size: int) -> Communi
         size: How many there are.
 
     Raises:
-        UsageError: Two ranks have the same device.
+        UsageError: The device is another rank's.
         OneboxError: The group could not be formed.
     """
-    store.set(f"{name}/{rank}", str(stream.worker))
-    workers = [int(store.get(f"{name}/{other}")) for other in range(size)]
-    if len(set(workers)) < size:
-        ranks = [other for other in range(size) if workers.count(workers[other]) > 1]
-        raise UsageError(
-            f"ranks {', '.join(map(str, ranks))} share a device (the ranks' devices are "
-            f"{', '.join(f'vgpu:{worker}' for worker in workers)}): let each rank have one of its own, as by "
-            "torch.cuda.set_device(rank)"
-        )
-    if rank == 0:
-        store.set(name, str(stream.pool.form_group(workers, "workers")))
-    return Communicator(stream, int(store.get(name)), rank, size)
+    _claim(stream)
+    try:
+        store.set(f"{name}/{rank}", str(stream.worker))
+        workers = [int(store.get(f"{name}/{other}")) for other in range(size)]
+        if rank == 0:
+            store.set(name, str(stream.pool.form_group(workers, "workers")))
+        return Communicator(stream, int(store.get(name)), rank, size)
+    except BaseException:
+        _release(stream)
+        raise

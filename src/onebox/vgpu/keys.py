@@ -101,6 +101,11 @@ class Keys(dist.Store):
         """Tell that values can be appended to, and set and read several at once."""
         return True
 
+    # PyTorch's C++ code asks for some of them by its own names
+    deleteKey = delete_key
+    getNumKeys = num_keys
+    hasExtendedApi = has_extended_api
+
     def _update(self, change: Callable[[], Any]) -> Any:
         with self._changed:
             made = change()
