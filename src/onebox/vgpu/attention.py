@@ -46,7 +46,23 @@ def attend(
 ) -> Tensor:
     """Return what ``torch.nn.functional.scaled_dot_product_attention`` does, whose arguments these are."""
     given = (query, key, value, attn_mask, dropout_p, is_causal)
-    choice = _choose(given, {"scale": scale, "enable_gqa": enable_gqa})
+    choice = choose(given, {"scale": scale, "enable_gqa": enable_gqa})
+    return attend_by(choice, *given, scale=scale, enable_gqa=enable_gqa)
+
+
+def attend_by(
+    choice: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the same by a given kernel."""
     if choice == FLASH:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
@@ -58,7 +74,9 @@ def attend(
         efficient = aten._scaled_dot_product_efficient_attention.default
         return efficient(query, key, value, None, learns, dropout_p, is_causal, scale=scale)[0]
     plain = aten.scaled_dot_product_attention.default
-    return plain._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *given, scale=scale, enable_gqa=enable_gqa)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    return plain._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
 
 
 @special(aten.scaled_dot_product_attention.default)
@@ -67,7 +85,7 @@ def _whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return attend(*args, **kwargs)
 
 
-def _choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the number of the kernel for such arguments; the worker is asked the first time."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]

@@ -22,7 +22,7 @@ from onebox.errors import PoolError
 from onebox.graph.lower import canonical
 from onebox.vgpu.box import stream_of
 from onebox.vgpu.copies import upload
-from onebox.vgpu.corrections import correct, partition
+from onebox.vgpu.corrections import choose_kernels, correct, partition
 from onebox.vgpu.metadata import metadata_of
 from onebox.vgpu.sections import Section, copies_needed, output_nodes, sections, storage_of
 from onebox.vgpu.stream import Stream
@@ -56,6 +56,7 @@ def onebox(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             stacklevel=2,
         )
         return module.forward
+    choose_kernels(module)
     backend = aot_autograd(fw_compiler=_compile, bw_compiler=_compile, partition_fn=partition)
     compiled: Callable[..., Any] = backend(module, inputs)
     return compiled

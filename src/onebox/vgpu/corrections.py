@@ -6,16 +6,51 @@ own.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch.partitioners import default_partition
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.graph.joint import widen_statistics
+from onebox.vgpu.attention import MATH, attend, attend_by, choose
 from onebox.vgpu.box import stream_of
+from onebox.vgpu.tensor import VirtualTensor
 
 aten = torch.ops.aten
+
+
+def choose_kernels(module: fx.GraphModule) -> None:
+    """Let attention in a graph of Dynamo be what it is where operators run one by one: the worker's fused kernel.
+
+    Args:
+        module: The graph, each node with its value's description under ``example_value``.
+    """
+    changed = False
+    for node in module.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _stand_in)
+        given = inspect.signature(attend).bind(*args, **kwargs)
+        given.apply_defaults()
+        tensors = given.args[:3]
+        if all(isinstance(tensor, VirtualTensor) for tensor in tensors):
+            choice = choose(given.args, given.kwargs)
+            if choice != MATH:
+                node.target, node.args, changed = attend_by, (choice, *node.args), True
+    if changed:
+        module.recompile()
+
+
+def _stand_in(node: fx.Node) -> Any:
+    """Return a tensor without values that looks like that of a node, or a node's number."""
+    value = node.meta["example_value"]
+    if not isinstance(value, Tensor):
+        return value
+    with _disable_current_modes():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
 
 
 def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -40,6 +75,9 @@ def correct(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         if _kind(node.meta["val"][0].device) != "cuda":
             _leave_out_statistics(node)
+    for node in graph.find_nodes(op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default):
+        if node.meta["val"][0].dtype == torch.float64:  # torch 2.11 traces it as float32
+            _put(node, 1, node.meta["val"][1].to(torch.float64))
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
             _name_type(node)
@@ -54,11 +92,18 @@ def _kind(device: torch.device) -> str:
 
 def _leave_out_statistics(node: fx.Node) -> None:
     """Correct the shape of the statistics that batch norm in eval mode returns: on CPUs they are empty."""
+    for index in (1, 2):
+        _put(node, index, node.meta["val"][index].new_empty(0))
+
+
+def _put(node: fx.Node, index: int, value: Tensor) -> None:
+    """Correct what one of several results looks like."""
     values = list(node.meta["val"])
-    values[1:3] = [value.new_empty(0) for value in values[1:3]]
+    values[index] = value
     node.meta["val"] = tuple(values)
     for user in node.users:
-        user.meta["val"] = values[user.args[1]]  # type: ignore[index]
+        if user.args[1] == index:
+            user.meta["val"] = value
 
 
 def _name_type(node: fx.Node) -> None:

@@ -19,6 +19,7 @@ import onebox
 from onebox.errors import OneboxError
 from onebox.vgpu import VirtualTensor
 from onebox.vgpu.stream import Stream
+from onebox.wire.messages import Define, StoredProgram
 from tests.models import CASES
 from tests.reference import call
 
@@ -326,6 +327,33 @@ def test_autocast() -> None:
     assert torch.equal(made.cpu(), eager.cpu())
     made.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in here.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.25}, {"masked": True}, {"scale": 0.5}])
+def test_attention_is_the_kernel_of_eager_operators(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    plain = Stream.before
+
+    def noted(self: Stream, instruction: Any, frames: Any = ()) -> None:
+        if isinstance(instruction, Define) and isinstance(instruction.what, StoredProgram):
+            names.extend(each.name for each in instruction.what.program.operators)
+        plain(self, instruction, frames)
+
+    monkeypatch.setattr(Stream, "before", noted)
+    generator = torch.Generator().manual_seed(6)
+    host = [torch.randn(2, 2, 5, 4, generator=generator) for _ in range(3)]
+    mask = (torch.rand(5, 5, generator=generator) > 0.3) | torch.eye(5, dtype=torch.bool)
+    options = {**options, "attn_mask": mask.to(HERE)} if options.pop("masked", False) else options
+    ends = []
+    for wrap in (lambda function: function, compiled):
+        values = [value.to(HERE).requires_grad_() for value in host]
+        torch.manual_seed(1)
+        made = wrap(functional.scaled_dot_product_attention)(*values, **options)
+        made.square().sum().backward()
+        ends.append(moved([made.detach(), *(value.grad for value in values)], "cpu"))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-15)
+    fused = [name for name in names if "flash_attention" in name]
+    assert len(fused) == (0 if "dropout_p" in options else 2)
 
 
 def test_checkpointing_hooks_and_a_second_backward() -> None:
