@@ -3,7 +3,7 @@
 PyTorch's own databases of operators, modules and optimizers (``torch.testing._internal``) are the trials: every sample
 of every operator, forward and backward; every input of every module and optimizer. Samples are made on the CPU, copied
 to the device, run on both, and compared. A trial that the CPU refuses is skipped. Operators on their own input
-(``add_``), and into tensors that are there (``out=``), have shares of their own.
+(``add_``), into tensors that are there (``out=``), and on inputs with gaps have shares of their own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def cases(
     *,
     seed: int = 0,
     limit: int | None = None,
+    repeat: int = 1,
 ) -> list[Case]:
     """Return what there is to run.
 
@@ -38,12 +39,13 @@ def cases(
         pattern: Shell pattern for the names.
         seed: Of the samples.
         limit: The most trials of a case.
+        repeat: How often each trial runs on the device.
     """
     found = []
     for kind in kinds:
         used = [dtype for dtype in dtypes if dtype.startswith("float") or kind not in ("moduleinfo", "optimizerinfo")]
         found += [
-            Case(kind=kind, name=name, dtype=dtype, seed=seed, limit=limit)
+            Case(kind=kind, name=name, dtype=dtype, seed=seed, limit=limit, repeat=repeat)
             for name in names_of(kind)
             if fnmatch.fnmatch(name, pattern)
             for dtype in used
@@ -68,7 +70,7 @@ def report(tallies: Sequence[Tally], seconds: float) -> dict[str, Any]:
     for tally in tallies:
         if any(tally.count(outcome) for outcome in BAD):
             counts = [str(tally.count(outcome) or "") for outcome in ("passed", *BAD)]
-            rows.append([f"{tally.case.kind} {tally.case.name} {tally.case.dtype}", *counts, tally.message()])
+            rows.append([f"{tally.case.kind} {tally.case.name} {tally.case.dtype}", *counts, _short(tally.message())])
     show("Trials that did not pass", ("what", "passed", *BAD, "first error"), rows)
     totals = []
     for kind in KINDS:
@@ -87,6 +89,10 @@ def report(tallies: Sequence[Tally], seconds: float) -> dict[str, Any]:
     return result
 
 
+def _short(message: str, size: int = 100) -> str:
+    return message if len(message) <= size else message[: size - 1] + "…"
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -96,13 +102,15 @@ def main() -> None:
     parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th case, from the I-th")
     parser.add_argument("--seed", type=int, default=0, help="of the samples")
     parser.add_argument("--limit", type=int, help="the most trials of an operator and type, chosen at random")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each trial on the device, all compared")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, each with a pool of its own")
     parser.add_argument("--pool", default="cpu", help="device of each pool; none tries the CPU against itself")
     parser.add_argument("--verbose", action="store_true", help="print each case as it ends")
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     options = parser.parse_args()
     first, step = map(int, options.shard.split("/"))
-    chosen = cases(options.kinds, options.dtypes, options.ops, seed=options.seed, limit=options.limit)[first::step]
+    how = {"seed": options.seed, "limit": options.limit, "repeat": options.repeat}
+    chosen = cases(options.kinds, options.dtypes, options.ops, **how)[first::step]
 
     def told(tally: Tally) -> None:
         if options.verbose:

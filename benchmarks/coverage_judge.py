@@ -149,18 +149,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def judge(trial: Trial, device: torch.device) -> Verdict:
-    """Run a trial on the CPU and on a device, and compare."""
+def judge(trial: Trial, device: torch.device, repeat: int = 1) -> Verdict:
+    """Run a trial on the CPU, and so often on a device, and compare."""
     with quiet():
         try:
             reference = _run(trial, torch.device("cpu"))
         except Exception as error:
             return Verdict("skipped", first_line(error))
-        try:
-            candidate = _run(trial, device)
-        except Exception as error:
-            return refused(error)
-        return compare(trial, reference, candidate)
+        verdict = Verdict("passed")
+        for _ in range(repeat):
+            try:
+                verdict = compare(trial, reference, _run(trial, device))
+            except Exception as error:
+                return refused(error)
+            if verdict.outcome != "passed":
+                break
+        return verdict
 
 
 def _run(trial: Trial, device: torch.device) -> dict[str, Any]:

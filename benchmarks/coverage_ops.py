@@ -23,8 +23,8 @@ UNINITIALISED = frozenset(
 ON_HOST = frozenset({"tensor_split"})
 """Operators whose arguments beside the first are read by PyTorch itself, and stay on the CPU whatever the device."""
 
-VARIANTS = ("opinfo", "inplace", "out")
-"""An operator as it is, on its input, and into tensors that are there already."""
+VARIANTS = ("opinfo", "noncontiguous", "inplace", "out")
+"""An operator as it is, on inputs with gaps, on its own input, and into tensors that are there already."""
 
 
 def operator_names() -> list[str]:
@@ -114,7 +114,14 @@ def _out(op: Any) -> Callable[..., dict[str, Any]] | None:
     return functools.partial(_run, into)
 
 
-_VARIANTS = {"opinfo": _forward, "inplace": _inplace, "out": _out}
+def _with_gaps(op: Any) -> Callable[..., dict[str, Any]]:
+    def run(sample: Any, *rest: Any) -> dict[str, Any]:
+        return _forward(op)(sample.noncontiguous(), *rest)
+
+    return run
+
+
+_VARIANTS = {"opinfo": _forward, "noncontiguous": _with_gaps, "inplace": _inplace, "out": _out}
 
 
 def _run(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 DTYPES = ("float32", "float64", "int64", "bool")
-KINDS = ("opinfo", "moduleinfo", "optimizerinfo", "inplace", "out")
+KINDS = ("opinfo", "moduleinfo", "optimizerinfo", "noncontiguous", "inplace", "out")
 TRIAL_S = 60.0
 """The longest that a trial may take; they take milliseconds."""
 
@@ -40,6 +40,7 @@ class Case:
         dtype: One of :data:`DTYPES`.
         seed: Of the samples.
         limit: The most trials; more are a random choice.
+        repeat: How often each runs on the device: what repeats is a stored block there.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Case:
     dtype: str
     seed: int = 0
     limit: int | None = None
+    repeat: int = 1
 
 
 @dataclass(kw_only=True)
@@ -122,7 +124,7 @@ def serve(spec: str) -> None:
         for number, trial in enumerate(trials_of(Case(**asked))):
             if number < skip:
                 continue
-            verdict = judge(trial, device)
+            verdict = judge(trial, device, asked["repeat"])
             if verdict.outcome == "crashed":
                 reopen()
             print(json.dumps([trial.name, verdict.outcome, verdict.message]), file=answers)

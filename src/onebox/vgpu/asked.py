@@ -21,6 +21,7 @@ LEARNED = frozenset(
         aten._embedding_bag,
         aten._embedding_bag_forward_only,
         aten.multilabel_margin_loss_forward,
+        aten._scaled_dot_product_flash_attention_for_cpu,
         aten._native_multi_head_attention,
         aten._thnn_fused_gru_cell,
         aten._thnn_fused_gru_cell_backward,
