@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 import onebox
+from onebox.vgpu.box import current_box
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 DEVICES = 3
@@ -91,6 +92,16 @@ def test_training_is_that_of_one_device(device_ids: Any) -> None:
     assert trained(parallel, data, str(first)) == pytest.approx(trained(plain, data, "cpu"), rel=1e-12)
     assert parallel.module.conv.weight.device == first
     assert_same_state(plain, parallel.module)
+
+
+def test_a_step_waits_for_nothing() -> None:
+    parallel = nn.DataParallel(Net().to("vgpu"))
+    waited = []
+    for data in batches([6] * 5):
+        x, y = data
+        nn.functional.cross_entropy(parallel(x), y.to("vgpu")).backward()
+        waited.append(sum(stream.waits for stream in current_box().streams))
+    assert waited[-1] == waited[1], "all operators are known"
 
 
 def test_inputs_of_the_host_are_scattered_from_there() -> None:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -574,3 +575,95 @@ def test_a_script_for_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len({loss for _, loss, _ in found}) == RANKS, "each has samples of its own"
     assert len({tuple(correct) for _, _, correct in found}) == 1
     assert found[0][2][1] == RANKS * EACH
+
+
+class Halves(nn.Module):
+    """A model over two devices."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        self.places = first, second
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 2)
+
+    def place(self) -> Halves:
+        self.first.to(self.places[0])
+        self.second.to(self.places[1])
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x.to(self.places[0]))).to(self.places[1]))
+
+
+def test_ddp_of_a_model_over_devices() -> None:
+    def run(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(plain)
+        model.places = f"vgpu:{rank}", f"vgpu:{rank + 2}"
+        parallel = DistributedDataParallel(model.place())
+        optimizer = sgd(parallel)
+        for step in range(3):
+            optimizer.zero_grad()
+            parallel(x.chunk(2)[rank] + step).square().mean().backward()
+            optimizer.step()
+        return state_of(model)
+
+    plain = Halves("cpu", "cpu")
+    x = torch.randn(6, 4)
+    with onebox.open("cpu*4", threads=1):
+        states = together(run, ranks=2)
+    optimizer = sgd(plain)
+    for step in range(3):
+        optimizer.zero_grad()
+        plain(x + step).square().mean().backward()
+        optimizer.step()
+    assert_same(plain, states)
+
+
+def test_a_step_waits_for_nothing() -> None:
+    def run(rank: int) -> list[int]:
+        model = DistributedDataParallel(Net().to(f"vgpu:{rank}"), device_ids=[rank])
+        optimizer = sgd(model)
+        stream = current_box().streams[rank]
+        waited = []
+        for step in range(6):
+            x, y = share(rank, step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            waited.append(stream.waits)
+        return waited
+
+    for waited in together(run):
+        assert waited[-1] == waited[2], "the buckets are as they remain, and all operators are known"
+
+
+def test_a_worker_that_dies_ends_the_job() -> None:
+    with onebox.open("cpu*2", threads=1) as pool:
+        met = threading.Barrier(2, timeout=60)
+
+        def run(rank: int) -> None:
+            model = DistributedDataParallel(Net().to(f"vgpu:{rank}"))
+            for step in range(1000):
+                x, y = share(rank, 0)
+                nn.functional.cross_entropy(model(x), y).backward()
+                if step == 3:
+                    met.wait()
+                    if rank == 0:
+                        os.kill(pool.process_ids[1], signal.SIGKILL)
+            dist.barrier()
+
+        with pytest.raises(ProcessRaisedException, match=r"worker 1 \(cpu on localhost\).*signal 9|SIGKILL|killed"):
+            together(run, ranks=2)
+
+
+def test_ranks_need_devices_of_their_own() -> None:
+    def run(rank: int) -> None:
+        dist.all_reduce(torch.ones(1, device="vgpu:0"))
+
+    for _ in range(2):
+        with pytest.raises(ProcessRaisedException, match="vgpu:0 is another rank's already"):
+            together(run, ranks=2)
+    with pytest.raises(ProcessRaisedException, match=r"rank [01] of 5, but 2 ranks have been started"):
+        spawn(lambda rank: dist.init_process_group("nccl", rank=rank, world_size=5), nprocs=2)
+    with pytest.raises(ValueError, match="at least one rank"):
+        spawn(lambda rank: None, nprocs=0)
