@@ -41,6 +41,7 @@ from onebox.vgpu import (
     reducer,
     serial,
     sparse,
+    syncnorm,
 )
 from onebox.vgpu.generators import Generator
 from onebox.vgpu.tensor import VirtualTensor
@@ -118,4 +119,4 @@ def _after_step(*_: Any) -> None:
             stream.flush()
 
 
-__all__ = ["copies", "histogram", "install", "padded", "recurrent"]
+__all__ = ["copies", "histogram", "install", "padded", "recurrent", "syncnorm"]

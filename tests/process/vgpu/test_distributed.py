@@ -667,3 +667,32 @@ def test_ranks_need_devices_of_their_own() -> None:
         spawn(lambda rank: dist.init_process_group("nccl", rank=rank, world_size=5), nprocs=2)
     with pytest.raises(ValueError, match="at least one rank"):
         spawn(lambda rank: None, nprocs=0)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_over_all_ranks(affine: bool) -> None:
+    """Statistics and gradients are those of the whole batch, also where the ranks' parts are unequal."""
+    sizes = (4, 1, 3)
+
+    def run(rank: int) -> list[Any]:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to(f"vgpu:{rank}")
+        parallel = DistributedDataParallel(model, device_ids=[rank])
+        part = x.split(sizes)[rank].to(f"vgpu:{rank}").requires_grad_()
+        out = parallel(part)
+        (out.pow(3).sum() * RANKS).backward()
+        grads = [value.grad.cpu() for value in model.parameters()]
+        return [out.detach().cpu(), part.grad.cpu(), grads, state_of(model)]
+
+    plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, affine=affine))
+    x = torch.randn(sum(sizes), 2, 3, 3)
+    results = together(run)
+    whole = x.clone().requires_grad_()
+    out = plain(whole)
+    out.pow(3).sum().backward()
+    torch.testing.assert_close(torch.cat([each[0] for each in results]), out.detach(), **EXACT)
+    torch.testing.assert_close(torch.cat([each[1] for each in results]), whole.grad * RANKS, rtol=0, atol=1e-10)
+    for each in results:
+        for value, known in zip(each[2], plain.parameters(), strict=True):
+            torch.testing.assert_close(value, known.grad, rtol=0, atol=1e-10)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(each[3][name], value, **EXACT)
