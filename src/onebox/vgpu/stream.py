@@ -19,6 +19,7 @@ import torch
 from onebox.errors import OneboxError, OperatorError, PeerLost
 from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
+from onebox.vgpu.ahead import Ahead
 from onebox.vgpu.coding import Batches, Record
 from onebox.vgpu.recipe import Recipe
 from onebox.vgpu.tensor import Handle
@@ -38,13 +39,6 @@ BYTES = 256 << 10
 
 IDLE_S = 0.001
 """How long a record may wait for the next."""
-
-AHEAD = 256
-"""Batches that the client may be ahead of a worker, so that what is queued stays bounded: enough for a channel with a
-round trip of 60 ms to a device that does 1,000 steps a second, of four batches each."""
-
-AHEAD_BYTES = 256 << 20
-"""Bytes of uploads that may be on their way."""
 
 RECIPES = 1 << 16
 """The most kinds of calls that are remembered."""
@@ -95,9 +89,7 @@ class Stream:
         self._calls: list[Record] = []
         self._rooms: set[int] = set()
         self._batches = Batches(pool.new_number)
-        self._ahead: deque[tuple[Future[Answer], int]] = deque()
-        self._ahead_bytes = 0
-        self._untold: BaseException | None = None
+        self._ahead = Ahead()
 
     # ---- recording
 
@@ -232,8 +224,7 @@ class Stream:
         except OneboxError as error:
             told = self._cause(error)
             with self.lock:
-                self._arrived()
-                self._untold = None  # what failed before this, it is the cause of, or hidden by this
+                self._ahead.told()  # what failed before this, it is the cause of, or hidden by this
             if told is not None:
                 raise told.with_traceback(None) from None
             raise
@@ -244,9 +235,9 @@ class Stream:
         """Return what failed on another device, where this one says only that something does not come from there."""
         for stream in self.others if isinstance(error, PeerLost) else ():
             with stream.lock:
-                stream._arrived()
-                if isinstance(stream._untold, OperatorError):
-                    found, stream._untold = stream._untold, None
+                found = stream._ahead.failed()
+                if isinstance(found, OperatorError):
+                    stream._ahead.told()
                     return found
         return None
 
@@ -302,9 +293,7 @@ class Stream:
         sent.append(self.pool.post(self.worker, instructions, frames, answer=True))
         self.messages += 1
         if kept:
-            size_bytes = sum(len(frame) for frame in frames)
-            self._ahead.append((sent[-1], size_bytes))
-            self._ahead_bytes += size_bytes
+            self._ahead.add(sent[-1], sum(len(frame) for frame in frames))
 
     def pace(self) -> None:
         """Wait where the worker is too far behind; what failed there is told to who asks for its results.
@@ -314,18 +303,10 @@ class Stream:
         """
         while True:
             with self.lock:
-                self._arrived()
-                if len(self._ahead) <= AHEAD and self._ahead_bytes <= AHEAD_BYTES:
-                    return
-                oldest = self._ahead[0][0]
+                oldest = self._ahead.too_far()
+            if oldest is None:
+                return
             oldest.exception()
-
-    def _arrived(self) -> None:
-        """Take note of the messages that have been answered, and of the first that failed; called with the lock."""
-        while self._ahead and self._ahead[0][0].done():
-            future, size_bytes = self._ahead.popleft()
-            self._ahead_bytes -= size_bytes
-            self._untold = self._untold or future.exception()
 
     @property
     def state_bytes(self) -> int:
@@ -367,8 +348,8 @@ class Stream:
         """
         self.flush(wait=True)
         with self.lock:
-            self._arrived()
-            failed, self._untold = self._untold, None
+            failed = self._ahead.failed()
+            self._ahead.told()
         try:
             if failed is not None:
                 raise failed
@@ -388,8 +369,7 @@ class Stream:
     def reached(self, mark: int) -> bool:
         """Tell whether the worker has done all up to a message."""
         with self.lock:
-            behind = sum(not future.done() for future, _ in self._ahead)
-            return self.messages - behind >= mark
+            return self.messages - len(self._ahead) >= mark
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for the next call of its kind; with too many of them, forget all."""
