@@ -85,6 +85,14 @@ class Script:
         assert line.startswith("workers "), self._process.communicate()
         self.workers = [int(word) for word in line.split()[1:]]
 
+    def wait_for(self, beginning: str) -> None:
+        """Wait until the script has written a line that begins so."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(beginning):
+                return
+        raise AssertionError(self._process.communicate())
+
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:
         """Send a signal to the process, or to its process group as a terminal does."""
         (os.killpg if group else os.kill)(self.pid, number)

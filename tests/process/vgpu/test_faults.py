@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.errors import OperatorError, PoolError, WorkerDied
-from tests.process.faults.scripts import Script, gone
+from onebox.errors import OperatorError, PoolError, WorkerDied, WorkerHung
+from tests.process.faults.scripts import REPOSITORY, Script, gone
 from tests.process.faults.training import WITHIN_S, Stopwatch, fails
 
 INTERRUPTED_S = 10.0
@@ -158,6 +158,38 @@ def test_threads_that_train_together_all_hear_of_it(pool: onebox.Pool) -> None:
     for error in errors:
         assert isinstance(error, WorkerDied)
         assert error.worker == 1
+
+
+THREADS = """
+import runpy
+import onebox.vgpu
+onebox.vgpu.alias_cuda()
+with onebox.open("cpu*2", threads=1) as pool:
+    ready(pool)
+    sys.argv = ["threads_data_parallel.py", "--gpus", "2", "--batch-size", "20", "--steps", "100000"]
+    runpy.run_path(os.path.join({folder!r}, sys.argv[0]), run_name="__main__")
+"""
+
+
+def test_the_script_with_threads_ends_with_the_error_of_a_killed_worker(tmp_path: Path) -> None:
+    with Script(tmp_path, THREADS.format(folder=str(REPOSITORY / "examples"))) as script:
+        script.wait_until_ready()
+        script.wait_for("step  10")
+        os.kill(script.workers[1], signal.SIGKILL)
+        status, _, errors = script.end(INTERRUPTED_S)
+        assert status == 1
+        assert "onebox.errors.WorkerDied: worker 1 (cpu on localhost)" in errors
+        assert gone(script.workers, 0)
+
+
+def test_a_worker_that_stops_is_taken_for_hung(pool: onebox.Pool) -> None:
+    loop = Loop("vgpu:1")
+    loop.step()
+    os.kill(pool.process_ids[1], signal.SIGSTOP)
+    raised = fails(loop.until_it_fails, loop.watch)
+    assert raised.after_s < 2 * WITHIN_S
+    assert isinstance(raised.error, WorkerHung)
+    assert raised.error.worker == 1
 
 
 # ---- the client's end
