@@ -41,7 +41,7 @@ ALSO_REFUSED_BY_THE_CPU = "Jiterator is only supported on CUDA"
 def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     choose = random.Random(SEED)
     cases = [
-        Case(kind="opinfo", name=name, dtype=dtype, seed=SEED, limit=TRIALS)
+        Case(kind="opinfo", name=name, dtype=dtype, seed=SEED, limit=TRIALS, repeat=2)
         for name in choose.sample(names_of("opinfo"), OPERATORS)
         for dtype in ("float32", "float64", "int64", "bool")
     ]
