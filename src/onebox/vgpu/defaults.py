@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +12,18 @@ from onebox.vgpu import box
 
 
 def register() -> None:
-    """Let workers follow ``torch.set_default_dtype``."""
+    """Let workers follow ``torch.set_default_dtype``, and ``torch.set_default_tensor_type``, which sets it, too."""
     core: Any = torch._C
-    plain = core._set_default_dtype
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(core, name, _followed(getattr(core, name)))
 
+
+def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(plain)
-    def change(dtype: torch.dtype) -> None:
-        plain(dtype)
+    def change(kind: Any) -> None:
+        plain(kind)
         if box.device_count():
             for stream in box.current_box().streams:
                 stream.follow(torch.get_default_dtype())
 
-    core._set_default_dtype = change
+    return change

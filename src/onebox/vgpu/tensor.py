@@ -49,6 +49,10 @@ class VirtualTensor(Tensor):
     dispatcher: Any = None
     """Set by the dispatch module, which knows this class."""
 
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
+        """Return a parameter: those on a device are of this type, and libraries call ``type(parameter)(...)``."""
+        return torch.nn.Parameter(data, requires_grad)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Hand an operator on."""

@@ -184,6 +184,15 @@ def test_modules_go_there_and_back() -> None:
     assert {value.device for value in model.cpu().state_dict().values()} == {CPU}
 
 
+def test_the_type_of_a_parameter_makes_parameters() -> None:
+    parameter = nn.Linear(2, 2, device="cuda:1").weight
+    for data in (torch.ones(2, device="cuda:1"), torch.ones(2)):
+        made = type(parameter)(data, requires_grad=False)
+        assert isinstance(made, nn.Parameter) and made.device == data.device and not made.requires_grad
+    with pytest.raises(AttributeError):
+        type(parameter)("wrong")
+
+
 # ---- files
 
 
@@ -283,6 +292,23 @@ def test_memory() -> None:
     assert "memory of cuda:1" in torch.cuda.memory_summary("cuda:1")
 
 
+def test_an_upload_finds_the_room_of_what_has_gone() -> None:
+    with onebox.open("cpu", threads=1, memory_bytes=20 << 20) as small:
+        x = torch.ones(2 << 20)
+        for _ in range(4):
+            y = x.cuda()
+            y = y.mul_(2)
+            assert torch.cuda.memory_allocated() == 8 << 20
+            del y
+            y = torch.ones(3 << 20).cuda()
+            assert torch.cuda.memory_allocated() == 12 << 20
+            del y
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="quota"):
+            torch.ones(6 << 20, device="cuda").sum().item()
+        assert torch.ones(4 << 20).cuda().sum().item() == 4 << 20
+        assert len(small) == 1
+
+
 def draw(*, device: str = "cuda", generator: Any = None) -> list[float]:
     return torch.rand(3, device=device, generator=generator).tolist()  # type: ignore[no-any-return]
 
@@ -357,6 +383,7 @@ def test_streams_and_events_of_any_device() -> None:
     assert isinstance(event, torch.cuda.Event) and isinstance(event, torch.Event) and event.query()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 def test_a_profiler_says_that_it_sees_this_process_alone(capfd: pytest.CaptureFixture[str]) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with (
