@@ -283,7 +283,7 @@ def open_pool(
     mine = new_keys()
     processes: list[WorkerProcess] = []
     folder = SocketFolder()
-    switchboard = Switchboard(mine, channel_latency_s)
+    switchboard = Switchboard(mine, channel_latency_s, len(requests))
     try:
         keys = [new_keys() for _ in requests]
         for number, (request, pair) in enumerate(zip(requests, keys, strict=True)):
