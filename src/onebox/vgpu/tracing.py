@@ -26,6 +26,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from onebox.vgpu.box import device_count
 from onebox.vgpu.cuda.traced import in_words_of_the_script
 from onebox.vgpu.tensor import VirtualTensor
 
@@ -55,7 +56,8 @@ def _take_for_plain() -> None:
 
     def wrapped(self: Any, value: Any) -> Any:
         virtual = type(value) is VirtualTensor
-        if not (virtual or _is_ours(self.tx.output.compiler_fn)):
+        number = type(value) is int and device_count() > 0  # a size, maybe, in a function that other backends pass on
+        if not (virtual or number or _is_ours(self.tx.output.compiler_fn)):
             return wrap(self, value)
         # Programs have fixed shapes: each shape that comes is a graph of its own, none has symbols.
         with config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):

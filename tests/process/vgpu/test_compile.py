@@ -316,6 +316,10 @@ def test_the_default_backend_and_others(programs: list[Any]) -> None:
     here.compile()
     close(here(x.to(HERE)), host(x))
     assert len(programs) == 4
+    shaped = torch.compile(lambda x, rows: x.reshape(rows, -1).sum(1) * rows)
+    for rows in (2, 5, 10):
+        close(shaped(x.to(HERE), rows), x.reshape(rows, -1).sum(1) * rows)
+    assert len(programs) == 7
 
 
 def test_autocast() -> None:
