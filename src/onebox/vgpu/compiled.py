@@ -103,7 +103,7 @@ class Compiled:
         self._steps = [self._step(step, module) for step in sections(graph)]
         results = output_nodes(graph)
         copied = copies_needed(results)
-        self._results = [self._result(node, copied) if isinstance(node, fx.Node) else node for node in results]
+        self._results = [self._result(result, copied) for result in results]
         self._count = len(self._places)
         self._let_die()
 
@@ -115,7 +115,7 @@ class Compiled:
             registers[place] = None
         for step in self._steps:
             step.run(registers)
-        return tuple(registers[result] if isinstance(result, int) else None for result in self._results)
+        return tuple(registers[place] for place in self._results)
 
     # ---- putting together
 
@@ -134,22 +134,24 @@ class Compiled:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: _Place(self._places[canonical(source)]))
         return _Issue(_function(node.target), args, kwargs, reads, self._place(node))
 
-    def _result(self, node: fx.Node, copied: set[fx.Node]) -> int:
-        """Return the place of a result, which is a tensor of its own for each node."""
-        place = self._places[canonical(node)]
-        if node in copied:
-            return self._derived(aten.clone.default, place)
-        return self._places[node] if node in self._places else self._derived(aten.detach.default, place, node)
+    def _result(self, result: Any, copied: set[fx.Node]) -> int:
+        """Return the place of a result, which is a tensor of its own for each node; or of a constant, such as none."""
+        if not isinstance(result, fx.Node):
+            return self._last(lambda: result, ())
+        place = self._places[canonical(result)]
+        if result in copied:
+            return self._last(aten.clone.default, (place,))
+        return self._places[result] if result in self._places else self._last(aten.detach.default, (place,), result)
 
-    def _derived(self, function: Any, source: int, node: fx.Node | None = None) -> int:
-        """Return the place of what a function makes of a value at the end; the node's, where there is one."""
+    def _last(self, function: Any, reads: tuple[int, ...], node: fx.Node | None = None) -> int:
+        """Return the place of what a function makes of values at the end; the node's, where there is one."""
         target = self._place(node or object())
-        self._steps.append(_Issue(function, (_Place(source),), {}, (source,), target))
+        self._steps.append(_Issue(function, tuple(map(_Place, reads)), {}, reads, target))
         return target
 
     def _let_die(self) -> None:
         """Note for each step which registers nobody reads after it."""
-        read = {result for result in self._results if isinstance(result, int)}
+        read = set(self._results)
         for step in reversed(self._steps):
             step.dies = tuple(dict.fromkeys(place for place in step.reads if place not in read))
             read |= set(step.reads)
