@@ -81,8 +81,10 @@ class TorchGroup:
         return self._finish(work, lambda: _join(parts, own, spec, dim).to(self._device))
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> int:
-        """Start to send a tensor to a rank; it is kept until it has gone."""
+        """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone."""
         dense = tensor.to(self._staged).contiguous()
+        if dense.data_ptr() == tensor.data_ptr():
+            dense = dense.clone()
         self._outgoing.add(self._guard(lambda: self._group.send([dense], peer, channel)), dense)
         return time.monotonic_ns()
 
