@@ -21,6 +21,7 @@ PRIORITY = 5
 """Before those of PyTorch's own devices, of which one takes care of any PrivateUse1 device with real storages."""
 
 _marks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_saved: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _loading = threading.local()
 """While a thread loads a file of the older format: the tensors it has made, and their elements on the host to be."""
@@ -30,16 +31,34 @@ _rebuild_tensor: Any = torch._utils._rebuild_tensor
 
 def reduce(tensor: Any, protocol: Any) -> Any:
     """Return how to save a virtual tensor; see ``object.__reduce_ex__``."""
-    host = tensor.detach().cpu()
-    storage = host._typed_storage()
-    with _lock:
-        _marks[storage._untyped_storage] = str(tensor.device)
+    host = _on_host(tensor)
     hooks: Any = collections.OrderedDict()
-    arguments = (storage, 0, tuple(host.shape), host.stride(), tensor.requires_grad, hooks)
+    arguments = (host._typed_storage(), 0, tuple(host.shape), host.stride(), tensor.requires_grad, hooks)
     if getattr(tensor, "_is_param", False):
         whole = torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks)
         return _Rebuild.parameter, (_Saved(whole), tensor.requires_grad, hooks)
     return torch._utils._rebuild_tensor_v2, arguments
+
+
+def _on_host(tensor: Any) -> Tensor:
+    """Return a copy on the host whose storage is marked; the same storage for tensors of one buffer, tied weights.
+
+    It is found again while who saves still holds it, and the device has not been asked for anything since.
+    """
+    stream = tensor._handle.stream
+    key = (id(stream), tensor._handle.number, stream.records, tensor._metadata)
+    with _lock:
+        storage = _saved.get(key)
+    if storage is not None:
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape, strides)
+    host: Tensor = tensor.detach().cpu()
+    storage = host.untyped_storage()
+    with _lock:
+        _marks[storage] = str(tensor.device)
+        if host.stride() == tensor.stride() and stream.records == key[2]:
+            _saved[key] = storage
+    return host
 
 
 class _Saved:

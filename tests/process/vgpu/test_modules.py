@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,6 +94,21 @@ def gradients_clipped(device: str) -> Any:
     flat = nn.utils.parameters_to_vector(leaves)
     nn.utils.vector_to_parameters(flat * 2, leaves)
     return made, flat, module.state_dict()
+
+
+@works
+def tied_weights_take_room_once(device: str) -> Any:
+    module: Any = fill(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
+    module[1].weight = module[0].weight
+    file = io.BytesIO()
+    torch.save(module.to(device).state_dict(), file)
+    size = file.tell()
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    again = io.BytesIO()
+    torch.save(module.state_dict(), again)
+    loaded = [torch.load(io.BytesIO(each.getvalue()), weights_only=True) for each in (file, again)]
+    return size // 2048, again.tell() // 2048, loaded
 
 
 @fails
