@@ -1,0 +1,58 @@
+"""What the tests of compiled models share: a pool, functions to compile and to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import onebox
+from onebox.vgpu.stream import Stream
+
+HERE = "vgpu:0"
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[onebox.Pool]:
+    with onebox.open("cpu*2", threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Each test compiles for itself, in float64."""
+    torch._dynamo.reset()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Fill in (device, program) of each program that is called."""
+    called: list[tuple[int, int]] = []
+    plain = Stream.call
+
+    def counted(self: Stream, program: int, handles: Any, outputs: int) -> int:
+        called.append((self.worker, program))
+        return plain(self, program, handles, outputs)
+
+    monkeypatch.setattr(Stream, "call", counted)
+    return called
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend="onebox", **options)
+
+
+def moved(values: Any, device: Any = HERE) -> Any:
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, values)
+
+
+def close(left: Any, right: Any) -> None:
+    torch.testing.assert_close(moved(left, "cpu"), moved(right, "cpu"), **EXACT)
