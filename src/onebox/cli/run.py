@@ -19,6 +19,7 @@ from onebox.cli.exits import FAILED, INTERRUPTED, OK
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.vgpu import open_devices, set_synchronous
+from onebox.vgpu.box import device_count
 from onebox.vgpu.cuda import alias_cuda
 
 MODULE = "-m"
@@ -28,6 +29,8 @@ MODULE = "-m"
 def run_script(config: RunConfig) -> int:
     """Open a pool and run a script on its devices, as ``python`` would.
 
+    The pool is closed when the process ends, after the threads and the exit handlers that the script has left.
+
     Returns:
         The exit status, as Python has it: what the script exits with, 1 after an error that nobody caught, 130 after
         Ctrl-C. Its traceback has been printed.
@@ -36,17 +39,13 @@ def run_script(config: RunConfig) -> int:
         UsageError: There is no such script or module.
         OneboxError: The pool cannot be opened; or something that the script started and never read has failed.
     """
-    with (
-        _arguments(config.script) as run,
-        open_devices(config.pool, threads=config.threads, memory_bytes=config.memory_bytes),
-        alias_cuda(),
-    ):
+    with _arguments(config.script) as run:
+        open_devices(config.pool, threads=config.threads, memory_bytes=config.memory_bytes)
+        alias_cuda()
         set_synchronous(config.sync)
         status = _status_of(run)
-        _join_threads()
-        if status == OK:
-            for number in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(number)
+        for number in range(device_count() if status == OK else 0):  # none in a forked process that comes here, too
+            torch.cuda.synchronize(number)
         return status
 
 
@@ -115,10 +114,3 @@ def _own_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _join_threads() -> None:
-    """Wait for the threads that the script has left, as Python does at its end; the devices must outlive them."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()

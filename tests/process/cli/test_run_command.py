@@ -13,13 +13,16 @@ import pytest
 from tests.process.cli.commands import POOL, assert_gone, command, read_until, running, workers_of
 
 LOOKS = """
-import sys, threading, time, torch
+import atexit, concurrent.futures, sys, threading, time, torch
 print(__name__, __file__, __spec__ and __spec__.name, sys.path[0], sys.argv[1:])
 print(torch.cuda.is_available(), torch.cuda.device_count(), (torch.ones(2).cuda(1) * 3).sum().item())
 def late():
     time.sleep(0.2)
     print("late", torch.ones(3, device="cuda").sum().item())
 threading.Thread(target=late).start()
+idle = concurrent.futures.ThreadPoolExecutor()
+idle.submit(print, "submitted").result()
+atexit.register(lambda: print("last", torch.ones(4, device="cuda").sum().item()))
 sys.exit(7)
 """
 
@@ -45,7 +48,9 @@ def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         f"__main__ {path} None {path.parent} ['--lr', '0.1', '--help', '-m', 'x']",
         "True 2 6.0",
+        "submitted",
         "late 3.0",
+        "last 4.0",
     ]
 
 

@@ -1,17 +1,15 @@
-"""How ``onebox run`` runs a script: arguments, exit statuses, threads; without devices."""
+"""How ``onebox run`` runs a script: arguments and exit statuses; without devices."""
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from onebox.cli.run import _arguments, _join_threads, _status_of
+from onebox.cli.run import _arguments, _status_of
 from onebox.errors import UsageError
 
 
@@ -101,21 +99,3 @@ def test_what_is_not_there_is_said_before_a_pool_is_opened(words: tuple[str, ...
     with pytest.raises(UsageError, match=said), _arguments(words):
         raise AssertionError("it went on")
     assert (sys.argv, sys.path) == (argv, path)
-
-
-def test_threads_are_waited_for_unless_they_are_daemons() -> None:
-    go, done, forever = threading.Event(), threading.Event(), threading.Event()
-
-    def late() -> None:
-        go.wait(10)
-        time.sleep(0.05)
-        done.set()
-
-    daemon = threading.Thread(target=forever.wait, daemon=True)
-    daemon.start()
-    threading.Thread(target=late).start()
-    go.set()
-    _join_threads()
-    assert done.is_set() and daemon.is_alive()
-    forever.set()
-    daemon.join()

@@ -14,7 +14,7 @@ from torch import nn
 from onebox.vgpu.cuda import alias_cuda
 from onebox.vgpu.cuda.entries import factories, table
 from onebox.vgpu.cuda.refusals import ADVICE
-from onebox.vgpu.cuda.surface import KEPT, KEPT_MODULES, OF_SUBMODULES, mapped, submodules
+from onebox.vgpu.cuda.surface import KEPT, KEPT_MODULES, NAMED_TOO, OF_SUBMODULES, mapped, submodules
 from onebox.vgpu.cuda.tensors import tensor_type
 from onebox.vgpu.generators import Generator
 from onebox.vgpu.tensor import VirtualTensor
@@ -56,7 +56,7 @@ def public(owner: types.ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(owner).items()
-        if not name.startswith("_")
+        if (name in NAMED_TOO or not name.startswith("_"))
         and callable(value)
         and str(getattr(value, "__module__", "")).startswith(("torch.cuda", "torch._C"))
     ]
@@ -115,6 +115,7 @@ def test_every_name_of_its_submodules_is_mapped_or_refused() -> None:
             with pytest.raises(NotImplementedError, match=r"torch\.cuda\.\S+ has no counterpart"):
                 value()
     assert {"torch.cuda.nccl.version", "torch.cuda.profiler.start", "torch.cuda.gds.GdsFile"} <= refused
+    assert {"torch.cuda.memory._record_memory_history", "torch.cuda.jiterator._create_jit_fn"} <= refused
 
 
 @pytest.mark.usefixtures("aliased")

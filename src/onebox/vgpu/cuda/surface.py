@@ -2,7 +2,7 @@
 
 Three groups, which together are all there is: what is mapped, what PyTorch's own code does well once that is mapped
 (:data:`KEPT`), and the rest, which is refused by name. A name that a new PyTorch brings is refused until it has a place
-here. Names with an underscore are PyTorch's own business, except those that its code asks for.
+here. Names with an underscore are PyTorch's own business, except those that its code or scripts ask for.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ KEPT = {
 
 KEPT_MODULES = {"torch.cuda.amp", "torch.cuda.comm", "torch.cuda.sparse"}
 """Likewise, all that is in them."""
+
+NAMED_TOO = {
+    "_compile_kernel",
+    "_create_jit_fn",
+    "_create_multi_output_jit_fn",
+    "_dump_snapshot",
+    "_record_memory_history",
+    "_sleep",
+    "_snapshot",
+}
+"""Functions with an underscore that scripts call all the same."""
 
 _OF_DEVICES = (
     "current_device",
@@ -172,7 +183,9 @@ def _public(owner: types.ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(owner).items()
-        if not name.startswith("_") and callable(value) and str(_home(value)).startswith(("torch.cuda", "torch._C"))
+        if (name in NAMED_TOO or not name.startswith("_"))
+        and callable(value)
+        and str(_home(value)).startswith(("torch.cuda", "torch._C"))
     ]
 
 
