@@ -10,12 +10,14 @@ import collections
 import functools
 import threading
 import weakref
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.vgpu import box
+from onebox.vgpu.tensor import VirtualTensor
 
 PRIORITY = 5
 """Before those of PyTorch's own devices, of which one takes care of any PrivateUse1 device with real storages."""
@@ -131,3 +133,12 @@ def register() -> None:
     torch._utils._rebuild_tensor = _rebuilt
     serialization: Any = torch.serialization
     serialization._legacy_load = _filled_afterwards(serialization._legacy_load)
+    ForkingPickler.register(VirtualTensor, _not_sent)
+
+
+def _not_sent(tensor: VirtualTensor) -> Any:
+    """Refuse to send a tensor to another process, where it would arrive as one of the host."""
+    raise NotImplementedError(
+        f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
+        "send tensor.cpu()"
+    )

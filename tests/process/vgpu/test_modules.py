@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import onebox
-from tests.process.vgpu.beside import Case, beside, fails_beside, fill, listed, normal
+from tests.process.vgpu.beside import HERE, Case, beside, fails_beside, fill, listed, normal
 
 WORKING: list[Case] = []
 FAILING: list[Case] = []
@@ -114,6 +115,12 @@ def tied_weights_take_room_once(device: str) -> Any:
 @fails
 def modules_without_elements(device: str) -> Any:
     nn.Linear(2, 2, device="meta").to(device)
+
+
+def test_other_processes_get_no_tensors() -> None:
+    for what in (torch.ones(2, device=HERE), nn.Linear(2, 2).to(HERE)):
+        with pytest.raises(NotImplementedError, match=r"cannot be sent to another process: .* send tensor\.cpu"):
+            ForkingPickler.dumps(what)
 
 
 @pytest.mark.parametrize("case", WORKING, ids=lambda case: case.__name__)
