@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.vgpu.coding import Book, Record, block_of, coded, plain
+from onebox.vgpu.coding import Batches, Book, Record, block_of, coded, plain
 from onebox.wire import FREE, Block
+from onebox.wire.messages import Define, Free, Operate, Replay
 
 READS = {1: 0, 2: 1, 3: 2, 4: 3}
 KEEPS = {1: 1, 2: 1, 3: 2, 4: 0}
@@ -138,3 +140,47 @@ def test_a_book_forgets_what_has_not_come_for_longest() -> None:
     assert book.look((1,)) is None
     assert book.shed() == [12]
     assert book.shed() == []
+
+
+def batches() -> Batches:
+    made = Batches(itertools.count(50).__next__)
+    for kernel, reads in READS.items():
+        made.define(kernel, reads, KEEPS[kernel])
+    return made
+
+
+def chain(first: int, rate: float) -> Calls:
+    """Return four calls, the last with a number, after a buffer that is not used ends."""
+    calls: Calls = [(FREE, first - 1, 0, 0, ())]
+    calls += [(2, [number], number + 1, 1, ()) for number in range(first, first + 3)]
+    return [*calls, (3, [first, first + 3], first + 4, 2, (rate,))]
+
+
+def test_a_sequence_is_a_block_from_the_second_time_on() -> None:
+    making = batches()
+    (operate,) = making.instructions(chain(100, 0.5))
+    assert operate == Operate(plain(chain(100, 0.5)), (0.5,))
+    gone, define, replay = making.instructions(chain(200, 0.25))
+    assert gone == Free((199,)), "before the block, which then has room"
+    assert isinstance(define, Define)
+    assert define.number == 50
+    assert replay == Replay(50, (200,), (201, 202, 203, 204, 205), (0.25,))
+    gone, replay = making.instructions(chain(300, 0.125))
+    assert replay == Replay(50, (300,), (301, 302, 303, 304, 305), (0.125,))
+
+
+def test_after_a_doubt_sequences_are_learnt_anew() -> None:
+    making = batches()
+    for first in (100, 200, 300):
+        making.instructions(chain(first, 1.0))
+    making.forget()
+    assert [type(each) for each in making.instructions(chain(400, 1.0))] == [Operate]
+    *_, define, _ = making.instructions(chain(500, 1.0))
+    assert isinstance(define, Define)
+    assert define.number == 51
+
+
+def test_a_short_sequence_is_never_a_block() -> None:
+    making = batches()
+    for first in (100, 200, 300):
+        assert [type(each) for each in making.instructions(chain(first, 1.0)[:3])] == [Operate]
