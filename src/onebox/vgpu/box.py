@@ -57,7 +57,7 @@ class Idle:
                         self._rung.append(stream)
                         continue
                     with contextlib.suppress(OneboxError):  # whoever uses the device next is told
-                        stream.flush()
+                        stream.flush(pace=False)  # one that is far ahead must not hold up the others
 
     def _taken(self) -> list[Stream]:
         taken = []
@@ -185,6 +185,10 @@ def seeded_streams() -> tuple[Stream, ...]:
     return current_box().streams
 
 
+called = "vgpu"
+"""What scripts call the devices; ``cuda`` while that is what they say."""
+
+
 def stream_of(device: torch.device) -> Stream:
     """Return the stream of a device; of the current one where it has no number.
 
@@ -195,7 +199,8 @@ def stream_of(device: torch.device) -> Stream:
     streams = current_box().streams
     number = current_device() if device.index is None else device.index
     if not 0 <= number < len(streams):
-        raise UsageError(f"there is no device vgpu:{number}; the pool has vgpu:0 to vgpu:{len(streams) - 1}")
+        there = f"{called}:0 to {called}:{len(streams) - 1}"
+        raise UsageError(f"there is no device {called}:{number}; the pool has {there}")
     return streams[number]
 
 

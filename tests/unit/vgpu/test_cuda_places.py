@@ -7,35 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.errors import UsageError
 from onebox.vgpu.cuda import places
 from onebox.vgpu.cuda.places import inward, kind_inward, number_of, outward
 from onebox.vgpu.registration import install
 
-DEVICES = 3
-
 
 @pytest.fixture(autouse=True)
-def three_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let there be three devices, of which the third is the current one."""
+def third_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the third device be the current one."""
     install()
-    monkeypatch.setattr(places, "device_count", lambda: DEVICES)
     monkeypatch.setattr(places, "current_device", lambda: 2)
 
 
-@given(index=st.integers(0, DEVICES - 1), as_text=st.booleans())
+@given(index=st.integers(0, 100), as_text=st.booleans())
 def test_there_and_back(index: int, as_text: bool) -> None:
     place = torch.device("cuda", index)
     inside = inward(str(place) if as_text else place)
     assert inside == torch.device("vgpu", index)
     assert outward(inside) == place
-
-
-@given(index=st.integers(DEVICES, 100))
-def test_a_device_that_is_not_there_is_named_as_the_script_did(index: int) -> None:
-    for translate in (inward, number_of):
-        with pytest.raises(UsageError, match=f"no device cuda:{index}; the pool has cuda:0 to cuda:2"):
-            translate(f"cuda:{index}")
 
 
 @pytest.mark.parametrize("place", ["cuda", torch.device("cuda")])

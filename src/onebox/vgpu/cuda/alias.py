@@ -18,6 +18,7 @@ import torch.backends.cuda
 import torch.backends.cudnn
 from torch.autograd import profiler
 
+from onebox.vgpu import box
 from onebox.vgpu.cuda.amp import translate_amp
 from onebox.vgpu.cuda.distributed import translate_distributed
 from onebox.vgpu.cuda.entries import translate_entries
@@ -98,6 +99,7 @@ def _translate(patches: Patches) -> None:
     translate_traced(patches)
     _translate_accelerators(patches)
     _translate_flags(patches)
+    patches.set(box, "called", "cuda")
     patches.set(profiler.profile, "__init__", _of_this_process(profiler.profile.__init__))
 
 

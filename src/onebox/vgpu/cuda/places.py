@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from onebox.errors import UsageError
-from onebox.vgpu.box import current_device, device_count
+from onebox.vgpu.box import current_device
 
 _MEANT = "cuda"
 _GIVEN = "vgpu"
@@ -22,9 +21,6 @@ def inward(place: Any) -> Any:
     Args:
         place: A device, or the name of one. All else is returned as it came, so that PyTorch says itself what is wrong
             with it.
-
-    Raises:
-        UsageError: There is no such device.
     """
     kind = place.__class__
     if kind is str:
@@ -35,7 +31,7 @@ def inward(place: Any) -> Any:
         return place
     if place.type != _MEANT:
         return place
-    return torch.device(_GIVEN, _checked(current_device() if place.index is None else place.index))
+    return torch.device(_GIVEN, current_device() if place.index is None else place.index)
 
 
 inward._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -62,25 +58,12 @@ def number_of(place: Any) -> int:
 
     Raises:
         ValueError: It is none of ``cuda``.
-        UsageError: There is no such device.
     """
     if isinstance(place, int) and not isinstance(place, bool):
-        return current_device() if place < 0 else _checked(place)
+        return current_device() if place < 0 else place
     if place is None:
         return current_device()
     device = torch.device(place)
     if device.type not in (_MEANT, _GIVEN):
         raise ValueError(f"Expected a cuda device, but got: {device}")
-    return current_device() if device.index is None else _checked(device.index)
-
-
-def _checked(number: int) -> int:
-    """Return the number of a device, if there is one; without any devices PyTorch's own words are clearer.
-
-    Raises:
-        UsageError: There are devices, but this is none of them.
-    """
-    count = device_count()
-    if count and not 0 <= number < count:
-        raise UsageError(f"there is no device cuda:{number}; the pool has cuda:0 to cuda:{count - 1}")
-    return number
+    return current_device() if device.index is None else device.index
