@@ -29,6 +29,9 @@ pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared m
 
 META = torch.device("meta")
 
+COMPARED = [name for name in DTYPES if name != "complex32"]
+"""The element types that PyTorch can compare."""
+
 
 def part(rank: int, order: int, shape: tuple[int, ...], dtype: str = "float64") -> Tensor:
     """Return a tensor that a rank has."""
@@ -59,7 +62,7 @@ def test_every_rank_gets_the_same_sum(size: int, buckets: list[list[int]]) -> No
         assert all(torch.equal(result[order], expected) for result in results)
 
 
-@given(st.integers(1, 4), st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 5), min_size=4, max_size=4), st.data())
+@given(st.integers(1, 4), st.sampled_from(COMPARED), st.lists(st.integers(0, 5), min_size=4, max_size=4), st.data())
 @settings(max_examples=25)
 def test_every_rank_gets_all_parts(size: int, dtype: str, sizes: list[int], data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
@@ -138,7 +141,7 @@ def traffic(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int, str, tuple[
     size = draw(st.integers(2, 4))
     rank = st.integers(0, size - 1)
     shape = st.lists(st.integers(0, 4), max_size=4).map(tuple)
-    letter = st.tuples(rank, rank, st.integers(0, 2), st.sampled_from(list(DTYPES)), shape)
+    letter = st.tuples(rank, rank, st.integers(0, 2), st.sampled_from(COMPARED), shape)
     return size, draw(st.lists(letter, max_size=30)), draw(st.integers(0, 1 << 30))
 
 
