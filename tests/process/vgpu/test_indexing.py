@@ -209,11 +209,6 @@ def values_that_do_not_fit(device: str) -> Any:
 
 
 @fails
-def whole_numbers_divided_in_place(device: str) -> Any:
-    torch.arange(3, device=device).div_(2)
-
-
-@fails
 def views_across_gaps(device: str) -> Any:
     return torch.ones(3, 4, device=device).t().view(12)
 
@@ -245,6 +240,7 @@ def test_a_number_that_only_the_worker_sees_is_told_when_somebody_looks() -> Non
         return x.sum().item()
 
     fails_beside(written, late=True)
+    fails_beside(lambda device: torch.arange(3, device=device).div_(2).tolist(), late=True)  # in torch 2.13 at once
     fails_beside(lambda device: normal(4, device=device)[torch.tensor([9], device=device)].tolist(), late=True)
 
 
