@@ -42,6 +42,14 @@ METHODS = {
 """Attributes, methods and keywords that belong to something that pickles."""
 
 
+REPLACED = {
+    "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
+    "vgpu/cuda/distributed.py": {"torch.multiprocessing"},
+    "vgpu/serial.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
+}
+"""Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled."""
+
+
 def sources() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -84,7 +92,9 @@ def test_there_is_source_to_look_at() -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_source_has_nothing_of_the_kind(path: Path) -> None:
-    assert list(offences(ast.parse(path.read_text(), str(path)))) == []
+    replaced = REPLACED.get(str(path.relative_to(SOURCE)), set())
+    found = offences(ast.parse(path.read_text(), str(path)))
+    assert [(line, name) for line, name in found if name not in replaced] == []
 
 
 @pytest.mark.parametrize(
