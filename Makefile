@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
-BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCHMARKS := $(patsubst %,benchmarks/%.py,remote eager coverage scaling memory prediction pipeline)
 
 .PHONY: demo test lint bench clean
 .NOTPARALLEL:
