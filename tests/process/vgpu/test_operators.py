@@ -1,0 +1,85 @@
+"""Operators that need more than to be handed on: what they share, what the worker chooses, what is told only once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._utils import freeze_rng_state
+
+import onebox
+from onebox.vgpu.box import current_box
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool() -> Iterator[onebox.Pool]:
+    with onebox.open("cpu", threads=1) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attention_is_that_of_the_worker_bit_for_bit(dtype: torch.dtype, masked: bool) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 6, 8, dtype=dtype) for _ in range(3)]
+    mask = torch.rand(6, 6) > 0.3 if masked else None
+    found = []
+    for device in ("cpu", "vgpu:0"):
+        there = [tensor.clone().to(device).requires_grad_() for tensor in inputs]
+        out = nn.functional.scaled_dot_product_attention(*there, attn_mask=None if mask is None else mask.to(device))
+        assert device == "cpu" or "Flash" in type(out.grad_fn).__name__
+        out.square().sum().backward()
+        found.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in there if tensor.grad is not None)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_lazy_conjugates_are_views() -> None:
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    there = plain.to("vgpu:0")
+    turned = there.conj()
+    assert turned.is_conj()
+    assert turned.imag.is_neg()
+    assert turned.imag.tolist() == [-2.0, 4.0]
+    turned.add_(1j)
+    assert there.tolist() == [1 + 1j, 3 - 5j]
+    assert turned.cpu().tolist() == [1 - 1j, 3 + 5j]
+    assert (turned @ there).item() == torch.tensor([1 - 1j, 3 + 5j]).dot(torch.tensor([1 + 1j, 3 - 5j])).item()
+
+
+def test_views_share_memory_as_far_as_pytorch_asks() -> None:
+    there = torch.zeros(2, 3, device="vgpu:0")
+    assert torch._C._is_alias_of(there, there.t())
+    assert not torch._C._is_alias_of(there, there.clone())
+    left, right = torch.randn(5, 4, 3), torch.randn(3, 2)
+    out = torch.zeros(5, 4, 2, device="vgpu:0")
+    torch.matmul(left.to("vgpu:0"), right.to("vgpu:0"), out=out)
+    torch.testing.assert_close(out.cpu(), left @ right)
+
+
+def test_the_rank_of_a_matrix_is_written_to_out() -> None:
+    out = torch.zeros((), dtype=torch.int64, device="vgpu:0")
+    assert torch.linalg.matrix_rank(torch.eye(5, device="vgpu:0"), out=out) is out
+    assert out.item() == 5
+    with torch.inference_mode():
+        torch.linalg.matrix_rank(torch.eye(4, device="vgpu:0"), out=out)
+    assert out.item() == 4
+
+
+def test_what_only_the_worker_knows_is_asked_once() -> None:
+    module, image = nn.BatchNorm2d(7).eval().to("vgpu:0"), torch.randn(2, 7, 5, 5, device="vgpu:0")
+    (stream,) = current_box().streams
+    waits = []
+    with torch.no_grad():
+        for _ in range(3):
+            before = stream.waits
+            module(image)
+            waits.append(stream.waits - before)
+    assert waits == [1, 0, 0]
+
+
+def test_random_states_are_kept_where_classes_of_tensors_are_passed_by() -> None:
+    with freeze_rng_state():
+        first = torch.randn(5, device="vgpu:0")
+    assert torch.equal(first.cpu(), torch.randn(5, device="vgpu:0").cpu())
