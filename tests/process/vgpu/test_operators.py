@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch.testing._utils import freeze_rng_state
+from torch.utils._mode_utils import no_dispatch
 
 import onebox
 from onebox.vgpu.box import current_box
@@ -80,6 +80,10 @@ def test_what_only_the_worker_knows_is_asked_once() -> None:
 
 
 def test_random_states_are_kept_where_classes_of_tensors_are_passed_by() -> None:
-    with freeze_rng_state():
-        first = torch.randn(5, device="vgpu:0")
+    module = torch.get_device_module("vgpu")
+    with no_dispatch():
+        state = module.get_rng_state()
+    first = torch.randn(5, device="vgpu:0")
+    with no_dispatch():
+        module.set_rng_state(state)
     assert torch.equal(first.cpu(), torch.randn(5, device="vgpu:0").cpu())
