@@ -9,7 +9,7 @@ from typing import ParamSpec
 from onebox.pool import Pool, open_pool
 from onebox.vgpu.box import attach, current_box
 from onebox.vgpu.cuda import alias_cuda
-from onebox.vgpu.ranks import Ranks, spawn
+from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install
 from onebox.vgpu.tensor import VirtualTensor
 

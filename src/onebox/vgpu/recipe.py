@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.vgpu.asked import depends_on_values, is_learned, only_checks
 from onebox.vgpu.metadata import Metadata, metadata_of
+from onebox.vgpu.operators.asked import depends_on_values, is_learned, only_checks
 from onebox.vgpu.tensor import VirtualTensor
 from onebox.wire import Complex, DType, Hole, Items, Kernel, Layout, MemoryFormat, OwnDevice, Slot, Source, dtype_name
 from onebox.worker.allow import EAGER, pinned_names

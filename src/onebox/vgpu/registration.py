@@ -17,33 +17,11 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
-from onebox.vgpu import (
-    accelerator,
-    attention,
-    autocast,
-    backward,
-    box,
-    compilers,
-    conversion,
-    copies,
-    defaults,
-    factories,
-    histogram,
-    lazy,
-    lengths,
-    module,
-    outputs,
-    padded,
-    parallel,
-    process_group,
-    ranks,
-    recurrent,
-    reducer,
-    serial,
-    sparse,
-    syncnorm,
-)
+from onebox.vgpu import accelerator, backward, box, conversion, copies, defaults, lazy, module, serial
+from onebox.vgpu.compiled import compilers
+from onebox.vgpu.distributed import parallel, process_group, ranks, reducer, syncnorm
 from onebox.vgpu.generators import Generator
+from onebox.vgpu.operators import attention, autocast, factories, histogram, lengths, outputs, padded, recurrent, sparse
 from onebox.vgpu.tensor import VirtualTensor
 
 _lock = threading.Lock()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import PeerLost
-from onebox.vgpu.keys import Keys
+from onebox.vgpu.distributed.keys import Keys
 
 SOON = timedelta(milliseconds=20)
 

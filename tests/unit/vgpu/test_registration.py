@@ -12,8 +12,8 @@ from torch.utils import backend_registration
 
 from onebox.vgpu import VirtualTensor, install
 from onebox.vgpu.accelerator import ANSWERS
-from onebox.vgpu.autocast import BANNED, FLOAT32, LOWER, WIDEST
-from onebox.vgpu.factories import factories
+from onebox.vgpu.operators.autocast import BANNED, FLOAT32, LOWER, WIDEST
+from onebox.vgpu.operators.factories import factories
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onebox.graph.lower import canonical
-from onebox.vgpu import install, tracing
-from onebox.vgpu.sections import Section, Single, copies_needed, output_nodes, sections
+from onebox.vgpu import install
+from onebox.vgpu.compiled import tracing
+from onebox.vgpu.compiled.sections import Section, Single, copies_needed, output_nodes, sections
 from onebox.worker.tape import Progress, Tape
 
 CPU = torch.device("cpu")

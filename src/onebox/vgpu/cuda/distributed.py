@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import distributed_c10d
 
-from onebox.vgpu import process_group, ranks
 from onebox.vgpu.cuda.functions import yes
 from onebox.vgpu.cuda.patches import Patches
+from onebox.vgpu.distributed import process_group, ranks
 
 _MEANT = "nccl"
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onebox.vgpu.process_group import VirtualProcessGroup
+from onebox.vgpu.distributed.process_group import VirtualProcessGroup
 
 _here = threading.local()
 _works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

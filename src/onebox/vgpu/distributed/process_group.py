@@ -17,11 +17,11 @@ from torch import Tensor
 
 from onebox.errors import UsageError
 from onebox.vgpu import box
-from onebox.vgpu.communicator import Communicator, form
 from onebox.vgpu.copies import upload
+from onebox.vgpu.distributed.communicator import Communicator, form
+from onebox.vgpu.distributed.work import Pair, Work
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import VirtualTensor
-from onebox.vgpu.work import Pair, Work
 
 NAME = "onebox"
 """The backend, for ``torch.distributed.init_process_group``."""

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from onebox.errors import PoolError
 from onebox.graph.lower import canonical
 from onebox.vgpu.box import stream_of
+from onebox.vgpu.compiled.corrections import choose_kernels, correct, partition
+from onebox.vgpu.compiled.sections import Section, copies_needed, output_nodes, sections, storage_of
+from onebox.vgpu.compiled.tracing import BACKEND, teach_dynamo
 from onebox.vgpu.copies import upload
-from onebox.vgpu.corrections import choose_kernels, correct, partition
 from onebox.vgpu.metadata import metadata_of
-from onebox.vgpu.sections import Section, copies_needed, output_nodes, sections, storage_of
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, wrap
-from onebox.vgpu.tracing import BACKEND, teach_dynamo
 from onebox.wire.messages import Define, StoredProgram
 
 aten = torch.ops.aten

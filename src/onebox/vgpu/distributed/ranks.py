@@ -25,8 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from onebox.errors import PeerLost, UsageError
-from onebox.vgpu import box, process_group
-from onebox.vgpu.keys import Keys
+from onebox.vgpu import box
+from onebox.vgpu.distributed import process_group
+from onebox.vgpu.distributed.keys import Keys
 
 _GRACE_S = 30.0
 """How long ranks may take to end after another one has failed; they are daemons, and left alone then."""

@@ -31,7 +31,7 @@ def register() -> None:
 
     @functools.wraps(call)
     def call_either(self: Any, model_: fx.GraphModule, inputs_: Sequence[Any], **kwargs: Any) -> Any:
-        from onebox.vgpu.compiled import is_virtual, onebox
+        from onebox.vgpu.compiled.backend import is_virtual, onebox
 
         return onebox(model_, inputs_) if is_virtual(model_, inputs_) else call(self, model_, inputs_, **kwargs)
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onebox.graph.joint import widen_statistics
-from onebox.vgpu.attention import MATH, attend, attend_by, choose
 from onebox.vgpu.box import stream_of
+from onebox.vgpu.operators.attention import MATH, attend, attend_by, choose
 from onebox.vgpu.tensor import VirtualTensor
 
 aten = torch.ops.aten
