@@ -9,7 +9,7 @@
     ├── WireError                   a message that breaks the protocol or its limits
     ├── PoolError                   devices could not be had, or were given back
     └── WorkerError                 something failed on a worker
-        ├── OperatorError           an operator failed; everything computed from it is void
+        ├── OperatorError(RuntimeError)   an operator failed; everything computed from it is void
         │   └── DeviceMemoryError   ... because the device, or its quota, has no memory left
         ├── WorkerDied              the process of a worker ended
         ├── WorkerHung              a worker stopped answering, or stopped making progress
@@ -119,8 +119,10 @@ class WorkerError(OneboxError):
         self.device = device
 
 
-class OperatorError(WorkerError):
+class OperatorError(WorkerError, RuntimeError):
     """An operator failed on a worker; every buffer that it would have written is void.
+
+    It is a ``RuntimeError``, too, as what PyTorch raises for a GPU that fails.
 
     Args:
         message: The whole story, for a person.
