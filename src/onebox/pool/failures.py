@@ -19,7 +19,7 @@ AFTERWARDS = "open another pool and resume from the last checkpoint"
 """What to do when a worker has ended."""
 
 _ADVICE = {
-    "operator": "all that is computed from it is void; if plain PyTorch runs it, please report the operator and its shapes",
+    "operator": "what is computed from it is void; if plain PyTorch runs it, please report the operator and its shapes",
     "values": "use a cpu or cuda device where values are needed",
     "memory": "use a smaller micro_batch, or a device or quota with more memory",
     "peer": "another worker of the group went away or did not answer in time",
