@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onebox.wire import FREE, Block
-from onebox.wire.messages import Define, Free, Instruction, Operate, Replay
+from onebox.wire.eager import Operate, Replay
+from onebox.wire.messages import Define, Free, Instruction
 
 Record = tuple[int, Any, int, int, Sequence[float]]
 

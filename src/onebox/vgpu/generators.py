@@ -15,7 +15,8 @@ from onebox.vgpu.recipe import sources
 from onebox.vgpu.stream import FIRST_SEED, Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, wrap
 from onebox.wire import Generator as GeneratorSpec
-from onebox.wire.messages import Define, KeepGenerator, SetGenerator
+from onebox.wire.eager import KeepGenerator, SetGenerator
+from onebox.wire.messages import Define
 
 _plain: Any = torch._C.Generator
 

@@ -24,7 +24,8 @@ from onebox.vgpu.coding import Batches, Record
 from onebox.vgpu.recipe import Recipe
 from onebox.vgpu.tensor import Handle
 from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
-from onebox.wire.messages import Call, DefaultType, Define, Free, Get, Instruction, Perform
+from onebox.wire.eager import DefaultType, Perform
+from onebox.wire.messages import Call, Define, Free, Get, Instruction
 from onebox.wire.sayings import Made, Tensors
 
 CALLS = 64

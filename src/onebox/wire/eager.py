@@ -12,6 +12,8 @@ Calls are coded as integers: ``kernel, inputs..., outputs...`` with as many of e
 
 from __future__ import annotations
 
+from typing import Literal
+
 from onebox.wire.program import DType, Layout, MemoryFormat, OwnDevice, Slot, _Part
 
 FREE = 0
@@ -98,7 +100,7 @@ class Block(_Part, frozen=True, tag="block"):
     Args:
         calls: The calls, coded as integers, with slots for buffers. ``FREE`` ends what a slot holds; where it held an
             input, its buffer ends, too.
-        inputs: How many buffers a :class:`~onebox.wire.messages.Replay` brings.
+        inputs: How many buffers a :class:`Replay` brings.
         outputs: The slots that are kept, in the order of the numbers that a ``Replay`` gives them.
         floats: How many floating-point numbers a ``Replay`` brings: those of all calls, in order.
     """
@@ -113,3 +115,82 @@ class Generator(_Part, frozen=True, tag="generator"):
     """A random number generator of the worker's device, as a definition."""
 
     seed: int
+
+
+# ---- instructions
+
+
+class Operate(_Part, frozen=True, tag="operate"):
+    """Run operators one after the other.
+
+    Args:
+        calls: The calls, coded as :mod:`onebox.wire.eager` says, with buffers by number.
+        floats: The floating-point numbers of all of them, in order.
+    """
+
+    calls: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+
+
+class Replay(_Part, frozen=True, tag="replay"):
+    """Run a stored block.
+
+    Args:
+        block: Its number.
+        inputs: Buffers for its first slots.
+        outputs: Numbers for the slots that it keeps.
+        floats: The floating-point numbers of all its calls, in order.
+    """
+
+    block: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+
+
+class Perform(_Part, frozen=True, tag="perform"):
+    """Run one operator of which the client does not know what it will return, and answer with that.
+
+    Args:
+        kernel: The operator, with no ``outs``.
+        inputs: Its tensors.
+        floats: Its floating-point numbers.
+        first: The number of the first tensor that it returns; the next returns get the next numbers, whatever they are.
+    """
+
+    kernel: Kernel
+    inputs: tuple[int, ...]
+    floats: tuple[float, ...]
+    first: int
+
+
+class SetGenerator(_Part, frozen=True, tag="random"):
+    """Set a random number generator.
+
+    Args:
+        generator: Its number; 0 for the device's own.
+        seed: The seed, or ``None`` for a state that was kept.
+        buffer: The buffer of that state.
+    """
+
+    generator: int
+    seed: int | None
+    buffer: int = 0
+
+
+class DefaultType(_Part, frozen=True, tag="default"):
+    """Let operators that are not told an element type, and have none from their tensors, return this one."""
+
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+
+
+class KeepGenerator(_Part, frozen=True, tag="keep"):
+    """Fill a buffer with the state of a random number generator, as bytes.
+
+    Args:
+        generator: Its number; 0 for the device's own.
+        buffer: The buffer.
+    """
+
+    generator: int
+    buffer: int

@@ -11,7 +11,18 @@ from typing import Literal
 
 from msgspec import Struct
 
-from onebox.wire.eager import Block, Generator, Kernel, Strided
+from onebox.wire.eager import (
+    Block,
+    DefaultType,
+    Generator,
+    KeepGenerator,
+    Kernel,
+    Operate,
+    Perform,
+    Replay,
+    SetGenerator,
+    Strided,
+)
 from onebox.wire.program import Program, TensorSpec
 
 PROTOCOL = 3
@@ -272,82 +283,6 @@ class EmulatedLink(Message, frozen=True):
     link: int
     latency_s: float
     bandwidth_bps: float
-
-
-class Operate(Message, frozen=True, tag="operate"):
-    """Run operators one after the other.
-
-    Args:
-        calls: The calls, coded as :mod:`onebox.wire.eager` says, with buffers by number.
-        floats: The floating-point numbers of all of them, in order.
-    """
-
-    calls: tuple[int, ...]
-    floats: tuple[float, ...] = ()
-
-
-class Replay(Message, frozen=True, tag="replay"):
-    """Run a stored block.
-
-    Args:
-        block: Its number.
-        inputs: Buffers for its first slots.
-        outputs: Numbers for the slots that it keeps.
-        floats: The floating-point numbers of all its calls, in order.
-    """
-
-    block: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    floats: tuple[float, ...] = ()
-
-
-class Perform(Message, frozen=True, tag="perform"):
-    """Run one operator of which the client does not know what it will return, and answer with that.
-
-    Args:
-        kernel: The operator, with no ``outs``.
-        inputs: Its tensors.
-        floats: Its floating-point numbers.
-        first: The number of the first tensor that it returns; the next returns get the next numbers, whatever they are.
-    """
-
-    kernel: Kernel
-    inputs: tuple[int, ...]
-    floats: tuple[float, ...]
-    first: int
-
-
-class SetGenerator(Message, frozen=True, tag="random"):
-    """Set a random number generator.
-
-    Args:
-        generator: Its number; 0 for the device's own.
-        seed: The seed, or ``None`` for a state that was kept.
-        buffer: The buffer of that state.
-    """
-
-    generator: int
-    seed: int | None
-    buffer: int = 0
-
-
-class DefaultType(Message, frozen=True, tag="default"):
-    """Let operators that are not told an element type, and have none from their tensors, return this one."""
-
-    dtype: Literal["float16", "bfloat16", "float32", "float64"]
-
-
-class KeepGenerator(Message, frozen=True, tag="keep"):
-    """Fill a buffer with the state of a random number generator, as bytes.
-
-    Args:
-        generator: Its number; 0 for the device's own.
-        buffer: The buffer.
-    """
-
-    generator: int
-    buffer: int
 
 
 class FormGroup(Message, frozen=True, tag="form"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, spec_of
-from onebox.wire.messages import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.sayings import Failure, Made, Result
 from onebox.worker.blocks import CompiledBlock, Void
 from onebox.worker.device import Device

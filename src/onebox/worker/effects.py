@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onebox.wire import TensorSpec
-from onebox.wire.messages import (
-    Call,
-    Define,
-    Gather,
-    Instruction,
-    KeepGenerator,
-    Optimizer,
-    Put,
-    Receive,
-    Reduce,
-    Snapshot,
-)
+from onebox.wire.eager import KeepGenerator
+from onebox.wire.messages import Call, Define, Gather, Instruction, Optimizer, Put, Receive, Reduce, Snapshot
 
 
 def writes(instruction: Instruction) -> Sequence[int]:

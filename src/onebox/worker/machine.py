@@ -12,29 +12,24 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of
+from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.messages import (
     Ask,
     Call,
-    DefaultType,
     Define,
     FormGroup,
     Free,
     Gather,
     Get,
     Instruction,
-    KeepGenerator,
     LeaveGroup,
-    Operate,
     OptimizerStep,
-    Perform,
     Put,
     Receive,
     Reduce,
-    Replay,
     Routine,
     Run,
     Send,
-    SetGenerator,
     Snapshot,
     StoredProgram,
     references,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from onebox.vgpu.coding import Batches, Book, Record, block_of, coded, plain
 from onebox.wire import FREE, Block
-from onebox.wire.messages import Define, Free, Operate, Replay
+from onebox.wire.eager import Operate, Replay
+from onebox.wire.messages import Define, Free
 
 READS = {1: 0, 2: 1, 3: 2, 4: 3}
 KEEPS = {1: 1, 2: 1, 3: 2, 4: 0}

@@ -34,6 +34,7 @@ from onebox.wire import (
     decode_saying,
     encode,
 )
+from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -42,16 +43,11 @@ from onebox.wire.messages import (
     FormGroup,
     Free,
     Get,
-    KeepGenerator,
-    Operate,
     Optimizer,
     OptimizerStep,
-    Perform,
     Put,
-    Replay,
     Routine,
     Run,
-    SetGenerator,
     StateEntry,
     StoredProgram,
 )

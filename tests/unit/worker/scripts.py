@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onebox.wire import FREE, Block, Complex, DType, Hole, Items, Kernel, OwnDevice, Slot, Source, Strided
-from onebox.wire.messages import Define, Operate, Replay
+from onebox.wire.eager import Operate, Replay
+from onebox.wire.messages import Define
 from onebox.wire.sayings import Failure
 from onebox.worker.kernels import flatten, strided_of
 from onebox.worker.store import Poisoned

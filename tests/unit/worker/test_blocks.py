@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.wire import FREE, Block
-from onebox.wire.messages import Ask, Define, Free, Operate, Replay
+from onebox.wire.eager import Operate, Replay
+from onebox.wire.messages import Ask, Define, Free
 from onebox.wire.sayings import Memory
 from onebox.worker.faults import Fault
 from tests.unit.machines import Rig

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onebox.wire import FREE, Block, Complex, Generator, Items, Kernel, OwnDevice, Slot, Source, Strided
-from onebox.wire.messages import Define, Free, Get, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.messages import Define, Free, Get
 from onebox.wire.sayings import Made
 from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
