@@ -6,7 +6,6 @@ import argparse
 import copy
 import os
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,8 @@ from tests.process.vgpu.jobs import (
     together,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open(f"cpu*{RANKS}", threads=1) as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+DEVICES = RANKS
+pytestmark = pytest.mark.usefixtures("pool", "in_float64")
 
 
 @pytest.mark.parametrize(

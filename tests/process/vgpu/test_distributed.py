@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +20,8 @@ from onebox.vgpu import spawn
 from onebox.vgpu.box import current_box
 from tests.process.vgpu.jobs import EXACT, RANKS, Net, share, together
 
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open(f"cpu*{RANKS}", threads=1) as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.manual_seed(3)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+DEVICES = RANKS
+pytestmark = pytest.mark.usefixtures("pool", "in_float64")
 
 
 def of_rank(rank: int, device: str | None = None) -> Tensor:
