@@ -15,8 +15,8 @@ demo: $(VENV)/.stamp-run
 	$(BIN)/onebox train --data digits --model cnn
 
 test: lint
-	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/process tests/unit
-	$(BIN)/pytest -q tests/gpu
+	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 tests/unit
+	$(BIN)/pytest -q tests/process tests/gpu
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

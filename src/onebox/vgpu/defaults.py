@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from onebox.errors import OneboxError
 from onebox.vgpu import box
 
 
@@ -24,6 +26,7 @@ def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
         plain(kind)
         if box.device_count():
             for stream in box.current_box().streams:
-                stream.follow(torch.get_default_dtype())
+                with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+                    stream.follow(torch.get_default_dtype())
 
     return change
