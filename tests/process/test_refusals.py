@@ -29,7 +29,7 @@ X_BD, Y_B = CASE.batches([4])[0]
         (X_BD.numpy(), Y_B, "must be tensors, nested in tuples and dicts; found a ndarray"),
         ({"x": X_BD, "more": "text"}, Y_B, "found a str"),
         (X_BD, 3, "found a int"),
-        (X_BD.to(torch.complex64), Y_B, "complex64 cannot travel"),
+        (X_BD.to(torch.complex64), Y_B, "complex64 cannot be trained with"),
     ],
 )
 def test_a_batch_that_is_none_is_refused_and_harms_nothing(

@@ -29,7 +29,8 @@ def test_tensors_of_all_kinds_come_back_and_the_end_of_the_other_process_is_noti
     other: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     group = echo.join(tmp_path, 0)
-    tensors = [torch.arange(24).view(2, 3, 4).to(dtype) for dtype in DTYPES.values()]
+    kinds = [dtype for dtype in DTYPES.values() if dtype is not torch.complex32]  # of which PyTorch warns
+    tensors = [torch.arange(24).view(2, 3, 4).to(dtype) for dtype in kinds]
     tensors += [torch.empty(0), torch.empty(2, 0, 3), torch.tensor(5.0), torch.randn(2 << 20)]
     for tensor in tensors:  # all at once: the other need not have read any
         group.send(echo.to_text(spec_of(tensor)), 1, 0)
