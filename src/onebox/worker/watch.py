@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import resource
 import threading
 import time
 import traceback
@@ -30,16 +31,18 @@ _IDLE_SHARE = 0.04
 class Stall:
     """Tells how long work has made no progress; pure: readings in, seconds out.
 
-    A worker that waits for its peers or for the client, or that uses the processor, is not stalled.
+    A worker that waits for its peers or for the client, that uses the processor, or whose memory has to be read back
+    from a disk, is not stalled.
     """
 
     def __init__(self) -> None:
         self._executed = -1
+        self._faults = 0
         self._processor_s = 0.0
         self._at_s = 0.0
         self._stalled_s = 0.0
 
-    def reading(self, *, executed: int, waiting: bool, processor_s: float, now_s: float) -> float:
+    def reading(self, *, executed: int, waiting: bool, processor_s: float, now_s: float, faults: int = 0) -> float:
         """Take a reading and return for how many seconds the worker has been stalled.
 
         Args:
@@ -47,9 +50,11 @@ class Stall:
             waiting: Whether it waits for others.
             processor_s: Processor time of the process so far.
             now_s: The time.
+            faults: Major page faults of the process so far.
         """
         elapsed = now_s - self._at_s
-        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed
+        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and faults == self._faults
+        self._faults = faults
         stalled = not waiting and executed == self._executed and idle
         self._stalled_s = self._stalled_s + elapsed if stalled else 0.0
         self._executed, self._processor_s, self._at_s = executed, processor_s, now_s
@@ -143,6 +148,7 @@ class Watcher:
             waiting=progress.waiting,
             processor_s=time.process_time(),
             now_s=time.monotonic(),
+            faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         )
         beat = encode(Beat(progress.executed, stalled_s, progress.doing))
         try:

@@ -27,13 +27,13 @@ def test_work_that_stands_still_is_a_stall_that_grows() -> None:
     assert readings == [0.0, 1.0, 2.0, 3.5]
 
 
-@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s"])
+@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "faults"])
 def test_progress_waiting_and_computing_end_a_stall(changed: str) -> None:
     stall = Stall()
-    still = {"executed": 5, "waiting": False, "processor_s": 1.0}
+    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "faults": 7}
     for now in (0.0, 1.0, 2.0):
         stall.reading(**still, now_s=now)  # type: ignore[arg-type]
-    moved = {**still, changed: {"executed": 6, "waiting": True, "processor_s": 1.9}[changed]}
+    moved = {**still, changed: {"executed": 6, "waiting": True, "processor_s": 1.9, "faults": 8}[changed]}
     assert stall.reading(**moved, now_s=3.0) == 0.0  # type: ignore[arg-type]
     assert stall.reading(**moved, now_s=4.0) == (0.0 if changed == "waiting" else 1.0)  # type: ignore[arg-type]
 
