@@ -8,9 +8,12 @@ what started the backward pass raises it in the end. (True of torch 2.11 to 2.13
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +43,32 @@ class Guard(torch._C._acc.DeviceGuard):
         return _KIND
 
 
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of a backward pass: it may come where the guard begins, which cannot catch it there.
+
+    A second one does not wait.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, Any]] = []
+
+    def note(number: Any, frame: Any) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
+
+
 def register() -> None:
     """Let backward passes run in the thread that asks for them.
 
@@ -52,7 +81,7 @@ def register() -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         before, _taken.error = _taken.error, None
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), _signals_wait():
                 return engine(*args, **kwargs)
         except SystemError:  # the engine failed with no error set: it was taken over
             if _taken.error is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebox.errors import OperatorError, WireError
 from onebox.vgpu.asking import perform, raise_plain
-from onebox.vgpu.box import stream_of
+from onebox.vgpu.box import box_of, stream_of
 from onebox.vgpu.recipe import SHAPED_BY_FLOATS, Recipe, Unknown, changed, learned, recipe
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
@@ -92,6 +92,8 @@ def run(
     for tensor in tensors:
         handle = tensor._handle
         if handle.stream is not stream:
+            for each in tensors:
+                box_of(each._handle.stream)  # which says so where its pool is closed
             raise _mixed(tensors)
         numbers.append(handle.number)
     if floats and func in SHAPED_BY_FLOATS:
