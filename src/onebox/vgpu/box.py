@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -29,6 +30,7 @@ class Idle:
             threading.Event()
         )  # never set: a wait on it is a sleep that the end of the process does not hold up
         self._thread: threading.Thread | None = None
+        self._over = False
         self._lock = threading.Lock()
 
     def ring(self, stream: Stream) -> None:
@@ -45,10 +47,19 @@ class Idle:
                 self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
                 self._thread.start()
 
+    def end(self) -> None:
+        """End the thread: a daemon that the interpreter stops amid its own end can take the process down."""
+        self._over = True
+        self._bell.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
     def _run(self) -> None:
         while True:
             self._bell.wait()
             self._bell.clear()
+            if self._over:
+                return
             while self._rung:
                 seen = {stream: stream.records for stream in self._taken()}
                 self._pause.wait(IDLE_S)
@@ -117,6 +128,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 idle = Idle()
+atexit.register(idle.end)
 _boxes: list[weakref.ref[Box]] = []
 _kept: dict[int, Box] = {}
 _local = threading.local()

@@ -216,7 +216,7 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path, body: str) -> None:
         script.wait_until_ready()
         script.signal(signal.SIGINT, group=True)  # as a terminal does
         status, _, errors = script.end(INTERRUPTED_S)
-        assert status == -signal.SIGINT
+        assert status == -signal.SIGINT, errors
         assert errors.rstrip().endswith("KeyboardInterrupt")
         assert gone(script.workers, 0)
 
