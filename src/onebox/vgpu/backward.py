@@ -8,15 +8,15 @@ what started the backward pass raises it in the end. (True of torch 2.11 to 2.13
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from onebox.vgpu import interrupts
 
 _KIND = torch._C._autograd.DeviceType.PrivateUse1
 
@@ -31,42 +31,29 @@ class _Taken(threading.local):
 _taken = _Taken()
 
 
-class Guard(torch._C._acc.DeviceGuard):
-    """The guard of the device; there is nothing to guard, as operators name their device themselves."""
+class _Answer:
+    """``type_`` of the guard: looked up first, then called; it takes over the error that is on its way."""
 
-    def type_(self) -> Any:
-        """Return the device's kind; take over the error that is on its way."""
+    @interrupts.shielded
+    def __get__(self, guard: Any, kind: type) -> Callable[[], Any]:
+        interrupts.Guard.entered = True
         try:
             _probe()
         except BaseException as error:
             _taken.error = error
-        return _KIND
+        return _answer
 
 
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of a backward pass: it may come where the guard begins, which cannot catch it there.
+@interrupts.shielded
+def _answer() -> Any:
+    interrupts.Guard.entered = False
+    return _KIND
 
-    A second one does not wait.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[tuple[Any, Any]] = []
 
-    def note(number: Any, frame: Any) -> None:
-        came.append((number, frame))
-        if len(came) > 1:
-            handler(number, frame)
+class Guard(torch._C._acc.DeviceGuard):
+    """The guard of the device; there is nothing to guard, as operators name their device themselves."""
 
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+    type_ = _Answer()
 
 
 def register() -> None:
@@ -81,7 +68,7 @@ def register() -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         before, _taken.error = _taken.error, None
         try:
-            with torch.autograd.set_multithreading_enabled(False), _signals_wait():
+            with torch.autograd.set_multithreading_enabled(False):
                 return engine(*args, **kwargs)
         except SystemError:  # the engine failed with no error set: it was taken over
             if _taken.error is None:

@@ -176,7 +176,3 @@ class Batches:
             made.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
         made.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
         return made
-
-    def forget(self) -> None:
-        """Begin anew, because a block may not have reached the worker."""
-        self.book = Book()

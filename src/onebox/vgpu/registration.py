@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
-from onebox.vgpu import accelerator, backward, box, conversion, copies, defaults, lazy, module, serial
+from onebox.vgpu import accelerator, backward, box, conversion, copies, defaults, interrupts, lazy, module, serial
 from onebox.vgpu.compiled import compilers
 from onebox.vgpu.distributed import parallel, process_group, ranks, reducer, syncnorm
 from onebox.vgpu.generators import Generator
@@ -60,6 +60,7 @@ def install() -> None:
         compilers.register()
         torch.Generator = Generator  # type: ignore[misc]
         backward.register()
+        interrupts.register()
         _let_optimizers_group()
         _let_graphs_record()
         conversion.register()

@@ -21,6 +21,7 @@ from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
 from onebox.vgpu.ahead import Ahead
 from onebox.vgpu.coding import Batches, Record
+from onebox.vgpu.interrupts import deliver, interruptible, shielded
 from onebox.vgpu.recipe import Recipe
 from onebox.vgpu.tensor import Handle
 from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
@@ -56,6 +57,27 @@ RETURNS = 1 << 20
 _probe = [object()]
 _ALONE = sys.getrefcount(_probe[0])
 """What is counted for an object that only a list holds."""
+
+
+SLICE_S = 0.05
+"""A wait for a worker looks for signals at least this often."""
+
+
+@interruptible
+def _wait(future: Future[Answer]) -> None:
+    """Wait until a worker has answered; handlers of signals run here."""
+    while not _settled(future):
+        deliver()
+
+
+@shielded
+def _settled(future: Future[Answer]) -> bool:
+    # an exception in the middle of threading.Condition.wait, where no handler may raise, hides behind one of its own
+    try:
+        future.exception(SLICE_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 class Stream:
@@ -94,6 +116,7 @@ class Stream:
 
     # ---- recording
 
+    @shielded
     def record(self, recipe: Recipe, inputs: list[int], floats: list[float]) -> int:
         """Take a call and return the number of the first of its outputs."""
         with self.lock:
@@ -133,6 +156,7 @@ class Stream:
         if recipe.kernel.name.startswith("aten.empty"):
             self._rooms.add(number)
 
+    @shielded
     def call(self, program: int, handles: list[Handle], outputs: int) -> int:
         """Run a stored program behind what is recorded, and return the number of the first of its outputs.
 
@@ -155,6 +179,7 @@ class Stream:
             self.pace()
         return first
 
+    @shielded
     def new_number(self) -> int:
         """Return the number of a buffer that something else than a call fills."""
         with self.lock:
@@ -162,6 +187,7 @@ class Stream:
             self._next += 1
             return number
 
+    @shielded
     def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
         """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows.
 
@@ -191,6 +217,7 @@ class Stream:
 
     # ---- sending
 
+    @shielded
     def flush(
         self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False, pace: bool = True
     ) -> Answer | None:
@@ -221,6 +248,7 @@ class Stream:
         assert future is not None
         self.waits += 1
         try:
+            _wait(future)
             return future.result()
         except OneboxError as error:
             told = self._cause(error)
@@ -258,15 +286,8 @@ class Stream:
             if self.ended:
                 gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
                 last = [*last, Free((), gone)]
-            taken = self._first, self._frame_bytes, self._calls
             sent: list[Future[Answer]] = []
-            try:
-                self._hand_over(last, frames, kept, sent)
-            except KeyboardInterrupt:
-                if not sent:  # what a script holds must be there, should it go on
-                    self._first, self._frame_bytes, self._calls = taken
-                    self._batches.forget()
-                raise
+            self._hand_over(last, frames, kept, sent)
             return sent[-1] if sent else None
 
     def _hand_over(
@@ -307,7 +328,7 @@ class Stream:
                 oldest = self._ahead.too_far()
             if oldest is None:
                 return
-            oldest.exception()
+            _wait(oldest)
 
     @property
     def state_bytes(self) -> int:
@@ -316,6 +337,7 @@ class Stream:
 
     # ---- waiting
 
+    @shielded
     def perform(self, kernel: Kernel, inputs: list[int], floats: list[float]) -> tuple[Made, int]:
         """Run an operator and wait for what it returned; also return the number of the first return.
 
@@ -330,6 +352,7 @@ class Stream:
         (made,) = (result for result in answer.results if isinstance(result, Made))
         return made, first
 
+    @shielded
     def read(self, number: int) -> tuple[TensorSpec, Any]:
         """Return what a buffer holds, as a frame.
 
@@ -341,6 +364,7 @@ class Stream:
         (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
         return tensors.specs[0], answer.frames[0]
 
+    @shielded
     def synchronize(self) -> None:
         """Wait until the worker has done all that was recorded.
 
@@ -387,12 +411,14 @@ class Stream:
             known.number = 0
         self.recipes.clear()
 
+    @shielded
     def follow(self, dtype: torch.dtype) -> None:
         """Let the worker have a default element type, on which what operators return depends."""
         with self.lock:
             self._forget()
             self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
 
+    @shielded
     def handle(self, number: int) -> Handle:
         """Return the owner of a buffer."""
         return Handle(self, number)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onebox.vgpu.interrupts import shielded
 from onebox.vgpu.metadata import Metadata
 from onebox.vgpu.storage import VirtualStorage, storage_of
 
@@ -28,10 +29,12 @@ class Handle:
 
     storage: VirtualStorage  # when somebody has asked for it
 
+    @shielded
     def __init__(self, stream: Stream, number: int) -> None:
         self.stream = stream
         self.number = number
 
+    @shielded
     def __del__(self) -> None:
         self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
 
@@ -54,6 +57,7 @@ class VirtualTensor(Tensor):
         return torch.nn.Parameter(data, requires_grad)
 
     @classmethod
+    @shielded
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Hand an operator on."""
         return cls.dispatcher(func, args, kwargs)

@@ -170,17 +170,6 @@ def test_a_sequence_is_a_block_from_the_second_time_on() -> None:
     assert replay == Replay(50, (300,), (301, 302, 303, 304, 305), (0.125,))
 
 
-def test_after_a_doubt_sequences_are_learnt_anew() -> None:
-    making = batches()
-    for first in (100, 200, 300):
-        making.instructions(chain(first, 1.0))
-    making.forget()
-    assert [type(each) for each in making.instructions(chain(400, 1.0))] == [Operate]
-    *_, define, _ = making.instructions(chain(500, 1.0))
-    assert isinstance(define, Define)
-    assert define.number == 51
-
-
 def test_a_short_sequence_is_never_a_block() -> None:
     making = batches()
     for first in (100, 200, 300):
