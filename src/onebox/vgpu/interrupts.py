@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -39,23 +39,23 @@ class Guard:
     """Set by the guard's first function and reset by its last; C++ holds the interpreter's lock all the while."""
 
 
-_shielded: set[CodeType] = set()
-_interruptible: set[CodeType] = set()
+_shielded: set[Any] = set()
+_interruptible: set[Any] = set()
+"""The functions, as a frame names them: by their code."""
+
 _waiting: dict[int, float] = {}
 """Signals that are to come again, and since when."""
 
 
 def shielded(function: _F) -> _F:
     """Decorator: handlers wait until the function has returned."""
-    assert isinstance(function, FunctionType)
-    _shielded.add(function.__code__)
+    _shielded.add(function.__code__)  # type: ignore[attr-defined]
     return function
 
 
 def interruptible(function: _F) -> _F:
     """Decorator: handlers run in the function, also where a shielded one has called it."""
-    assert isinstance(function, FunctionType)
-    _interruptible.add(function.__code__)
+    _interruptible.add(function.__code__)  # type: ignore[attr-defined]
     return function
 
 
