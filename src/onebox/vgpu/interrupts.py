@@ -46,16 +46,22 @@ _interruptible: set[Any] = set()
 _waiting: dict[int, float] = {}
 """Signals that are to come again, and since when."""
 
+_coming: set[int] = set()
+"""Signals whose handlers are about to be called; those that come meanwhile are one with them."""
+
+_sending = threading.RLock()
+"""Held by who sends a signal again, or lets it come no more."""
+
 
 def shielded(function: _F) -> _F:
     """Decorator: handlers wait until the function has returned."""
-    _shielded.add(function.__code__)  # type: ignore[attr-defined]
+    _shielded.add(function.__code__)
     return function
 
 
 def interruptible(function: _F) -> _F:
     """Decorator: handlers run in the function, also where a shielded one has called it."""
-    _interruptible.add(function.__code__)  # type: ignore[attr-defined]
+    _interruptible.add(function.__code__)
     return function
 
 
@@ -83,6 +89,8 @@ class _Patient:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> Any:
+        if number in _coming:
+            return None
         since_s = _waiting.get(number)
         patient = since_s is None or time.monotonic() - since_s < PATIENCE_S
         if Guard.entered or (patient and _must_wait(frame)):
@@ -90,15 +98,28 @@ class _Patient:
                 _waiting[number] = time.monotonic()
                 _thread.start_new_thread(_come_again, (number,))
             return None
-        _waiting.pop(number, None)
+        if since_s is not None:
+            _no_more(number)
         return self.handler(number, frame)
 
 
 def _come_again(number: int) -> None:
-    while number in _waiting:
+    waits = True
+    while waits:
         time.sleep(AGAIN_S)
-        if number in _waiting:
-            signal.raise_signal(number)
+        with _sending:
+            waits = number in _waiting
+            if waits:
+                signal.raise_signal(number)
+
+
+def _no_more(number: int) -> None:
+    """Let a signal that has waited come no more, also where it has just come again and its handler was not called."""
+    _coming.add(number)
+    with _sending:
+        del _waiting[number]
+    signal.raise_signal(number)  # calls the handlers of all that have come
+    _coming.remove(number)
 
 
 def _theirs(handler: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 
 import onebox
-from onebox.vgpu import coding
+from onebox.vgpu import coding, interrupts
 from onebox.vgpu import stream as stream_module
 from onebox.vgpu.box import current_box
 
 FILES = {stream_module.__file__, coding.__file__}
 CALLS = 5
+HANDLED_S = 10.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,11 +28,13 @@ def pool() -> Iterator[onebox.Pool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream_module, "CALLS", CALLS)
         with onebox.open("cpu", threads=1) as opened:
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
             yield opened
+            signal.signal(signal.SIGINT, before)
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at a line of what records and sends, as the handler of a signal does between two lines.
+    """Sends SIGINT at a line of what records and sends; leaving the context waits until its handler has run.
 
     Args:
         line: The how many-th line that is reached; none for a large number.
@@ -43,6 +48,9 @@ class Interrupt:
 
     def __exit__(self, *exit_info: object) -> None:
         sys.settrace(None)
+        end_s = time.monotonic() + HANDLED_S
+        while interrupts._waiting and time.monotonic() < end_s:
+            pass
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self._reached if frame.f_code.co_filename in FILES else None
@@ -52,7 +60,7 @@ class Interrupt:
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._reached
 
 
