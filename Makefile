@@ -16,8 +16,8 @@ demo: $(VENV)/.stamp-run
 
 test: lint
 	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 tests/unit
-	$(BIN)/pytest -q --numprocesses 2 --dist loadfile tests/process/vgpu
-	$(BIN)/pytest -q --ignore tests/process/vgpu tests/process tests/gpu
+	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --ignore tests/process/faults tests/process
+	$(BIN)/pytest -q tests/process/faults tests/gpu
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
