@@ -1,0 +1,68 @@
+"""What a pool asks of a worker's process, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from onebox.errors import WorkerDied
+from onebox.pool.failures import Place
+from onebox.worker import Ports
+
+
+class Member(Protocol):
+    """A worker's process: a child of this process, or one that an agent or a cluster has started."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is, for messages."""
+
+    @property
+    def descriptor(self) -> int:
+        """A file descriptor that becomes readable when the process has ended, or nobody knows of it any more."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id on its host."""
+
+    def ports(self) -> Ports:
+        """Wait until it has bound its sockets.
+
+        Raises:
+            PoolError: It took too long, or could not be started.
+            WorkerDied: It ended instead.
+        """
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of its end."""
+
+    def close(self, *, grace_s: float) -> None:
+        """End it: wait for its own end for a while, then kill it. Idempotent."""
+
+
+class Source(Protocol):
+    """Where some of a pool's workers come from: this machine, an agent, a cluster."""
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
+        """Start the workers, or ask for them to be started.
+
+        Args:
+            first: Number of the first in the pool; the others follow.
+            client_key: The public CURVE key that they are to let in.
+
+        Returns:
+            Each worker with its own public key; its sockets may not be bound yet.
+
+        Raises:
+            PoolError: They cannot be had.
+            UsageError: There are none such.
+        """
+
+    def connected(self) -> None:
+        """Take the news that all workers are connected to."""
+
+    def close(self) -> None:
+        """Give back what is no worker's own (connections, leases, folders), after the workers' end. Idempotent."""
+
+
+__all__ = ["Member", "Source"]
