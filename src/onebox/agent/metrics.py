@@ -1,0 +1,203 @@
+"""An agent's metrics, in the text format of Prometheus, over HTTP on this machine's own address.
+
+They are made when they are asked for, from what the agent has and what its journal has counted. No label holds what a
+client says, so there are only as many series as devices and events.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from ipaddress import ip_address
+from socket import AF_INET, AF_INET6
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from onebox.errors import UsageError
+from onebox.wire.agents import Offer, Stock
+
+METRICS_ADDRESS = "127.0.0.1"
+"""Where metrics are served unless told otherwise: they are not encrypted, and nobody is asked who he is."""
+
+_COUNTERS = {
+    "leased": ("onebox_agent_leases_granted", "Leases granted."),
+    "expired": (
+        "onebox_agent_leases_expired",
+        "Leases that ended because the client was gone for longer than its grace.",
+    ),
+    "lease-refused": ("onebox_agent_leases_refused", "Requests for leases that were refused."),
+    "handshake-refused": ("onebox_agent_handshakes_refused", "Connections of unknown keys."),
+    "worker-ended": ("onebox_agent_worker_deaths", "Workers that ended by themselves."),
+}
+"""From a journal's event to the counter that it is, beside that of all events."""
+
+_ASK_S = 2.0
+_TICK_S = 0.1
+
+
+class AgentMetrics(Collector):
+    """What Prometheus is told of an agent.
+
+    Args:
+        stock: What the agent offers and who has it, at this moment; called from the thread that serves metrics.
+        counts: How often each event happened: a journal's.
+        lost: How many lines of the journal could not be written.
+    """
+
+    def __init__(
+        self,
+        stock: Callable[[], Stock],
+        counts: Callable[[], Mapping[str, int]],
+        lost: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._stock = stock
+        self._counts = counts
+        self._lost = lost
+
+    def describe(self) -> Iterator[Metric]:
+        """Name nothing beforehand: to be registered takes no look at the agent."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the values of now."""
+        stock = self._stock()
+        yield from _of_devices(stock.offers)
+        yield GaugeMetricFamily("onebox_agent_queue_length", "Requests that wait for devices.", len(stock.queue))
+        yield GaugeMetricFamily("onebox_agent_leases", "Leases that are held.", _leases(stock.offers))
+        yield GaugeMetricFamily("onebox_agent_load", "Load average of a minute by the number of cores.", stock.load)
+        yield GaugeMetricFamily("onebox_agent_uptime_seconds", "Since when the agent runs.", stock.uptime_s)
+        counts = self._counts()
+        for event, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(name, text, counts.get(event, 0))
+        events = CounterMetricFamily("onebox_agent_events", "Lines of the journal, by event.", labels=["event"])
+        for event, count in sorted(counts.items()):
+            events.add_metric([event], count)
+        yield events
+        yield CounterMetricFamily(
+            "onebox_agent_journal_lost", "Lines of the journal that the disk did not take.", self._lost()
+        )
+
+
+class MetricsServer:
+    """Metrics over HTTP, one request at a time, in a thread that :meth:`close` ends; made by :func:`serve_metrics`."""
+
+    def __init__(self, server: HTTPServer) -> None:
+        self._server = server
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="onebox-metrics", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """Where Prometheus finds them."""
+        host, port = self._server.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else host
+        return f"http://{shown!s}:{port}/metrics"
+
+    def close(self) -> None:
+        """End the thread and free the port. Idempotent."""
+        self._stopping.set()
+        self._thread.join(2 * _ASK_S)
+        self._server.server_close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._server.handle_request()
+
+
+def serve_metrics(
+    stock: Callable[[], Stock],
+    counts: Callable[[], Mapping[str, int]],
+    *,
+    port: int,
+    address: str = METRICS_ADDRESS,
+    lost: Callable[[], int] = lambda: 0,
+) -> MetricsServer:
+    """Serve an agent's metrics at ``http://ADDRESS:PORT/metrics`` until the result is closed.
+
+    Args:
+        stock: What the agent offers; called from the server's thread.
+        counts: How often each event happened.
+        port: 0 for any that is free.
+        address: An IP address of this machine. Whoever reaches it can read the metrics.
+        lost: How many lines of the journal could not be written.
+
+    Raises:
+        UsageError: It is no such address, or the port is taken.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(AgentMetrics(stock, counts, lost))
+    try:
+        family = AF_INET6 if ip_address(address).version == 6 else AF_INET
+        kind = type("_Server", (_Server,), {"address_family": family, "registry": registry})
+        server = kind((address, port), _Handler)
+    except (OSError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"metrics cannot be served at {address}, port {port}: {error}; name an IP address of this machine, such as "
+            f"{METRICS_ADDRESS}, and a free port"
+        ) from None
+    return MetricsServer(server)
+
+
+class _Server(HTTPServer):
+    timeout = _TICK_S
+    registry: CollectorRegistry
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that hangs up is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _ASK_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Answer with the metrics of now."""
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "Only /metrics is here")
+            return
+        text = generate_latest(self.server.registry)
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the journal is for what the agent does."""
+
+
+def _of_devices(offers: tuple[Offer, ...]) -> Iterator[Metric]:
+    labels = ["device", "name"]
+    offered = GaugeMetricFamily("onebox_agent_device_offered", "1 for each device that is offered.", labels=labels)
+    leases = GaugeMetricFamily("onebox_agent_device_leases", "Leases that have a part of the device.", labels=labels)
+    memory = GaugeMetricFamily("onebox_agent_device_memory_bytes", "Memory that is offered.", labels=labels)
+    free = GaugeMetricFamily("onebox_agent_device_free_bytes", "Memory that is not leased.", labels=labels)
+    load = GaugeMetricFamily("onebox_agent_device_load", "Share of the time that the device was busy.", labels=labels)
+    for offer in offers:
+        names = [offer.device, offer.name]
+        offered.add_metric(names, 1)
+        leases.add_metric(names, len({holder.lease for holder in offer.holders}))
+        memory.add_metric(names, offer.memory_bytes)
+        free.add_metric(names, offer.free_bytes)
+        if offer.load >= 0:
+            load.add_metric(names, offer.load)
+    yield from (offered, leases, memory, free, load)
+
+
+def _leases(offers: tuple[Offer, ...]) -> int:
+    return len({holder.lease for offer in offers for holder in offer.holders})
