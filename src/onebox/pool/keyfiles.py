@@ -1,0 +1,123 @@
+"""Files of keys: who could have written one, or read a secret, is checked before its content is believed.
+
+A file is put in place whole, and those who change one take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from onebox.errors import UsageError
+
+MOST_BYTES = 1 << 20
+"""Of one file."""
+
+_LOCK_S = 5.0
+"""Whoever changes a file has it for some milliseconds."""
+
+T = TypeVar("T")
+
+
+def read(path: Path, kind: type[T], *, secret: bool = False) -> T | None:
+    """Return what a file holds, or ``None`` where there is none.
+
+    Raises:
+        UsageError: Others can write to it, or read it where it is secret; or it is damaged.
+    """
+    try:
+        _check_folder(path.parent)
+        with path.open("rb") as file:
+            _check_mode(path, os.fstat(file.fileno()), secret=secret)
+            content = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise UsageError(f"{path} is damaged: it has more than {MOST_BYTES} bytes; delete it and pair again")
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        what = "" if secret else f": {error}"  # an error may quote what it read
+        raise UsageError(f"{path} is damaged{what}; delete it and pair again") from None
+
+
+def _check_folder(folder: Path) -> None:
+    about = folder.stat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise UsageError(f"{folder} is no folder; keys are kept in one, which ONEBOX_CONFIG may name")
+    if about.st_uid not in (os.geteuid(), 0):
+        raise UsageError(f"{folder} belongs to another user; name a folder of your own in ONEBOX_CONFIG")
+    if about.st_mode & 0o022:
+        raise UsageError(f"other users can put keys into {folder}; end that with: chmod 700 {folder}")
+
+
+def _check_mode(path: Path, about: os.stat_result, *, secret: bool) -> None:
+    if not stat.S_ISREG(about.st_mode):
+        raise UsageError(f"{path} is no plain file")
+    if about.st_uid not in (os.geteuid(), 0):
+        raise UsageError(f"{path} belongs to another user; delete it and pair again")
+    if secret and about.st_mode & 0o077:
+        raise UsageError(
+            f"other users can read the secret key in {path}: delete it and pair again; or, if nobody can have read "
+            f"it, end that with: chmod 600 {path}"
+        )
+    if about.st_mode & 0o022:
+        raise UsageError(f"other users can write to {path}: check what is in it, and end that with: chmod 600 {path}")
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[Path]:
+    """Let nobody else change the files of a folder, which is made where there is none.
+
+    Raises:
+        UsageError: It cannot be made or written to, or somebody else does not come to an end.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_folder(path.parent)
+        descriptor = os.open(path.parent / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(descriptor, path.parent)
+            yield path
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be written: {error.strerror}") from None
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    end_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end_s:
+                raise UsageError(f"another onebox has been changing the keys in {folder} for {_LOCK_S:.0f} s") from None
+            time.sleep(0.02)
+
+
+def write(path: Path, value: object) -> None:
+    """Put a file in place whole or not at all, readable for this user alone."""
+    content = msgspec.json.format(msgspec.json.encode(value)) + b"\n"
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
