@@ -16,7 +16,7 @@ import zmq
 
 from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
-from onebox.pool import pool as pool_module
+from onebox.pool import local as local_module
 from onebox.pool.failures import Place
 from onebox.wire import encode, send
 from onebox.wire.messages import Bye, Envelope
@@ -108,7 +108,7 @@ def threads_for_processes() -> Iterator[OpenPool]:
         return opened[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_module, "WorkerProcess", ThreadWorker)
+        patch.setattr(local_module, "WorkerProcess", ThreadWorker)
         patch.setattr(os, "_exit", exit_instead)
         try:
             yield opening

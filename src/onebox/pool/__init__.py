@@ -2,7 +2,8 @@
 
 from onebox.pool.failures import raise_first
 from onebox.pool.links import Link
-from onebox.pool.pool import DeviceInfo, Pool, open_pool
+from onebox.pool.opening import open_pool
+from onebox.pool.pool import DeviceInfo, Pool
 from onebox.pool.switchboard import Answer
 from onebox.worker import Fault
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -54,8 +55,8 @@ class Source(Protocol):
             Each worker with its own public key; its sockets may not be bound yet.
 
         Raises:
-            PoolError: They cannot be had.
-            UsageError: There are none such.
+            PoolError: They cannot be had; none is left running then.
+            UsageError: There are none such; likewise.
         """
 
     def connected(self) -> None:
@@ -65,4 +66,16 @@ class Source(Protocol):
         """Give back what is no worker's own (connections, leases, folders), after the workers' end. Idempotent."""
 
 
-__all__ = ["Member", "Source"]
+def end_all(members: Sequence[Member], *, grace_s: float) -> None:
+    """End workers.
+
+    Args:
+        members: Them.
+        grace_s: How long to wait for their own end, all of them together.
+    """
+    end_s = time.monotonic() + grace_s
+    for member in members:
+        member.close(grace_s=max(0.0, end_s - time.monotonic()))
+
+
+__all__ = ["Member", "Source", "end_all"]

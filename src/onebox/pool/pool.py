@@ -5,12 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,16 +16,12 @@ import torch
 
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
-from onebox.pool.discover import requested_devices
-from onebox.pool.failures import Place, raise_first
+from onebox.pool.failures import raise_first
 from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
 from onebox.pool.measure import measure_pool, profile_key
-from onebox.pool.process import START_S, SocketFolder, WorkerProcess
+from onebox.pool.member import Member, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
-from onebox.wire import new_keys
-from onebox.wire.messages import PROTOCOL, Bye, FormGroup, Instruction, LeaveGroup
-from onebox.wire.sayings import Hello
-from onebox.worker import Fault, WorkerConfig
+from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
 
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long, a dead or hung one is noticed elsewhere."""
@@ -40,7 +33,8 @@ class DeviceInfo:
 
     Args:
         number: Its number in the pool.
-        host: The host that it is in.
+        host: The host that it is in: ``localhost``, or what it is called where the pool was asked for.
+        address: What its peers connect to: an address of that host.
         device: Its name there: ``cpu``, ``cuda:k`` or ``sim``.
         name: Product name.
         threads: Threads that its CPU operators may use.
@@ -61,6 +55,7 @@ class DeviceInfo:
     emulated: bool = False
     capability: tuple[int, int] = (0, 0)
     processors: int = 0
+    address: str = "127.0.0.1"
 
     @property
     def kind(self) -> str:
@@ -76,16 +71,18 @@ class Pool:
 
     def __init__(
         self,
-        processes: list[WorkerProcess],
+        members: Sequence[Member],
+        sources: Sequence[Source],
         switchboard: Switchboard,
-        devices: list[DeviceInfo],
+        devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
         channel_latency_s: float = 0.0,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
         self.channel_latency_s = channel_latency_s
-        self._processes = processes
+        self._members = members
+        self._sources = sources
         self._switchboard = switchboard
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
@@ -111,7 +108,7 @@ class Pool:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process id of each worker."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(member.pid for member in self._members)
 
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in this pool has."""
@@ -161,15 +158,16 @@ class Pool:
             backend = "client"
         elif kinds == {"cuda"} and torch.distributed.is_nccl_available():
             backend = "nccl"
+        addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)
         try:
             joined = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, "127.0.0.1", GROUP_S, same_host, links[rank])],
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, same_host, links[rank])],
                     answer=True,
                 )
-                for rank, worker in enumerate(workers)
+                for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
             ]
             raise_first(joined)
         except BaseException:
@@ -227,111 +225,6 @@ class Pool:
             call()
         broken = self._switchboard.broken is not None
         self._switchboard.stop(Bye())
-        _close(self._processes, grace_s=0.0 if broken else 2.0)
-
-
-def _close(processes: Sequence[WorkerProcess], *, grace_s: float) -> None:
-    """End processes; the grace is for all of them together."""
-    end_s = time.monotonic() + grace_s
-    for process in processes:
-        process.close(grace_s=max(0.0, end_s - time.monotonic()))
-
-
-def open_pool(
-    spec: str = "auto",
-    *,
-    threads: int | None = None,
-    memory_bytes: int | None = None,
-    links: LinkMap | None = None,
-    channel_latency_s: float = 0.0,
-    faults: dict[int, Sequence[Fault]] | None = None,
-) -> Pool:
-    """Open a pool of this machine's devices.
-
-    Args:
-        spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
-            ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
-            four devices that compute nothing and sleep as long as what they are sent says that it costs.
-        threads: Threads of each worker; an equal share of the cores when ``None``.
-        memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
-        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
-            where both are given. For experiments on one host; times over them are made, not measured.
-        channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
-            signs of life are not held up. Emulated likewise.
-        faults: For tests: what goes wrong on which worker.
-
-    Returns:
-        The pool; close it, or use it as a context manager.
-
-    Raises:
-        UsageError: The specification is wrong, or names a device that is not there; or a link or latency cannot be
-            emulated.
-        PoolError: A worker could not be started, or is of another version.
-        WorkerDied: A worker ended while it started.
-
-    Example:
-        >>> import onebox
-        >>> with onebox.open("cpu*2") as pool:
-        ...     len(pool)
-        2
-    """
-    if memory_bytes is not None and memory_bytes < 1:
-        raise UsageError(f"memory_bytes={memory_bytes}: a worker needs some memory; leave it out for no limit")
-    if not 0 <= channel_latency_s < math.inf:
-        raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
-    requests = requested_devices(spec, threads)
-    mine = new_keys()
-    processes: list[WorkerProcess] = []
-    folder = SocketFolder()
-    switchboard = Switchboard(mine, channel_latency_s, len(requests))
-    try:
-        keys = [new_keys() for _ in requests]
-        for number, (request, pair) in enumerate(zip(requests, keys, strict=True)):
-            config = WorkerConfig(
-                request.device,
-                request.threads,
-                pair.public,
-                pair.secret,
-                mine.public,
-                folder.path,
-                quota_bytes=memory_bytes or 0,
-                faults=tuple((faults or {}).get(number, ())),
-                speed=request.speed,
-                owner=os.getpid(),
-            )
-            place = Place(worker=number, host="localhost", device=request.device)
-            processes.append(WorkerProcess(place, config))
-        hellos = [switchboard.connect(process, pair.public) for process, pair in zip(processes, keys, strict=True)]
-        switchboard.start()
-        devices = [_welcome(number, hello) for number, hello in enumerate(hellos)]
-        return Pool(processes, switchboard, devices, links, channel_latency_s)
-    except BaseException:
-        switchboard.stop()
-        _close(processes, grace_s=0.0)
-        raise
-    finally:
-        folder.close()  # all are connected: nobody else is to come, and nothing is left if this process is killed
-
-
-def _welcome(number: int, future: Future[Hello]) -> DeviceInfo:
-    try:
-        hello = future.result(START_S)
-    except FutureTimeout:
-        raise PoolError(f"worker {number} did not say hello within {START_S:.0f} s") from None
-    if hello.protocol != PROTOCOL or hello.torch.split("+")[0] != torch.__version__.split("+")[0]:
-        raise PoolError(
-            f"worker {number} speaks protocol {hello.protocol} with torch {hello.torch}, this client protocol "
-            f"{PROTOCOL} with torch {torch.__version__}: install the same versions on both sides"
-        )
-    return DeviceInfo(
-        number=number,
-        host="localhost",
-        device=hello.device,
-        name=hello.name,
-        threads=hello.threads,
-        memory_bytes=hello.memory_bytes,
-        speed=hello.speed,
-        emulated=hello.emulated,
-        capability=hello.capability,
-        processors=hello.processors,
-    )
+        end_all(self._members, grace_s=0.0 if broken else 2.0)
+        for source in self._sources:
+            source.close()

@@ -21,7 +21,7 @@ from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireErro
 from onebox.pool.delay import DelayLine
 from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
 from onebox.pool.liveness import Liveness
-from onebox.pool.process import WorkerProcess
+from onebox.pool.member import Member
 from onebox.pool.rendezvous import ClientSums, KeyValues
 from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, receive, send, to_frame
 from onebox.wire.messages import Envelope, Gone, Instruction, Reduced, Rendezvous
@@ -55,13 +55,13 @@ class _Line:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        process: WorkerProcess,
+        member: Member,
         keys: KeyPair,
         server_key: str,
     ) -> None:
-        ports = process.ports()
-        self.process = process
-        self.place = process.place
+        ports = member.ports()
+        self.member = member
+        self.place = member.place
         self.hello: Future[Hello] = Future()
         self.words: Hello | None = None
         self.beating = False
@@ -108,10 +108,10 @@ class Switchboard:
 
     # ---- for other threads
 
-    def connect(self, process: WorkerProcess, server_key: str) -> Future[Hello]:
+    def connect(self, member: Member, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its first words, when all its sockets work."""
-        line = _Line(self._context, process, self._keys, server_key)
-        self._lines[process.place.worker] = line
+        line = _Line(self._context, member, self._keys, server_key)
+        self._lines[member.place.worker] = line
         return line.hello
 
     def start(self) -> None:
@@ -214,7 +214,7 @@ class Switchboard:
             for line in self._lines.values():
                 poller.register(line.commands, zmq.POLLIN)
                 poller.register(line.beats, zmq.POLLIN)
-                poller.register(line.process.descriptor, zmq.POLLIN)
+                poller.register(line.member.descriptor, zmq.POLLIN)
             while not self._stopping:
                 ready = dict(poller.poll(self._patience_ms()))
                 if self._bell in ready:
@@ -255,10 +255,10 @@ class Switchboard:
                     self._come(line, receive(line.commands))
         except WireError as error:
             self._break(error)
-        if line.process.descriptor in ready:
-            poller.unregister(line.process.descriptor)
+        if line.member.descriptor in ready:
+            poller.unregister(line.member.descriptor)
             if not self._stopping:
-                self._lost(line, line.process.death())
+                self._lost(line, line.member.death())
 
     def _come(self, line: _Line, parts: list[Any]) -> None:
         if self._inbox.latency_s:

@@ -10,7 +10,7 @@ import pytest
 
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool import open_pool
-from onebox.pool import pool as pool_module
+from onebox.pool import opening as opening_module
 from onebox.pool.discover import DeviceRequest
 from tests.process.faults.training import AT_ONCE_S, WITHIN_S, fails, questions, steps, train, trainer_on
 
@@ -37,7 +37,7 @@ def test_an_idle_worker_that_is_killed_is_reported_at_the_next_call_with_its_las
 
 def test_a_worker_that_cannot_start_is_reported_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [DeviceRequest(device=device, threads=1) for device in ("cpu", "cuda:97")]
-    monkeypatch.setattr(pool_module, "requested_devices", lambda *_: requests)
+    monkeypatch.setattr(opening_module, "requested_devices", lambda *_: requests)
     raised = fails(open_pool)
     assert raised.after_s < START_S
     error = raised.error

@@ -22,8 +22,9 @@ import zmq
 
 import onebox
 from onebox.errors import PoolError
+from onebox.pool import local as local_module
 from onebox.pool import open_pool
-from onebox.pool import pool as pool_module
+from onebox.pool import opening as opening_module
 from onebox.wire import KeyPair, configure, encode, new_keys
 from onebox.wire.messages import Ask, Bye, Envelope
 from onebox.worker import WorkerConfig
@@ -66,9 +67,9 @@ def opened() -> Iterator[Open]:
         configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
         return process(place, configs[-1])
 
-    process = pool_module.WorkerProcess
+    process = local_module.WorkerProcess
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_module, "WorkerProcess", start)
+        patch.setattr(local_module, "WorkerProcess", start)
         pool = open_pool("cpu*2", threads=1)
     with pool:
         yield Open(pool, configs)
@@ -274,8 +275,8 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.owners.add(folder.stat().st_uid)
         return process(place, config)
 
-    process = pool_module.WorkerProcess
-    monkeypatch.setattr(pool_module, "WorkerProcess", start)
+    process = local_module.WorkerProcess
+    monkeypatch.setattr(local_module, "WorkerProcess", start)
     return seen
 
 
@@ -296,7 +297,7 @@ def test_sockets_of_this_machine_lie_where_nobody_else_comes_and_go_when_all_hav
 
 
 def test_the_folder_goes_also_when_a_pool_cannot_be_opened(opening: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PROTOCOL", -1)
+    monkeypatch.setattr(opening_module, "PROTOCOL", -1)
     with pytest.raises(PoolError, match="same versions"):
         open_pool("cpu", threads=1)
     (folder,) = opening.folders

@@ -151,7 +151,7 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
     result(futures[0])
     pending: Future[Any] = Future()
     pool._switchboard._futures[1, 1000] = pending
-    server = pool._processes[0].server  # type: ignore[attr-defined]
+    server = pool._members[0].server  # type: ignore[attr-defined]
     server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
     pool.post(0, [Ask("scalars", ())])
     with pytest.raises(WireError):
@@ -160,7 +160,7 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
 
 
 def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
-    server = pool._processes[1].server  # type: ignore[attr-defined]
+    server = pool._members[1].server  # type: ignore[attr-defined]
 
     posted = threading.Event()
 

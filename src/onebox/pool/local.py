@@ -1,0 +1,81 @@
+"""Workers of this machine: children of this process, which end with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from onebox.pool.discover import DeviceRequest
+from onebox.pool.failures import Place
+from onebox.pool.member import Member, end_all
+from onebox.pool.process import SocketFolder, WorkerProcess
+from onebox.wire import new_keys
+from onebox.worker import Fault, WorkerConfig
+
+LOCAL_HOST = "localhost"
+"""What this machine is called in a pool."""
+
+
+class LocalSource:
+    """Workers that are started as children of this process; a :class:`~onebox.pool.member.Source`.
+
+    Their sockets lie in a folder that only this user can enter, and that is gone once all are connected to: nobody else
+    is to come, and nothing is left if this process is killed.
+
+    Args:
+        requests: What to start.
+        memory_bytes: The most bytes that each worker's buffers may take; 0 for no limit.
+        faults: For tests: what goes wrong on which worker, by its number in the pool.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[DeviceRequest],
+        *,
+        memory_bytes: int = 0,
+        faults: Mapping[int, Sequence[Fault]] | None = None,
+    ) -> None:
+        self._requests = requests
+        self._memory_bytes = memory_bytes
+        self._faults = faults or {}
+        self._folder: SocketFolder | None = None
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
+        """Start the workers; see :class:`~onebox.pool.member.Source`.
+
+        Raises:
+            PoolError: No folder for their sockets can be made.
+        """
+        self._folder = SocketFolder()
+        started: list[tuple[Member, str]] = []
+        try:
+            for number, request in enumerate(self._requests, first):
+                pair = new_keys()
+                config = WorkerConfig(
+                    request.device,
+                    request.threads,
+                    pair.public,
+                    pair.secret,
+                    client_key,
+                    self._folder.path,
+                    quota_bytes=self._memory_bytes,
+                    faults=tuple(self._faults.get(number, ())),
+                    speed=request.speed,
+                    owner=os.getpid(),
+                )
+                place = Place(worker=number, host=LOCAL_HOST, device=request.device)
+                started.append((WorkerProcess(place, config), pair.public))
+        except BaseException:
+            end_all([member for member, _ in started], grace_s=0.0)
+            self.close()
+            raise
+        return started
+
+    def connected(self) -> None:
+        """Remove the folder of the sockets: who is connected stays so."""
+        self.close()
+
+    def close(self) -> None:
+        """Remove what is left. Idempotent."""
+        if self._folder is not None:
+            self._folder.close()
