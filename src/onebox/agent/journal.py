@@ -42,9 +42,11 @@ _OWN = frozenset({"time", "event", "host"})
 _SECRET = re.compile(r"key|secret|passw|token|cookie|credential|(?<!exit_)code$|payload|content|data$")
 _WITHHELD = "(withheld)"
 
-# A CURVE key is 40 characters of Z85. A run of exactly so many, perhaps behind a name and "=" or ":", is taken for one.
+# A CURVE key is 40 characters of Z85. A run of exactly so many, perhaps behind a name and "=" or ":", is taken for one,
+# but not a fingerprint at the end of a sentence.
 _Z85 = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]"
-_KEY = re.compile(rf"(?:(?<!{_Z85})|(?<=[=:])){_Z85}{{40}}(?!{_Z85})")
+_PRINT = r"[a-z2-7]{4}(?::[a-z2-7]{4}){7}"
+_KEY = re.compile(rf"(?:(?<!{_Z85})|(?<=[=:]))(?!{_PRINT}){_Z85}{{40}}(?!{_Z85})")
 
 
 class Journal:

@@ -1,0 +1,221 @@
+"""Hosts on a network, on one machine: namespaces that share a switch, each with a name and addresses of its own.
+
+The switch is a bridge in a namespace, too, so nothing of the machine's own network is touched. All is removed at the
+end, and what an earlier run left that was killed is removed first. It takes root, ``ip`` of iproute2 and ``unshare``;
+limits take ``tc`` and the kernel's token bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+TOOL_S = 20.0
+_PREFIX = "onebox-net"
+_NEW_NET = 0x40000000  # CLONE_NEWNET of sched.h; os.setns came with Python 3.12
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def tool(*command: str) -> str:
+    """Run a tool and return what it prints.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def unavailable() -> str:
+    """Return why this machine cannot have hosts, or nothing where it can."""
+    if os.geteuid():
+        return "network namespaces take root"
+    missing = [name for name in ("ip", "unshare", "hostname") if shutil.which(name) is None]
+    if missing:
+        return f"no {' and no '.join(missing)} here; install iproute2 and util-linux"
+    try:
+        _sweep()
+        with Network(["probe"]):
+            return ""
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces are not allowed here: {error}"
+
+
+class Host:
+    """A host: made by :class:`Network`.
+
+    Args:
+        name: Its host name.
+        space: Its namespace.
+        address: Its address on the switch.
+        switch: The switch's namespace.
+        port: Its port there.
+    """
+
+    def __init__(self, name: str, space: str, address: str, switch: str, port: str) -> None:
+        self.name = name
+        self.space = space
+        self.address = address
+        self._switch = switch
+        self._port = port
+
+    def command(self, *command: str) -> list[str]:
+        """Return a command that runs another one on this host; the process stays the same from one to the other."""
+        named = 'hostname "$0" && exec "$@"'
+        return ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", named, self.name, *command]
+
+    def start(
+        self, *command: str, env: Mapping[str, str] | None = None, output: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on this host, with a pipe to its input; its output goes to a file, or nowhere.
+
+        Whoever starts it ends it; what is left when the network is closed is killed.
+        """
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(output.open("ab")) if output else subprocess.DEVNULL
+            return subprocess.Popen(
+                self.command(*command),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT if output else subprocess.DEVNULL,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def run(
+        self, *command: str, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on this host to its end."""
+        return subprocess.run(
+            self.command(*command),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, **(env or {})},
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let this thread, and the threads and processes that it starts inside, be on this host's network."""
+        with open("/proc/thread-self/ns/net") as before, open(f"/run/netns/{self.space}") as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    def plug(self, plugged: bool) -> None:
+        """Put its cable into the switch, or pull it out."""
+        tool("ip", "-n", self._switch, "link", "set", self._port, "up" if plugged else "down")
+
+    def add_address(self, address: str, device: str) -> None:
+        """Give it another network card that leads nowhere, with an address."""
+        tool("ip", "-n", self.space, "link", "add", device, "type", "bridge")
+        tool("ip", "-n", self.space, "address", "add", f"{address}/24", "dev", device)
+        tool("ip", "-n", self.space, "link", "set", device, "up")
+
+    def limit(self, rate_bps: int) -> None:
+        """Let no more than so many bits a second in and out, by token buckets.
+
+        Raises:
+            RuntimeError: The kernel has no such queue.
+        """
+        for space, device in ((self.space, "eth0"), (self._switch, self._port)):
+            queue = ("root", "tbf", "rate", f"{rate_bps}bit", "burst", "64kb", "latency", "200ms")
+            tool("tc", "-n", space, "qdisc", "replace", "dev", device, *queue)
+
+    def traffic_bytes(self) -> int:
+        """Return how many bytes came in and went out by its network card."""
+        (link,) = json.loads(tool("ip", "-n", self.space, "-s", "-j", "link", "show", "eth0"))
+        return int(link["stats64"]["rx"]["bytes"]) + int(link["stats64"]["tx"]["bytes"])
+
+
+class Network:
+    """A switch and hosts on it, by their names; a context manager.
+
+    Args:
+        names: Of the hosts; their addresses are 10.77.0.1 and on.
+
+    Raises:
+        RuntimeError: It cannot be made; nothing is left of it.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._id = f"{_PREFIX}-{os.getpid()}-{os.urandom(3).hex()}"
+        self._spaces: list[str] = []
+        self.hosts: dict[str, Host] = {}
+        try:
+            switch = self._space("switch")
+            tool("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            tool("ip", "-n", switch, "link", "set", "bridge", "up")
+            for number, name in enumerate(names, 1):
+                self.hosts[name] = self._host(name, switch, number)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def close(self) -> None:
+        """Kill what still runs on the hosts, and remove them. Idempotent."""
+        while self._spaces:
+            _remove(self._spaces.pop())
+
+    def _space(self, name: str) -> str:
+        space = f"{self._id}-{name}"
+        tool("ip", "netns", "add", space)
+        self._spaces.append(space)
+        tool("ip", "-n", space, "link", "set", "lo", "up")
+        return space
+
+    def _host(self, name: str, switch: str, number: int) -> Host:
+        space, port, address = self._space(name), f"port{number}", f"10.77.0.{number}"
+        tool("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+        tool("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+        tool("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+        tool("ip", "-n", space, "link", "set", "eth0", "up")
+        return Host(name, space, address, switch, port)
+
+
+def _enter(descriptor: int) -> None:
+    if _libc.setns(descriptor, _NEW_NET):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def _remove(space: str) -> None:
+    """Kill the processes of a namespace, which are all ours, and remove it."""
+    end_s = time.monotonic() + TOOL_S
+    while (left := tool("ip", "netns", "pids", space).split()) and time.monotonic() < end_s:
+        for process in map(int, left):
+            if process != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    tool("ip", "netns", "delete", space)
+
+
+def _sweep() -> None:
+    """Remove the namespaces of runs whose process is gone."""
+    for line in tool("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        if name.startswith(f"{_PREFIX}-") and not Path(f"/proc/{name.split('-')[2]}").exists():
+            _remove(name)
