@@ -1,0 +1,35 @@
+"""Numbers of bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from onebox.errors import UsageError
+
+_UNITS = {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate(("", "k", "m", "g", "t"))
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_size(what: str, text: str) -> int:
+    """Turn ``2GiB``, ``512M`` or ``1000000`` into bytes; K, M, G and T are powers of 1024, KB and so on of 1000.
+
+    Args:
+        what: What has that size, for the message.
+        text: What was written.
+
+    Raises:
+        UsageError: It is no size from one byte up.
+
+    Example:
+        >>> parse_size("memory", "1.5GiB")
+        1610612736
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size < 1:
+        raise UsageError(f"{what} {text!r}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
+    return size

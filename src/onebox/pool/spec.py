@@ -1,0 +1,250 @@
+"""What a pool is asked for: devices of this machine, of hosts where an agent runs, or of a Ray cluster. Pure."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from onebox.errors import UsageError
+from onebox.pool.discover import MOST_CPU_WORKERS
+from onebox.pool.keyring import full_address
+from onebox.pool.sizes import parse_size
+from onebox.wire.agents import Offer, Want
+
+POOL_VARIABLE = "ONEBOX_POOL"
+"""The environment variable that says what ``auto`` stands for."""
+
+GRAMMAR = (
+    "'auto'; a list with devices of this machine such as 'cuda', 'cuda:0', 'cpu', 'cpu*3' (and emulated 'cpu@0.5', "
+    "'sim*4@2') and of hosts where 'onebox serve' runs such as 'hostA', 'hostB:7171', 'hostA/cuda:0', 'hostA/cuda*2', "
+    "'hostA/cpu*2'; 'ray' or 'ray://HOST:PORT'; or a file 'NAME.toml'"
+)
+
+THIS_MACHINE = "local"
+"""The address of this machine in a file of hosts."""
+
+_LOCAL = re.compile(r"(?:auto|cpu|cuda|sim)(?![\w.-])", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu(?:\*[1-9]\d{0,2})?|cuda(?::\d{1,3}|\*[1-9]\d{0,2})?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart:
+    """Devices of this machine.
+
+    Args:
+        devices: What :func:`~onebox.pool.discover.requested_devices` takes.
+        threads: Threads of each worker; ``None`` for an equal share of the cores.
+        memory_bytes: The most bytes of each worker's buffers; ``None`` for no limit.
+    """
+
+    devices: str
+    threads: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentPart:
+    """Devices of a host where an agent runs.
+
+    Args:
+        address: ``HOST`` or ``HOST:PORT``, as it was written.
+        devices: ``auto``, ``cpu``, ``cpu*N``, ``cuda`` (all), ``cuda:K`` or ``cuda*N`` (any N), in order.
+        threads: Threads of each worker; ``None`` for what the agent chooses.
+        memory_bytes: The most bytes of each worker's buffers; ``None`` for a GPU alone, or what the agent gives.
+    """
+
+    address: str
+    devices: tuple[str, ...]
+    threads: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayPart:
+    """Devices of a Ray cluster.
+
+    Args:
+        spec: ``ray`` or what begins with ``ray://``, as it was written.
+    """
+
+    spec: str
+
+
+Part = LocalPart | AgentPart | RayPart
+
+
+def asked_parts(spec: str, environment: Mapping[str, str], read: Callable[[str], str]) -> tuple[Part, ...]:
+    """Return what a pool is asked for, in the order of its numbering.
+
+    Args:
+        spec: As a person wrote it; for ``auto`` the environment may say something else.
+        environment: Variables, of which :data:`POOL_VARIABLE` matters.
+        read: Returns the text of a file.
+
+    Raises:
+        UsageError: It is not understood, or the file cannot be read.
+    """
+    spec = spec.strip()
+    if spec == "auto":
+        spec = environment.get(POOL_VARIABLE, "").strip() or spec
+    if not spec.endswith(".toml"):
+        return parse_spec(spec)
+    try:
+        text = read(spec)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"pool {spec!r} cannot be read: {error}") from None
+    return parse_hosts(text, spec)
+
+
+def parse_spec(spec: str) -> tuple[Part, ...]:
+    """Return what a specification that names no file asks for.
+
+    Raises:
+        UsageError: It is not understood.
+
+    Example:
+        >>> [part.address for part in parse_spec("hostA/cuda:0,hostA/cpu*2,hostB:7272")]
+        ['hostA', 'hostB:7272']
+    """
+    if re.match(r"ray(?![\w.-])", spec):
+        return (RayPart(spec=spec),)
+    return _checked(_merged(_part(text.strip(), spec) for text in spec.split(",")), spec)
+
+
+def _part(text: str, spec: str) -> LocalPart | AgentPart:
+    if not text or _LOCAL.match(text):
+        return LocalPart(devices=text)
+    address, slash, device = text.partition("/")
+    try:
+        full_address(address)
+    except UsageError:
+        raise UsageError(f"pool {spec!r} is not understood at {text!r}; allowed: {GRAMMAR}") from None
+    return AgentPart(address=address, devices=(_device(device, text, spec) if slash else "auto",))
+
+
+def _device(device: str, text: str, spec: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        allowed = "of another host cpu, cpu*N, cuda (all), cuda:K, cuda*N (any N) or auto"
+        raise UsageError(f"pool {spec!r} is not understood at {text!r}: it asks for {device!r}; allowed: {allowed}")
+    return device
+
+
+def _merged(parts: Iterable[LocalPart | AgentPart]) -> list[LocalPart | AgentPart]:
+    """Put neighbours of one host together."""
+    found: list[LocalPart | AgentPart] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(last, LocalPart) and isinstance(part, LocalPart):
+            found[-1] = replace(last, devices=f"{last.devices},{part.devices}")
+        elif isinstance(last, AgentPart) and isinstance(part, AgentPart) and _key(last) == _key(part):
+            found[-1] = replace(last, devices=last.devices + part.devices)
+        else:
+            found.append(part)
+    return found
+
+
+def _key(part: LocalPart | AgentPart) -> str:
+    return full_address(part.address) if isinstance(part, AgentPart) else ""
+
+
+def _checked(parts: Sequence[LocalPart | AgentPart], spec: str) -> tuple[Part, ...]:
+    """Require that each host is there once: one lease of all its devices cannot wait for another of the same pool."""
+    keys = [_key(part) for part in parts]
+    twice = next((part for part in parts if keys.count(_key(part)) > 1), None)
+    if twice is not None:
+        name = twice.address if isinstance(twice, AgentPart) else "this machine"
+        raise UsageError(f"pool {spec!r} has devices of {name} in two places; name those of one host side by side")
+    return tuple(parts)
+
+
+# ---- a file of hosts
+
+
+class _Host(Struct, frozen=True, forbid_unknown_fields=True):
+    address: str
+    devices: tuple[str, ...] | str = "auto"
+    memory: Annotated[int, Meta(ge=1)] | str | None = None
+    threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
+
+
+class _Hosts(Struct, frozen=True, forbid_unknown_fields=True):
+    hosts: Annotated[tuple[_Host, ...], Meta(min_length=1)]
+
+
+def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
+    """Return what a file of hosts asks for: a table ``[[hosts]]`` for each.
+
+    Args:
+        text: TOML. Each host has an ``address`` (``local`` for this machine), and may have ``devices`` (a list, as
+            behind the slash of a specification), ``memory`` (bytes of each worker, or text such as ``8GiB``) and
+            ``threads`` (of each worker).
+        name: Of the file, for messages.
+
+    Raises:
+        UsageError: It is no such file; a key that is not known is named.
+    """
+    try:
+        hosts = msgspec.convert(tomllib.loads(text), _Hosts).hosts
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"pool {name!r} is no TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        allowed = "tables [[hosts]] with address, and if need be devices, memory and threads"
+        raise UsageError(f"pool {name!r}: {error}; allowed are {allowed}") from None
+    return _checked([_host_part(host, name) for host in hosts], name)
+
+
+def _host_part(host: _Host, name: str) -> LocalPart | AgentPart:
+    devices = (host.devices,) if isinstance(host.devices, str) else host.devices
+    memory = host.memory
+    size = parse_size(f"pool {name!r}: memory of {host.address}", memory) if isinstance(memory, str) else memory
+    if host.address == THIS_MACHINE:
+        return LocalPart(devices=",".join(devices), threads=host.threads, memory_bytes=size)
+    full_address(host.address)
+    wanted = tuple(_device(device, f"{host.address}/{device}", name) for device in devices)
+    if not wanted:
+        raise UsageError(f"pool {name!r} wants no device of {host.address}; leave devices out for all")
+    return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory_bytes=size)
+
+
+# ---- what is leased
+
+
+def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
+    """Return the devices to lease from an agent.
+
+    Args:
+        part: What is asked for.
+        offers: What the agent offers.
+
+    Raises:
+        UsageError: It offers nothing like it, or one device is asked for twice.
+    """
+    names = [name for device in part.devices for name in _expand(device, part.address, offers)]
+    twice = next((name for name in names if ":" in name and names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{twice} of {part.address} is asked for twice")
+    return tuple(Want(name, part.threads or 0, part.memory_bytes or 0) for name in names)
+
+
+def _expand(device: str, address: str, offers: Sequence[Offer]) -> list[str]:
+    cards = [offer.device for offer in offers if offer.device.startswith("cuda")]
+    cores = sum(offer.threads for offer in offers if offer.device == "cpu")
+    name, _, count = device.partition("*")
+    if name == "auto":
+        found = cards or ["cpu"] * min(cores, MOST_CPU_WORKERS)
+    elif name == "cpu":
+        found = ["cpu"] * int(count or 1) if cores else []
+    elif count:
+        found = ["cuda"] * int(count) if int(count) <= len(cards) else []
+    else:
+        found = cards if name == "cuda" else [card for card in cards if card == name]
+    if not found:
+        offered = ", ".join(offer.device for offer in offers) or "nothing"
+        raise UsageError(f"{address} has no {device} to lease; it offers {offered}")
+    return found
