@@ -10,22 +10,25 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerHung
+from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerError, WorkerHung
 from onebox.pool.delay import DelayLine
+from onebox.pool.errands import Errands, outcome
 from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
+from onebox.pool.line import Answer, Line
 from onebox.pool.liveness import Liveness
 from onebox.pool.member import Member
 from onebox.pool.rendezvous import ClientSums, KeyValues
-from onebox.wire import KeyPair, check_frames, configure, decode_saying, encode, from_frame, receive, send, to_frame
+from onebox.wire import KeyPair, check_frames, decode_saying, encode, from_frame, receive, send, to_frame
 from onebox.wire.messages import Envelope, Gone, Instruction, Reduced, Rendezvous
-from onebox.wire.sayings import Beat, Contribution, Hello, Left, Lookup, Reply, Result, Saying
+from onebox.wire.sayings import Beat, Contribution, Hello, Left, Lookup, Reply, Saying
+
+_T = TypeVar("_T")
 
 _TICK_MS = 250
 _JOIN_S = 10.0
@@ -34,47 +37,7 @@ _CIPHER_THREADS = 4
 """The most threads of ZeroMQ, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a worker answered.
-
-    Args:
-        results: One for each instruction that answers.
-        frames: Elements of the tensors among them.
-        times_ns: Start and end of each instruction of a traced routine.
-    """
-
-    results: tuple[Result, ...]
-    frames: Sequence[Any]
-    times_ns: tuple[int, ...]
-
-
-class _Line:
-    """The sockets of one worker."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        member: Member,
-        keys: KeyPair,
-        server_key: str,
-    ) -> None:
-        ports = member.ports()
-        self.member = member
-        self.place = member.place
-        self.hello: Future[Hello] = Future()
-        self.words: Hello | None = None
-        self.beating = False
-        self.commands = context.socket(zmq.DEALER)
-        self.beats = context.socket(zmq.DEALER)
-        for socket, endpoint in ((self.commands, ports.commands), (self.beats, ports.beats)):
-            configure(socket, keys, server_key=server_key, queue=0)
-            socket.connect(endpoint)
-
-    def greet(self) -> None:
-        """Hand on the worker's first words, once both sockets have brought something."""
-        if self.words is not None and self.beating and not self.hello.done():
-            self.hello.set_result(self.words)
+__all__ = ["Answer", "Switchboard"]
 
 
 class Switchboard:
@@ -89,9 +52,9 @@ class Switchboard:
     def __init__(self, keys: KeyPair, latency_s: float = 0.0, workers: int = 1) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
         self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s)
-        self._inbox: DelayLine[tuple[_Line, list[Any]]] = DelayLine(latency_s)
+        self._inbox: DelayLine[tuple[Line, list[Any]]] = DelayLine(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._futures: dict[tuple[int, int], Future[Answer]] = {}
         self._lock = threading.Lock()
@@ -102,7 +65,11 @@ class Switchboard:
         self._complaints = Complaints()
         self._key_values = KeyValues()
         self._sums = ClientSums()
-        self._groups: set[int] = set()
+        self._groups: dict[int, tuple[int, ...]] = {}
+        self._errands = Errands()
+        self._gone: dict[int, OneboxError] = {}
+        self.lost: dict[int, OneboxError] = {}
+        """What befell the workers that are lost and have not been dropped."""
         self.broken: OneboxError | None = None
         self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
 
@@ -110,7 +77,7 @@ class Switchboard:
 
     def connect(self, member: Member, server_key: str) -> Future[Hello]:
         """Connect to a worker, before :meth:`start`; the future holds its first words, when all its sockets work."""
-        line = _Line(self._context, member, self._keys, server_key)
+        line = Line(self._context, member, self._keys, server_key)
         self._lines[member.place.worker] = line
         return line.hello
 
@@ -140,6 +107,8 @@ class Switchboard:
         """
         future: Future[Answer] = Future()
         check_frames(frames)
+        if worker in self._gone:
+            raise PoolError(f"worker {worker} has gone and could not be replaced: {self._gone[worker]}")
         if worker not in self._lines:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
         with self._lock:
@@ -159,11 +128,60 @@ class Switchboard:
     def form(self, group: int, members: Sequence[int]) -> None:
         """Serve a group's rendezvous and sums from now on, until one of its members leaves."""
         self._sums.form(group, members)
-        self._groups.add(group)
+        self._groups[group] = tuple(members)
 
     def serves(self, group: int) -> bool:
         """Tell whether a group is served: it has been formed, and none of its members has left."""
         return group in self._groups
+
+    # ---- when a pool is healed
+
+    def drop(self, worker: int) -> list[int]:
+        """Forget a lost worker: close its sockets, and let all who wait in its groups hear that these are no more.
+
+        Returns:
+            Those groups.
+
+        Raises:
+            PoolError: The pool is closed.
+        """
+        return self._errand(lambda poller: self._drop(worker, poller))
+
+    def replace(self, member: Member, server_key: str) -> Future[Hello]:
+        """Connect to a worker that takes the place of one that was dropped; the future holds its first words."""
+        line = Line(self._context, member, self._keys, server_key)
+        self._errand(lambda poller: self._take_in(line, poller))
+        return line.hello
+
+    def give_up(self, worker: int, error: OneboxError) -> None:
+        """Take a worker for lost."""
+        self._errand(lambda _: self._lost(self._lines[worker], error))
+
+    def miss(self, worker: int, error: OneboxError) -> None:
+        """Note that a worker that was dropped will not be replaced."""
+        self._gone[worker] = error
+
+    def mend(self) -> bool:
+        """Take posts again if no worker is lost that has not been dropped; tell whether that is so.
+
+        Raises:
+            OneboxError: The pool is closed, or something else is wrong with it than lost workers.
+        """
+        with self._lock:
+            if self.broken is not None and (self._stopping or not isinstance(self.broken, WorkerError)):
+                raise self.broken.with_traceback(None)
+            if not self.lost:
+                self.broken = None
+            return not self.lost
+
+    def _errand(self, action: Callable[[zmq.Poller], _T]) -> _T:
+        """Let the thread do something, and wait for it."""
+        with self._lock:
+            if self._stopping or not self._thread.is_alive():
+                raise self.broken or PoolError("the pool is closed; open another with onebox.open()")
+            done = self._errands.add(action)
+            os.eventfd_write(self._bell, 1)
+        return outcome(done, _JOIN_S)
 
     def stop(self, *last: Instruction) -> None:
         """End the thread, close the sockets, fail what is still waited for. Idempotent.
@@ -212,13 +230,12 @@ class Switchboard:
             poller = zmq.Poller()
             poller.register(self._bell, zmq.POLLIN)
             for line in self._lines.values():
-                poller.register(line.commands, zmq.POLLIN)
-                poller.register(line.beats, zmq.POLLIN)
-                poller.register(line.member.descriptor, zmq.POLLIN)
+                line.listen(poller)
             while not self._stopping:
                 ready = dict(poller.poll(self._patience_ms()))
                 if self._bell in ready:
                     os.eventfd_read(self._bell)
+                self._errands.run(poller)
                 self._send(self._outbox.take(time.monotonic()))
                 for line in list(self._lines.values()):
                     self._attend(line, ready, poller)
@@ -232,6 +249,26 @@ class Switchboard:
             self._break(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
 
+    def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
+        line = self._lines.pop(worker)
+        line.cut(poller)
+        self._liveness.forget(worker)
+        groups = [group for group, members in self._groups.items() if worker in members]
+        for group in groups:
+            self._dissolve(group)
+        self.lost.pop(worker, None)
+        return groups
+
+    def _take_in(self, line: Line, poller: zmq.Poller) -> None:
+        self._lines[line.place.worker] = line
+        line.listen(poller)
+
+    def _dissolve(self, group: int) -> None:
+        """Serve a group no longer, and tell those who wait for something there."""
+        self._groups.pop(group, None)
+        for member, ticket in self._key_values.forget(group) + self._sums.forget(group):
+            self._tell(member, Gone(ticket))
+
     def _patience_ms(self) -> int:
         """Return how long to wait for something to come: until something that is held back is due, at most a tick."""
         if not self._outbox.latency_s:
@@ -242,9 +279,10 @@ class Switchboard:
 
     def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
         for worker, parts in messages:
-            send(self._lines[worker].commands, parts, copy=False)
+            if worker in self._lines:  # what was for one that has been dropped is void
+                send(self._lines[worker].commands, parts, copy=False)
 
-    def _attend(self, line: _Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
+    def _attend(self, line: Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Take everything that has come from one worker."""
         try:
             if line.beats in ready:
@@ -260,7 +298,7 @@ class Switchboard:
             if not self._stopping:
                 self._lost(line, line.member.death())
 
-    def _come(self, line: _Line, parts: list[Any]) -> None:
+    def _come(self, line: Line, parts: list[Any]) -> None:
         if self._inbox.latency_s:
             self._inbox.put((line, parts), time.monotonic())
         else:
@@ -274,7 +312,7 @@ class Switchboard:
         except WireError as error:
             self._break(error)
 
-    def _take(self, line: _Line, parts: Sequence[Any]) -> None:
+    def _take(self, line: Line, parts: Sequence[Any]) -> None:
         saying: Saying
         saying, frames = decode_saying(parts)
         worker = line.place.worker
@@ -287,9 +325,7 @@ class Switchboard:
                 if line.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
             case Left():
-                self._groups.discard(saying.group)
-                for member, ticket in self._key_values.forget(saying.group) + self._sums.forget(saying.group):
-                    self._tell(member, Gone(ticket))
+                self._dissolve(saying.group)
             case Lookup() | Contribution() if saying.group not in self._groups:
                 self._tell(worker, Gone(saying.ticket))
             case Lookup():
@@ -302,7 +338,7 @@ class Switchboard:
                 line.words = saying
                 line.greet()
 
-    def _add_up(self, line: _Line, contribution: Contribution, frames: Sequence[Any]) -> None:
+    def _add_up(self, line: Line, contribution: Contribution, frames: Sequence[Any]) -> None:
         """Take a contribution to a sum; with the last, send the sum to all who contributed."""
         if len(frames) != 1:
             raise WireError(f"{line.place} contributed {len(frames)} frames to a sum; one is needed")
@@ -320,7 +356,7 @@ class Switchboard:
         else:
             self._send([message])
 
-    def _reply(self, line: _Line, reply: Reply, frames: Sequence[Any]) -> None:
+    def _reply(self, line: Line, reply: Reply, frames: Sequence[Any]) -> None:
         with self._lock:
             future = self._futures.pop((line.place.worker, reply.number), None)
         if reply.failure is None:
@@ -348,8 +384,9 @@ class Switchboard:
             device=place.device,
         )
 
-    def _lost(self, line: _Line, error: OneboxError) -> None:
+    def _lost(self, line: Line, error: OneboxError) -> None:
         self._liveness.forget(line.place.worker)
+        self.lost.setdefault(line.place.worker, error)
         self._complaints.ended(error)
         fail(line.hello, error)
         self._break(error)
