@@ -1,0 +1,378 @@
+"""Who has leased which devices of a host, and who waits for them; pure: events and the time in, decisions out.
+
+Who waits is served first come, first served: a later request gets devices only if no earlier one could use any of them,
+so that small requests never starve a large one. What a lease held is free again only when its workers have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from onebox.agent.demand import Limits, Offered, Room, Share, all_room, fit, reach, settled, taken
+from onebox.errors import UsageError
+from onebox.wire.agents import Holder, Offer, Want
+
+QUEUE = 256
+"""The most requests that wait."""
+
+LEAST_GRACE_S = 1.0
+"""The shortest grace of a lease: twice as long as between two signs of life."""
+
+_LISTED = 4
+
+
+@dataclass(frozen=True)
+class Client:
+    """One connection of a client.
+
+    Args:
+        key: Its public key, which limits go by.
+        session: What tells its connections apart.
+        name: For a person.
+    """
+
+    key: str
+    session: bytes
+    name: str = field(compare=False, default="")
+
+
+# ---- decisions
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A request is granted: workers are to be started, one for each share, in the order of what was wanted."""
+
+    client: Client
+    number: int
+    lease: int
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A request waits, at another place than before."""
+
+    client: Client
+    number: int
+    place: int
+    behind: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """A request is refused."""
+
+    client: Client
+    number: int
+    kind: Literal["usage", "busy"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """A lease ends: its workers are to be ended, then :meth:`Leases.freed` is to be called.
+
+    Args:
+        client: Who had it.
+        lease: Which.
+        cause: ``released`` by its client, ``silent`` client, ``time`` is over, ``failed`` to start.
+        why: For a person.
+    """
+
+    client: Client
+    lease: int
+    cause: Literal["released", "silent", "time", "failed"]
+    why: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A request has left the queue, because its client is silent."""
+
+    client: Client
+    number: int
+
+
+Decision = Grant | Wait | Refuse | End | Drop
+
+
+@dataclass
+class _Waiting:
+    client: Client
+    number: int
+    wants: tuple[Want, ...]
+    estimate: tuple[Share, ...]
+    grace_s: float
+    place: int = 0
+
+
+@dataclass
+class _Held:
+    client: Client
+    number: int
+    shares: dict[int, Share]
+    grace_s: float
+    since_s: float
+    ending: bool = False
+
+
+class Leases:
+    """The leases of one host.
+
+    Args:
+        offers: Its devices.
+        limits: Of each client.
+
+    Raises:
+        UsageError: A device is offered twice.
+    """
+
+    def __init__(self, offers: Sequence[Offered], limits: Limits) -> None:
+        self._offers = {offer.device: offer for offer in offers}
+        if len(self._offers) < len(offers):
+            raise UsageError(f"a device is offered twice: {', '.join(offer.device for offer in offers)}")
+        self._limits = limits
+        self._queue: list[_Waiting] = []
+        self._held: dict[int, _Held] = {}
+        self._heard: dict[Client, float] = {}
+        self._last = 0
+
+    # ---- what clients do
+
+    def ask(
+        self, client: Client, number: int, wants: Sequence[Want], *, grace_s: float, wait: bool, now_s: float
+    ) -> list[Decision]:
+        """Take a request for devices, all or none. Asked again under its number, it is not a second one.
+
+        Args:
+            client: Who asks.
+            number: What it calls the request.
+            wants: The devices.
+            grace_s: How long the client may be silent.
+            wait: Whether it waits where devices are leased by others.
+            now_s: The time.
+        """
+        for waiting in self._queue:
+            if (waiting.client, waiting.number) == (client, number):
+                return [Wait(client, number, waiting.place, self._behind(waiting))]
+        if any((held.client, held.number) == (client, number) for held in self._held.values()):
+            return []
+        try:
+            request = self._request(client, number, wants, grace_s)
+        except UsageError as error:
+            return [Refuse(client, number, "usage", str(error))]
+        if not wait and not self._could_be_next(request):
+            behind = self._behind(request)
+            return [Refuse(client, number, "busy", f"what is asked for is leased: {behind}; wait, or ask for less")]
+        self._heard[client] = now_s
+        self._queue.append(request)
+        return self._advance(now_s)
+
+    def heard(self, client: Client, now_s: float) -> tuple[int, ...]:
+        """Take a client's sign of life and return its leases."""
+        if client in self._heard:
+            self._heard[client] = now_s
+        return self.of(client)
+
+    def of(self, client: Client) -> tuple[int, ...]:
+        """Return the leases of a client's connection."""
+        return tuple(lease for lease, held in self._held.items() if held.client == client and not held.ending)
+
+    def release(self, client: Client, lease: int) -> list[Decision]:
+        """Take a lease back from a client, over whichever of its connections; nothing if it has no such lease."""
+        held = self._held.get(lease)
+        if held is None or held.ending or held.client.key != client.key:
+            return []
+        return [self._end(lease, "released", "its client released it")]
+
+    def leave(self, client: Client, number: int, now_s: float) -> list[Decision] | None:
+        """Take a request out of the queue; None if it does not wait there."""
+        found = [waiting for waiting in self._queue if (waiting.client, waiting.number) == (client, number)]
+        if not found:
+            return None
+        self._queue.remove(found[0])
+        return self._advance(now_s)
+
+    # ---- what befalls workers
+
+    def worker_ended(self, lease: int, worker: int, now_s: float) -> list[Decision]:
+        """Take the news that a worker of a lease ended by itself: its share is free, the lease goes on."""
+        held = self._held.get(lease)
+        if held is not None and not held.ending:
+            held.shares.pop(worker, None)
+        return self._advance(now_s)
+
+    def failed(self, lease: int, why: str) -> list[Decision]:
+        """Take the news that a worker of a lease could not be started."""
+        held = self._held.get(lease)
+        return [self._end(lease, "failed", why)] if held is not None and not held.ending else []
+
+    def freed(self, lease: int, now_s: float) -> list[Decision]:
+        """Take the news that all workers of a lease that was to end have ended."""
+        self._held.pop(lease, None)
+        return self._advance(now_s)
+
+    # ---- time
+
+    def tick(self, now_s: float) -> list[Decision]:
+        """Find who has been silent for too long, and whose time is over."""
+        made: list[Decision] = []
+        for waiting in list(self._queue):
+            if now_s - self._heard[waiting.client] > waiting.grace_s:
+                self._queue.remove(waiting)
+                made.append(Drop(waiting.client, waiting.number))
+        for lease, held in self._held.items():
+            silent_s = now_s - self._heard.get(held.client, now_s)
+            if held.ending:
+                continue
+            if silent_s > held.grace_s:
+                why = f"its client was silent for {silent_s:.1f} s; its grace was {held.grace_s:g} s"
+                made.append(self._end(lease, "silent", why))
+            elif self._limits.lease_s and now_s - held.since_s > self._limits.lease_s:
+                made.append(self._end(lease, "time", f"its time is over: leases end after {self._limits.lease_s:g} s"))
+        return made + self._advance(now_s)
+
+    def forgive(self, seconds: float) -> None:
+        """Count a time as heard from everybody, in which this host itself was held up."""
+        self._heard = {client: heard_s + seconds for client, heard_s in self._heard.items()}
+
+    # ---- what is there
+
+    def stock(self, now_s: float, load: Callable[[str], float]) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
+        """Return what is offered and who has it, and the names of those who wait.
+
+        Args:
+            now_s: The time.
+            load: From a device to the share of the time that it was busy; -1 where that is not known.
+        """
+        room = self._room()
+        return (
+            tuple(
+                Offer(
+                    offer.device,
+                    offer.name,
+                    offer.memory_bytes,
+                    offer.threads,
+                    room[offer.device].memory_bytes,
+                    tuple(
+                        Holder(held.client.name, lease, share.memory_bytes, max(0.0, now_s - held.since_s))
+                        for lease, held, share in self._shares()
+                        if share.device == offer.device
+                    ),
+                    load(offer.device),
+                )
+                for offer in self._offers.values()
+            ),
+            tuple(waiting.client.name for waiting in self._queue),
+        )
+
+    def busy(self, client: Client) -> bool:
+        """Tell whether a connection has a lease, or waits for one."""
+        return client in self._heard
+
+    # ---- inside
+
+    def _request(self, client: Client, number: int, wants: Sequence[Want], grace_s: float) -> _Waiting:
+        """Return a request that is within the limits.
+
+        Raises:
+            UsageError: It is not.
+        """
+        if not LEAST_GRACE_S <= grace_s <= self._limits.grace_s:
+            raise UsageError(f"a grace of {grace_s} s; allowed are {LEAST_GRACE_S:g} to {self._limits.grace_s:g} s")
+        made = settled(wants, self._offers)
+        estimate = fit(made, all_room(self._offers), self._offers)
+        assert estimate is not None  # settled() has seen to it
+        if len(self._queue) >= QUEUE:
+            raise UsageError(f"{QUEUE} requests wait already; try again later")
+        mine = [held for held in self._held.values() if held.client.key == client.key and not held.ending]
+        queued = [waiting for waiting in self._queue if waiting.client.key == client.key]
+        if self._limits.requests and len(mine) + len(queued) >= self._limits.requests:
+            raise UsageError(f"{client.name} has {len(mine) + len(queued)} leases and requests; no more are allowed")
+        shares = [share for held in mine for share in held.shares.values()]
+        shares += [share for waiting in queued for share in waiting.estimate]
+        over = self._over([*shares, *estimate])
+        if over:
+            had = f" with what {client.name} has or waits for already" if shares else ""
+            raise UsageError(f"that is{had} {over} for one client: ask for less, or release some")
+        return _Waiting(client, number, made, estimate, grace_s)
+
+    def _over(self, shares: Sequence[Share]) -> str:
+        """Say which limit of a client shares are over; nothing if none."""
+        limits = self._limits
+        sums = (
+            (len(shares), limits.devices, "devices"),
+            (sum(share.memory_bytes for share in shares), limits.memory_bytes, "bytes"),
+            (sum(share.threads for share in shares), limits.threads, "cores"),
+        )
+        return next((f"{sum_} {what}; allowed are {most}" for sum_, most, what in sums if most and sum_ > most), "")
+
+    def _shares(self) -> Iterable[tuple[int, _Held, Share]]:
+        return ((lease, held, share) for lease, held in self._held.items() for share in held.shares.values())
+
+    def _room(self) -> dict[str, Room]:
+        return taken(all_room(self._offers), [share for _, _, share in self._shares()])
+
+    def _fit(self, waiting: _Waiting) -> tuple[Share, ...] | None:
+        """Return the shares that a request can get now, within its client's limits."""
+        shares = fit(waiting.wants, self._room(), self._offers)
+        mine = [share for _, held, share in self._shares() if held.client.key == waiting.client.key and not held.ending]
+        return None if shares is None or self._over([*mine, *shares]) else shares
+
+    def _could_be_next(self, request: _Waiting) -> bool:
+        """Tell whether a request would be granted at once."""
+        mine = reach(request.wants, self._offers)
+        first = all(mine.isdisjoint(reach(waiting.wants, self._offers)) for waiting in self._queue)
+        return first and self._fit(request) is not None
+
+    def _advance(self, now_s: float) -> list[Decision]:
+        """Grant what can be granted, and tell those who wait of their places."""
+        made: list[Decision] = []
+        kept: set[str] = set()
+        for waiting in list(self._queue):
+            mine = reach(waiting.wants, self._offers)
+            shares = self._fit(waiting) if kept.isdisjoint(mine) else None
+            if shares is None:
+                kept |= mine
+                continue
+            self._queue.remove(waiting)
+            self._last += 1
+            self._held[self._last] = _Held(
+                waiting.client, waiting.number, dict(enumerate(shares)), waiting.grace_s, now_s
+            )
+            made.append(Grant(waiting.client, waiting.number, self._last, shares))
+        for place, waiting in enumerate(self._queue, 1):
+            if waiting.place != place:
+                waiting.place = place
+                made.append(Wait(waiting.client, waiting.number, place, self._behind(waiting)))
+        self._forget()
+        return made
+
+    def _behind(self, waiting: _Waiting) -> str:
+        """Say who has, or comes first for, what a request could use."""
+        mine = reach(waiting.wants, self._offers)
+        names = [held.client.name for _, held, share in self._shares() if share.device in mine]
+        for other in self._queue:
+            if other is waiting:
+                break
+            if not mine.isdisjoint(reach(other.wants, self._offers)):
+                names.append(other.client.name)
+        names = list(dict.fromkeys(names))
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return ", ".join(names[:_LISTED]) + more
+
+    def _end(self, lease: int, cause: Literal["released", "silent", "time", "failed"], why: str) -> End:
+        held = self._held[lease]
+        held.ending = True
+        return End(held.client, lease, cause, why)
+
+    def _forget(self) -> None:
+        """Forget when clients were heard that have nothing here any more."""
+        here = {waiting.client for waiting in self._queue} | {held.client for held in self._held.values()}
+        self._heard = {client: heard_s for client, heard_s in self._heard.items() if client in here}
+
+
+__all__ = ["Client", "Decision", "Drop", "End", "Grant", "Leases", "Limits", "Offered", "Refuse", "Wait"]
