@@ -1,0 +1,218 @@
+"""Devices of a Ray cluster: Ray finds room, starts and watches; what workers are told and compute goes past it.
+
+For each device there is an actor in one placement group, and the worker is the actor's child. The instructions go
+over onebox's own channel, from this process to each node's address; tensors go from worker to worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from onebox.errors import OneboxError, PoolError
+from onebox.pool import ray_line
+from onebox.pool.failures import Place
+from onebox.pool.member import Member
+from onebox.pool.process import START_S
+from onebox.pool.ray_actor import Found, Launched, Order, WorkerActor, versions
+from onebox.pool.ray_line import what
+from onebox.pool.ray_spec import Bundle, bundles, describe_bundles, describe_free, describe_nodes, host_names, parse_ray
+from onebox.pool.ray_watch import RayMember, Watch
+
+RESTARTS = -1
+"""Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
+waits, with its share of the placement group, until it is told to start one."""
+
+_CALLS = 4
+"""How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
+
+
+class RaySource:
+    """Workers on a Ray cluster; a :class:`~onebox.pool.member.Source`.
+
+    Args:
+        spec: Everything from ``ray`` on, such as ``ray://head:10001/cuda*4/spread``; see :func:`parse_ray`.
+        threads: Threads of each worker, where the specification says nothing.
+        memory_bytes: The most bytes that each worker's buffers may take, likewise.
+
+    Raises:
+        UsageError: The specification is not understood.
+    """
+
+    def __init__(self, spec: str, *, threads: int | None = None, memory_bytes: int | None = None) -> None:
+        self._request = parse_ray(spec, threads=threads, memory_bytes=memory_bytes)
+        self._ray: Any = None
+        self._group: Any = None
+        self._watch: Watch | None = None
+        self._actors: list[Any] = []
+        self._bundles: list[Bundle] = []
+        self._first = 0
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
+        """Start the workers; see :class:`~onebox.pool.member.Source`.
+
+        Raises:
+            PoolError: The cluster cannot be reached, has no room in time, or lacks onebox or has another version.
+            UsageError: Ray is not installed here, or the cluster has no such devices.
+        """
+        self._first = first
+        try:
+            self._ray = ray_line.connect(self._request.address)
+            self._reserve()
+            self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
+            return self._launch(range(len(self._bundles)), client_key)
+        except BaseException:
+            self.close()
+            raise
+
+    def replace(self, worker: int, client_key: str) -> tuple[Member, str]:
+        """Start a worker anew in the place of one that has ended, where Ray has room for it by now.
+
+        Args:
+            worker: Its number in the pool.
+            client_key: The public CURVE key that it is to let in.
+
+        Raises:
+            PoolError: It cannot be started.
+        """
+        [one] = self._launch([worker - self._first], client_key)
+        return one
+
+    def connected(self) -> None:
+        """Nothing is to be done."""
+
+    def close(self) -> None:
+        """End the actors, give back what was reserved, and the connection with the cluster. Idempotent."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        ray, self._ray = self._ray, None
+        if ray is None:
+            return
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.kill(actor, no_restart=True)
+        self._actors = []
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._group)
+            self._group = None
+        ray_line.disconnect()
+
+    # ---- room
+
+    def _reserve(self) -> None:
+        """Make the placement group, and wait until the cluster has room for it."""
+        found = ray_line.nodes(self._ray)
+        self._bundles = bundles(self._request, found)
+        self._group = self._ray.util.placement_group(
+            [dict(bundle.resources) for bundle in self._bundles], strategy=self._request.strategy
+        )
+        if not self._group.wait(self._request.wait_s):
+            free = describe_free(self._ray.available_resources())
+            raise PoolError(
+                f"the Ray cluster had no room for pool {self._request.spec!r} within {self._request.wait_s:g} s\n"
+                f"  asked for: {describe_bundles(self._bundles)}, by {self._request.strategy}\n"
+                f"  it has: {describe_nodes(found)}\n  nobody has taken: {free}\n"
+                "  ask for less, wait longer (wait=SECONDS), or look with 'ray status' who has it"
+            )
+
+    def _new_actor(self, number: int) -> Any:
+        bundle = self._bundles[number]
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=number
+        )
+        kind = self._ray.remote(WorkerActor)
+        memory = bundle.resources.get("memory", 0)
+        return kind.options(
+            num_cpus=bundle.resources["CPU"],
+            num_gpus=bundle.resources.get("GPU", 0),
+            memory=memory or None,
+            scheduling_strategy=strategy,
+            max_restarts=RESTARTS,
+            max_concurrency=_CALLS,
+        ).remote()
+
+    # ---- workers
+
+    def _launch(self, which: Sequence[int], client_key: str) -> list[tuple[Member, str]]:
+        """Start the workers of some actors."""
+        end_s = time.monotonic() + START_S
+        found = [
+            msgspec.json.decode(text, type=Found)
+            for text in self._gather([self._actors[number].find.remote() for number in which], which, end_s)
+        ]
+        for number, node in zip(which, found, strict=True):
+            self._check(number, node)
+        names = host_names([(node.host, node.address) for node in found])
+        orders = [self._order(number, name, client_key) for number, name in zip(which, names, strict=True)]
+        asked = [
+            self._actors[number].launch.remote(msgspec.json.encode(order).decode())
+            for number, order in zip(which, orders, strict=True)
+        ]
+        launched = [msgspec.json.decode(text, type=Launched) for text in self._gather(asked, which, end_s)]
+        members = [
+            RayMember(
+                self._ray,
+                self._actors[number],
+                Place(worker=order.worker, host=order.host, device=order.device),
+                node.address,
+                one,
+            )
+            for number, order, node, one in zip(which, orders, found, launched, strict=True)
+        ]
+        if self._watch is None:
+            self._watch = Watch(self._ray)
+        self._watch.add(members)
+        return [(member, one.key) for member, one in zip(members, launched, strict=True)]
+
+    def _order(self, number: int, host: str, client_key: str) -> Order:
+        bundle = self._bundles[number]
+        device = "cuda:0" if bundle.kind == "cuda" else "cpu"
+        return Order(self._first + number, host, device, bundle.threads, client_key, self._request.memory_bytes)
+
+    def _gather(self, references: list[Any], which: Sequence[int], end_s: float) -> list[str]:
+        """Return what actors answered.
+
+        Raises:
+            PoolError: One did not in time, or could not.
+        """
+        answers = []
+        for number, reference in zip(which, references, strict=True):
+            try:
+                answers.append(self._ray.get(reference, timeout=max(0.0, end_s - time.monotonic())))
+            except self._ray.exceptions.GetTimeoutError:
+                raise PoolError(
+                    f"the actor of worker {self._first + number} did not start within {START_S:.0f} s: "
+                    "'ray status' and 'ray logs' say what the cluster is busy with"
+                ) from None
+            except (self._ray.exceptions.RayError, ConnectionError) as error:
+                raise PoolError(
+                    f"the actor of worker {self._first + number} did not start: {what(error)}\n  every node needs "
+                    f"onebox {versions()[1]} in the Python that Ray runs there: pip install 'onebox[cluster]'"
+                ) from None
+        return answers
+
+    def _check(self, number: int, node: Found) -> None:
+        """Refuse a node with other versions."""
+        theirs, mine = (node.protocol, node.onebox, node.torch), versions()
+        if (theirs[:2], _public(theirs[2])) != (mine[:2], _public(mine[2])):
+            raise version_error(self._first + number, node, mine)
+
+
+def _public(version: str) -> str:
+    """Return a version without what follows a ``+``, which says how it was built."""
+    return version.partition("+")[0]
+
+
+def version_error(worker: int, node: Found, mine: tuple[int, str, str]) -> OneboxError:
+    """Return the error for a node that has other versions than this client."""
+    return PoolError(
+        f"worker {worker} would run on node {node.host} ({node.address}) with onebox {node.onebox} (protocol "
+        f"{node.protocol}) and torch {node.torch}; this client has onebox {mine[1]} (protocol {mine[0]}) and torch "
+        f"{mine[2]}: install the same versions on both sides"
+    )

@@ -1,0 +1,159 @@
+"""What runs on a node of a Ray cluster beside each worker: it starts the worker as its child, and watches it.
+
+Only numbers and JSON text go in and come out. The worker's key pair is made here, and its public half goes out; the
+worker's sockets are on the node's own address, and let in the client alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from importlib.metadata import version
+
+import msgspec
+from msgspec import Struct
+
+import onebox
+from onebox.errors import OneboxError, WorkerDied
+from onebox.pool.failures import Place
+from onebox.pool.process import WorkerProcess
+from onebox.wire import new_keys
+from onebox.wire.messages import PROTOCOL
+from onebox.worker import WorkerConfig
+
+
+class Found(Struct, frozen=True, forbid_unknown_fields=True):
+    """A node, and what is installed there."""
+
+    host: str
+    address: str
+    node: str
+    protocol: int
+    onebox: str
+    torch: str
+
+
+class Order(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker to start.
+
+    Args:
+        worker: Its number in the pool.
+        host: What its node is called there.
+        device: ``cpu``, or ``cuda:0`` for the one GPU that Ray lets this process see.
+        threads: Threads of its operators.
+        client: The public key of its client.
+        quota_bytes: The most bytes of its buffers; 0 for no limit.
+    """
+
+    worker: int
+    host: str
+    device: str
+    threads: int
+    client: str
+    quota_bytes: int
+
+
+class Launched(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that was started: the number of the start, its process and its public key."""
+
+    launch: int
+    process: int
+    key: str
+
+
+class Ended(Struct, frozen=True, forbid_unknown_fields=True, tag="ended"):
+    """How a worker ended; or, for a start, what went wrong instead (without a status)."""
+
+    message: str
+    exit_status: int | None = None
+    last_words: str = ""
+
+
+class Bound(Struct, frozen=True, forbid_unknown_fields=True, tag="bound"):
+    """The endpoints that a worker has bound."""
+
+    commands: str
+    beats: str
+
+
+def versions() -> tuple[int, str, str]:
+    """Return what is installed here: version of the protocol, of onebox and of torch."""
+    return PROTOCOL, onebox.__version__, version("torch")
+
+
+class WorkerActor:
+    """The actor: owner of one worker's process. Its methods may run at the same time, but for :meth:`launch`."""
+
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
+        self._launch = 0
+
+    def find(self) -> str:
+        """Return a :class:`Found`."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, *versions()))
+
+    def launch(self, order_json: str) -> str:
+        """Start a worker by an :class:`Order`, instead of the one before if there was one; return :class:`Launched`."""
+        import ray
+
+        order = msgspec.json.decode(order_json, type=Order)
+        self.end()
+        pair = new_keys()
+        config = WorkerConfig(
+            order.device,
+            order.threads,
+            pair.public,
+            pair.secret,
+            order.client,
+            ray.util.get_node_ip_address(),
+            quota_bytes=order.quota_bytes,
+            owner=os.getpid(),
+        )
+        self._process = WorkerProcess(Place(worker=order.worker, host=order.host, device=order.device), config)
+        self._launch += 1
+        return _text(Launched(self._launch, self._process.pid, pair.public))
+
+    def ports(self, launch: int) -> str:
+        """Wait until a worker has bound its sockets; return :class:`Bound`, or :class:`Ended`."""
+        process = self._of(launch)
+        if process is None:
+            return _text(_UNKNOWN)
+        try:
+            ports = process.ports()
+        except WorkerDied as error:
+            return _text(Ended(str(error), error.exit_status, error.last_words))
+        except OneboxError as error:
+            return _text(Ended(str(error)))
+        return _text(Bound(ports.commands, ports.beats))
+
+    def watch(self, launch: int, patience_s: float) -> str:
+        """Wait for a worker's end for a while; return :class:`Ended`, or nothing when it runs."""
+        process = self._of(launch)
+        if process is None:
+            return _text(_UNKNOWN)
+        poll = select.poll()
+        poll.register(process.descriptor, select.POLLIN)
+        if not poll.poll(patience_s * 1000):
+            return ""
+        error = process.death()
+        return _text(Ended(str(error), error.exit_status, error.last_words))
+
+    def end(self) -> None:
+        """End the worker at once."""
+        if self._process is not None:
+            self._process.close(grace_s=0.0)
+            self._process = None
+
+    def _of(self, launch: int) -> WorkerProcess | None:
+        return self._process if launch == self._launch else None
+
+
+_UNKNOWN = Ended("its actor was started again, and its worker ended with the one before")
+
+
+def _text(message: Struct) -> str:
+    return msgspec.json.encode(message).decode()

@@ -1,0 +1,140 @@
+"""The connection of this process with a Ray cluster, which all its pools share; the client imports Ray here only."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from onebox.errors import PoolError, UsageError
+from onebox.pool.ray_spec import RayNode
+
+REACH_S = 5.0
+"""How long the head of a cluster may take to accept a connection."""
+
+_lock = threading.Lock()
+_pools = 0
+_mine: str | None = None
+"""Address of the connection that was made here, while there is one."""
+
+
+def import_ray() -> Any:
+    """Return the package ``ray``.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise UsageError(f"a pool on a Ray cluster needs Ray ({error}): pip install 'onebox[cluster]'") from None
+    return ray
+
+
+def connect(address: tuple[str, int] | None) -> Any:
+    """Connect to a cluster, or use the connection that this process has; every call wants a :func:`disconnect`.
+
+    Args:
+        address: Host and port of its head; ``None`` for the cluster that this machine is a node of, or that
+            ``RAY_ADDRESS`` names.
+
+    Returns:
+        The package ``ray``.
+
+    Raises:
+        UsageError: Ray is not installed, or this process is connected to another cluster.
+        PoolError: The cluster cannot be reached.
+    """
+    global _pools, _mine  # noqa: PLW0603 (Ray's connection is one of the process, too)
+    ray = import_ray()
+    wanted = "auto" if address is None else f"ray://{_joined(*address)}"
+    with _lock:
+        if ray.is_initialized():
+            if address is not None and wanted != _mine:
+                raise UsageError(
+                    f"pool {wanted!r}: this process is connected to a Ray cluster already; open 'ray' for a pool on "
+                    "that one, or call ray.shutdown() first"
+                )
+        else:
+            if address is not None:
+                _reach(*address)
+            _initialize(ray, wanted)
+            _mine = wanted
+        _pools += 1
+    return ray
+
+
+def disconnect() -> None:
+    """Take back one :func:`connect`; with the last, the connection ends if it was made there."""
+    global _pools, _mine  # noqa: PLW0603
+    with _lock:
+        _pools -= 1
+        if not _pools and _mine is not None:
+            _mine = None
+            import_ray().shutdown()
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reach(host: str, port: int) -> None:
+    """Find out quickly whether anybody listens: Ray itself tries for half a minute."""
+    try:
+        socket.create_connection((host, port), REACH_S).close()
+    except OSError as error:
+        raise PoolError(
+            f"no Ray cluster answers at {_joined(host, port)} ({error}): start one with 'ray start --head' there, "
+            "and let this machine reach its port for clients (10001 unless --ray-client-server-port says otherwise)"
+        ) from None
+
+
+def _initialize(ray: Any, address: str) -> None:
+    with _own_signals():
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except Exception as error:  # of many types, builtin ones among them
+            where = "this machine" if address == "auto" else address
+            raise PoolError(
+                f"no Ray cluster can be reached from {where}: {_first_line(error)}\n"
+                "  start one with 'ray start --head', join it with 'ray start --address=HEAD:6379', or name its head: ray://HOST:10001"
+            ) from None
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Leave SIGTERM to whoever has it: Ray takes it for itself."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def nodes(ray: Any) -> list[RayNode]:
+    """Return the living nodes of the cluster."""
+    return [
+        RayNode(
+            id=node["NodeID"],
+            host=node["NodeManagerHostname"],
+            address=node["NodeManagerAddress"],
+            resources=node["Resources"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def what(error: BaseException) -> str:
+    """Say in a line what an error of Ray's is about."""
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:500]

@@ -1,0 +1,193 @@
+"""Workers on a Ray cluster as the client sees them, and the thread that asks after them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.failures import AFTERWARDS, Place
+from onebox.pool.liveness import Liveness
+from onebox.pool.process import START_S
+from onebox.pool.ray_actor import Bound, Ended, Launched
+from onebox.pool.ray_line import what
+from onebox.worker import Ports
+
+ASK_S = 0.5
+"""How long an actor waits for news of its worker before it answers that there is none."""
+
+_TICK_S = 0.25
+_LATE_S = 10.0
+"""How much longer than the worker's own bound the answer about its start may take."""
+
+_answers = msgspec.json.Decoder(Bound | Ended)
+_ends = msgspec.json.Decoder(Ended)
+
+
+class RayMember:
+    """A worker that an actor of a Ray cluster has started; a :class:`~onebox.pool.member.Member`.
+
+    Args:
+        ray: The package.
+        actor: Handle of its actor.
+        place: Where it is.
+        address: Its node's address.
+        launched: What the actor said of its start.
+    """
+
+    def __init__(self, ray: Any, actor: Any, place: Place, address: str, launched: Launched) -> None:
+        self.place = place
+        self.address = address
+        self.pid = launched.process
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.closed = False
+        self._ray = ray
+        self._actor = actor
+        self._launch = launched.launch
+        self._ports = actor.ports.remote(self._launch)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: WorkerDied | None = None
+
+    def ports(self) -> Ports:
+        """Wait until the worker has bound its sockets.
+
+        Raises:
+            WorkerDied: It ended instead, or its node did.
+            PoolError: It took too long.
+        """
+        try:
+            answer = _answers.decode(self._ray.get(self._ports, timeout=START_S + _LATE_S))
+        except self._ray.exceptions.GetTimeoutError:
+            raise PoolError(f"{self.place} did not start within {START_S + _LATE_S:.0f} s") from None
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            raise self._gone(what(error)) from None
+        if isinstance(answer, Bound):
+            return Ports(answer.commands, answer.beats)
+        raise self._as_error(answer)
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of the end of the worker."""
+        return self._error or self._gone("nothing is known of how")
+
+    def close(self, *, grace_s: float) -> None:
+        """End the worker: wait for its own end for a while, then end its actor, with which it ends. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+        self._ended.wait(grace_s)
+        with self._lock:
+            self.closed = True
+            os.close(self.descriptor)
+        with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
+            self._ray.kill(self._actor, no_restart=True)
+
+    # ---- for the watch
+
+    def ask(self) -> Any:
+        """Ask the actor after its worker; return Ray's reference to the answer."""
+        return self._actor.watch.remote(self._launch, ASK_S)
+
+    def heard(self, reference: Any) -> bool:
+        """Take an answer that has come; return whether the worker runs."""
+        try:
+            answer = self._ray.get(reference, timeout=0)
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            self.lost(self._gone(what(error)))
+            return False
+        if answer:
+            self.lost(self._as_error(_ends.decode(answer)))
+        return not answer
+
+    def lost(self, error: WorkerDied | None, why: str = "") -> None:
+        """Take the news of the worker's end."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._error = error or self._gone(why)
+                self._ended.set()
+            if not self.closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def _as_error(self, ended: Ended) -> WorkerDied:
+        return WorkerDied(
+            ended.message,
+            exit_status=ended.exit_status,
+            last_words=ended.last_words,
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+    def _gone(self, why: str) -> WorkerDied:
+        return WorkerDied(
+            f"{self.place}, process {self.pid}, ended with its node or with the actor that watches it there: {why}\n"
+            f"  {AFTERWARDS}",
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+
+class Watch:
+    """The thread that asks the actors after their workers, all the time, and notices who does not answer."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._asked: dict[Any, RayMember] = {}
+        self._new: list[RayMember] = []
+        self._liveness = Liveness()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="onebox-ray", daemon=True)
+
+    def add(self, members: list[RayMember]) -> None:
+        """Watch some more workers; with the first the thread starts."""
+        with self._lock:
+            self._new += members
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except Exception as error:  # Ray's connection may end under it, in ways of many types
+            for member in [*self._asked.values(), *self._new]:
+                member.lost(None, f"the connection with the cluster is lost: {what(error)}")
+
+    def _turn(self) -> None:
+        with self._lock:
+            new, self._new = self._new, []
+        for member in new:
+            self._ask(member)
+        if not self._asked:
+            self._stopping.wait(_TICK_S)
+            return
+        ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=_TICK_S)
+        for reference in ready:
+            member = self._asked.pop(reference)
+            if not member.closed and member.heard(reference):
+                self._ask(member)
+            else:
+                self._liveness.forget(member.place.worker)
+        for worker, why in self._liveness.hung(time.monotonic()).items():
+            self._liveness.forget(worker)
+            for reference, member in list(self._asked.items()):
+                if member.place.worker == worker:
+                    del self._asked[reference]
+                    member.lost(None, f"the actor {why}")
+
+    def _ask(self, member: RayMember) -> None:
+        self._liveness.beat(member.place.worker, time.monotonic())
+        self._asked[member.ask()] = member
