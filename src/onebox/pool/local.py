@@ -39,6 +39,7 @@ class LocalSource:
         self._memory_bytes = memory_bytes
         self._faults = faults or {}
         self._folder: SocketFolder | None = None
+        self._first = 0
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
         """Start the workers; see :class:`~onebox.pool.member.Source`.
@@ -46,30 +47,49 @@ class LocalSource:
         Raises:
             PoolError: No folder for their sockets can be made.
         """
+        self._first = first
         self._folder = SocketFolder()
         started: list[tuple[Member, str]] = []
         try:
             for number, request in enumerate(self._requests, first):
-                pair = new_keys()
-                config = WorkerConfig(
-                    request.device,
-                    request.threads,
-                    pair.public,
-                    pair.secret,
-                    client_key,
-                    self._folder.path,
-                    quota_bytes=self._memory_bytes,
-                    faults=tuple(self._faults.get(number, ())),
-                    speed=request.speed,
-                    owner=os.getpid(),
-                )
-                place = Place(worker=number, host=LOCAL_HOST, device=request.device)
-                started.append((WorkerProcess(place, config), pair.public))
+                faults = tuple(self._faults.get(number, ()))
+                started.append(self._start(number, request, client_key, self._folder.path, faults))
         except BaseException:
             end_all([member for member, _ in started], grace_s=0.0)
             self.close()
             raise
         return started
+
+    def replace(self, number: int, client_key: str) -> tuple[Member, str] | None:
+        """Start a worker again; see :class:`~onebox.pool.member.Replacing`. No fault is injected into it.
+
+        Raises:
+            PoolError: No folder for its sockets can be made.
+        """
+        if not self._first <= number < self._first + len(self._requests):
+            return None
+        self.close()
+        self._folder = SocketFolder()
+        return self._start(number, self._requests[number - self._first], client_key, self._folder.path, ())
+
+    def _start(
+        self, number: int, request: DeviceRequest, client_key: str, folder: str, faults: tuple[Fault, ...]
+    ) -> tuple[Member, str]:
+        pair = new_keys()
+        config = WorkerConfig(
+            request.device,
+            request.threads,
+            pair.public,
+            pair.secret,
+            client_key,
+            folder,
+            quota_bytes=self._memory_bytes,
+            faults=faults,
+            speed=request.speed,
+            owner=os.getpid(),
+        )
+        place = Place(worker=number, host=LOCAL_HOST, device=request.device)
+        return WorkerProcess(place, config), pair.public
 
     def connected(self) -> None:
         """Remove the folder of the sockets: who is connected stays so."""

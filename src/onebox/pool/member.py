@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from onebox.errors import WorkerDied
 from onebox.pool.failures import Place
@@ -66,6 +66,26 @@ class Source(Protocol):
         """Give back what is no worker's own (connections, leases, folders), after the workers' end. Idempotent."""
 
 
+@runtime_checkable
+class Replacing(Protocol):
+    """A source that can start a worker again that was lost."""
+
+    def replace(self, number: int, client_key: str) -> tuple[Member, str] | None:
+        """Start a worker, or ask for it to be started, in the place of one that has ended.
+
+        Args:
+            number: Its number in the pool, which it keeps.
+            client_key: The public CURVE key that it is to let in.
+
+        Returns:
+            The worker with its own public key, its sockets perhaps not bound yet; ``None`` where it is none of this
+            source's, or there is no way to start it again.
+
+        Raises:
+            PoolError: It could not be started.
+        """
+
+
 def end_all(members: Sequence[Member], *, grace_s: float) -> None:
     """End workers.
 
@@ -78,4 +98,4 @@ def end_all(members: Sequence[Member], *, grace_s: float) -> None:
         member.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
-__all__ = ["Member", "Source", "end_all"]
+__all__ = ["Member", "Replacing", "Source", "end_all"]

@@ -5,23 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 
-import torch
-
-from onebox.errors import PoolError, UsageError
+from onebox.errors import UsageError
+from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
-from onebox.pool.failures import Place
 from onebox.pool.links import LinkMap
 from onebox.pool.local import LocalSource
 from onebox.pool.member import Member, Source, end_all
-from onebox.pool.pool import DeviceInfo, Pool
-from onebox.pool.process import START_S
+from onebox.pool.pool import Pool
 from onebox.pool.switchboard import Switchboard
 from onebox.wire import new_keys
-from onebox.wire.messages import PROTOCOL
-from onebox.wire.sayings import Hello
 from onebox.worker import Fault
 
 
@@ -91,33 +84,9 @@ def connect_pool(sources: Sequence[Source], *, links: LinkMap | None = None, cha
         undo.callback(switchboard.stop)
         hellos = [switchboard.connect(member, key) for member, key in started]
         switchboard.start()
-        devices = [_welcome(member.place, hello) for member, hello in zip(members, hellos, strict=True)]
+        devices = [welcome(member.place, hello) for member, hello in zip(members, hellos, strict=True)]
         for source in sources:
             source.connected()
         pool = Pool(members, sources, switchboard, devices, links, channel_latency_s)
         undo.pop_all()
         return pool
-
-
-def _welcome(place: Place, future: Future[Hello]) -> DeviceInfo:
-    try:
-        hello = future.result(START_S)
-    except FutureTimeout:
-        raise PoolError(f"{place} did not say hello within {START_S:.0f} s") from None
-    if hello.protocol != PROTOCOL or hello.torch.split("+")[0] != torch.__version__.split("+")[0]:
-        raise PoolError(
-            f"{place} speaks protocol {hello.protocol} with torch {hello.torch}, this client protocol "
-            f"{PROTOCOL} with torch {torch.__version__}: install the same versions on both sides"
-        )
-    return DeviceInfo(
-        number=place.worker,
-        host=place.host,
-        device=hello.device,
-        name=hello.name,
-        threads=hello.threads,
-        memory_bytes=hello.memory_bytes,
-        speed=hello.speed,
-        emulated=hello.emulated,
-        capability=hello.capability,
-        processors=hello.processors,
-    )

@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,51 +15,17 @@ import torch
 
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool.device import DeviceInfo
 from onebox.pool.failures import raise_first
+from onebox.pool.heal import PATIENCE_S, Healing, heal
 from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
 from onebox.pool.measure import measure_pool, profile_key
-from onebox.pool.member import Member, Source, end_all
+from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
 
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long, a dead or hung one is noticed elsewhere."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceInfo:
-    """One device of a pool.
-
-    Args:
-        number: Its number in the pool.
-        host: The host that it is in: ``localhost``, or what it is called where the pool was asked for.
-        address: What its peers connect to: an address of that host.
-        device: Its name there: ``cpu``, ``cuda:k`` or ``sim``.
-        name: Product name.
-        threads: Threads that its CPU operators may use.
-        memory_bytes: Its memory, or the worker's quota where that is less.
-        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
-        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
-        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
-        processors: Streaming multiprocessors of a GPU; 0 for all else.
-    """
-
-    number: int
-    host: str
-    device: str
-    name: str
-    threads: int
-    memory_bytes: int
-    speed: float = 1.0
-    emulated: bool = False
-    capability: tuple[int, int] = (0, 0)
-    processors: int = 0
-    address: str = "127.0.0.1"
-
-    @property
-    def kind(self) -> str:
-        """``cpu``, ``cuda`` or ``sim``."""
-        return self.device.split(":")[0]
 
 
 class Pool:
@@ -81,12 +46,14 @@ class Pool:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
         self.channel_latency_s = channel_latency_s
-        self._members = members
+        self._members = list(members)
         self._sources = sources
         self._switchboard = switchboard
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
+        self.gone: frozenset[int] = frozenset()
+        """Devices whose workers were lost and could not be replaced; see :meth:`heal`."""
         self.closing: list[Callable[[], object]] = []
         """Called when the pool is closed, before its workers end."""
         atexit.register(self.close)
@@ -109,6 +76,11 @@ class Pool:
     def process_ids(self) -> tuple[int, ...]:
         """The process id of each worker."""
         return tuple(member.pid for member in self._members)
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The numbers of the devices that have not gone."""
+        return tuple(number for number in range(len(self.devices)) if number not in self.gone)
 
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in this pool has."""
@@ -214,6 +186,36 @@ class Pool:
         """Dissolve a group."""
         for worker in workers:
             self.post(worker, [LeaveGroup(group)])
+
+    def heal(self, *, patience_s: float = PATIENCE_S) -> Healing:
+        """Go on after a loss: end the workers that are lost, start them again where that can be, keep the others.
+
+        What the lost ones held is gone, and so are the groups that they were in. Workers that survive keep what they
+        have; they may have been in the middle of something, which then has failed.
+
+        Args:
+            patience_s: How long a survivor may take to be done with what it was given; one that takes longer is lost,
+                too.
+
+        Returns:
+            What was found and done.
+
+        Raises:
+            OneboxError: The pool is closed, or something else is wrong with it than lost workers, or workers are lost
+                again and again.
+        """
+        healing = heal(self._switchboard, self._members, self._replace, present=self.present, patience_s=patience_s)
+        self.gone |= set(healing.gone)
+        self.devices = tuple(healing.devices.get(device.number, device) for device in self.devices)
+        return healing
+
+    def _replace(self, worker: int) -> tuple[Member, str] | None:
+        """Let the source of a worker start it again, where that is possible."""
+        for source in self._sources:
+            made = source.replace(worker, self._switchboard.client_key) if isinstance(source, Replacing) else None
+            if made is not None:
+                return made
+        return None
 
     def close(self) -> None:
         """End all workers and close all sockets. Idempotent."""

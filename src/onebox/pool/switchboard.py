@@ -136,6 +136,11 @@ class Switchboard:
 
     # ---- when a pool is healed
 
+    @property
+    def client_key(self) -> str:
+        """The public key of this client, which its workers let in."""
+        return self._keys.public
+
     def drop(self, worker: int) -> list[int]:
         """Forget a lost worker: close its sockets, and let all who wait in its groups hear that these are no more.
 

@@ -1,0 +1,85 @@
+"""What a pool knows of a device: from the first words of its worker."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+import torch
+
+from onebox.errors import PoolError
+from onebox.pool.failures import Place
+from onebox.pool.process import START_S
+from onebox.wire.messages import PROTOCOL
+from onebox.wire.sayings import Hello
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """One device of a pool.
+
+    Args:
+        number: Its number in the pool.
+        host: The host that it is in: ``localhost``, or what it is called where the pool was asked for.
+        address: What its peers connect to: an address of that host.
+        device: Its name there: ``cpu``, ``cuda:k`` or ``sim``.
+        name: Product name.
+        threads: Threads that its CPU operators may use.
+        memory_bytes: Its memory, or the worker's quota where that is less.
+        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
+        emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
+        capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
+        processors: Streaming multiprocessors of a GPU; 0 for all else.
+    """
+
+    number: int
+    host: str
+    device: str
+    name: str
+    threads: int
+    memory_bytes: int
+    speed: float = 1.0
+    emulated: bool = False
+    capability: tuple[int, int] = (0, 0)
+    processors: int = 0
+    address: str = "127.0.0.1"
+
+    @property
+    def kind(self) -> str:
+        """``cpu``, ``cuda`` or ``sim``."""
+        return self.device.split(":")[0]
+
+
+def welcome(place: Place, future: Future[Hello]) -> DeviceInfo:
+    """Return what a worker's first words say of its device.
+
+    Args:
+        place: Where it is.
+        future: Its first words.
+
+    Raises:
+        PoolError: They did not come, or the worker is of another version.
+        WorkerDied: It ended instead.
+    """
+    try:
+        hello = future.result(START_S)
+    except FutureTimeout:
+        raise PoolError(f"{place} did not say hello within {START_S:.0f} s") from None
+    if hello.protocol != PROTOCOL or hello.torch.split("+")[0] != torch.__version__.split("+")[0]:
+        raise PoolError(
+            f"{place} speaks protocol {hello.protocol} with torch {hello.torch}, this client protocol "
+            f"{PROTOCOL} with torch {torch.__version__}: install the same versions on both sides"
+        )
+    return DeviceInfo(
+        number=place.worker,
+        host=place.host,
+        device=hello.device,
+        name=hello.name,
+        threads=hello.threads,
+        memory_bytes=hello.memory_bytes,
+        speed=hello.speed,
+        emulated=hello.emulated,
+        capability=hello.capability,
+        processors=hello.processors,
+    )
