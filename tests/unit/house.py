@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,9 +19,8 @@ from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
 from onebox.pool import local as local_module
 from onebox.pool.failures import Place
-from onebox.wire import encode, send
+from onebox.wire import send
 from onebox.wire.messages import Bye, Envelope
-from onebox.wire.sayings import Saying
 from onebox.worker import Ports, WorkerConfig
 from onebox.worker.serve import Server
 
@@ -32,16 +32,19 @@ class EndableServer(Server):
 
     ended = False
 
-    def _receive(self) -> tuple[Envelope, Sequence[Any]]:
-        while not self._socket.poll(50):
+    def _hear(self, end_s: float = math.inf) -> bool:
+        while not super()._hear(min(end_s, time.monotonic() + 0.05)):
             if self.ended:
-                return Envelope(0, False, (Bye(),)), ()
-        return super()._receive()
+                self._deferred.append((Envelope(0, False, (Bye(),)), ()))
+                return True
+            if time.monotonic() >= end_s:
+                return False
+        return True
 
-    def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
+    def _transmit(self, frames: list[Any]) -> None:
         while True:
             try:
-                send(self._socket, [encode(saying), *frames], zmq.NOBLOCK)
+                send(self._socket, frames, zmq.NOBLOCK)
                 return
             except zmq.Again:  # the client has gone: sending would wait for ever
                 if self.ended:
@@ -56,6 +59,8 @@ class ThreadWorker:
         place: Where the worker is.
         config: What it is to be.
     """
+
+    address = "127.0.0.1"
 
     def __init__(self, place: Place, config: WorkerConfig) -> None:
         self.place = place

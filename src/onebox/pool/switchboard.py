@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerError, WorkerHung
+from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerDied, WorkerError, WorkerHung
 from onebox.pool.delay import DelayLine
 from onebox.pool.errands import Errands, outcome
 from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
@@ -24,7 +24,7 @@ from onebox.pool.line import Answer, Line
 from onebox.pool.liveness import Liveness
 from onebox.pool.member import Member
 from onebox.pool.rendezvous import ClientSums, KeyValues
-from onebox.wire import KeyPair, check_frames, decode_saying, encode, from_frame, receive, send, to_frame
+from onebox.wire import KeyPair, Restarted, check_frames, decode_saying, encode, from_frame, to_frame
 from onebox.wire.messages import Envelope, Gone, Instruction, Reduced, Rendezvous
 from onebox.wire.sayings import Beat, Contribution, Hello, Left, Lookup, Reply, Saying
 
@@ -54,7 +54,7 @@ class Switchboard:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._lines: dict[int, Line] = {}
         self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s)
-        self._inbox: DelayLine[tuple[Line, list[Any]]] = DelayLine(latency_s)
+        self._inbox: DelayLine[tuple[Line, Sequence[Any]]] = DelayLine(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._futures: dict[tuple[int, int], Future[Answer]] = {}
         self._lock = threading.Lock()
@@ -246,6 +246,8 @@ class Switchboard:
                     self._attend(line, ready, poller)
                 now_s = time.monotonic()
                 self._let_in(now_s)
+                for line in list(self._lines.values()):
+                    line.link.flush(now_s)
                 self._complaints.release(now_s)
                 for worker, why in self._liveness.hung(now_s).items():
                     self._lost(self._lines[worker], self._hung(worker, why))
@@ -275,27 +277,30 @@ class Switchboard:
             self._tell(member, Gone(ticket))
 
     def _patience_ms(self) -> int:
-        """Return how long to wait for something to come: until something that is held back is due, at most a tick."""
-        if not self._outbox.latency_s:
+        """Return how long to wait for something to come: until something is due to be sent, at most a tick."""
+        due_s = min((line.link.due_s for line in self._lines.values()), default=math.inf)
+        if due_s == math.inf and not self._outbox.latency_s:
             return _TICK_MS
         now_s = time.monotonic()
-        wait_s = min(self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
-        return min(_TICK_MS, math.ceil(wait_s * 1000)) if wait_s < math.inf else _TICK_MS
+        wait_s = max(0.0, due_s - now_s)
+        if self._outbox.latency_s:
+            wait_s = min(wait_s, self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
+        return math.ceil(1000 * min(wait_s, _TICK_MS / 1000))
 
     def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
         for worker, parts in messages:
             if worker in self._lines:  # what was for one that has been dropped is void
-                send(self._lines[worker].commands, parts, copy=False)
+                self._lines[worker].link.send(parts)
 
     def _attend(self, line: Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Take everything that has come from one worker."""
         try:
-            if line.beats in ready:
-                while line.beats.poll(0):
-                    self._take(line, receive(line.beats))
-            if line.commands in ready:
-                while line.commands.poll(0):
-                    self._come(line, receive(line.commands))
+            for parts in line.beaten(ready):
+                self._take(line, parts)
+            for parts in line.come(ready):
+                self._come(line, parts)
+        except Restarted as error:
+            self._lost(line, WorkerDied(f"{line.place}: {error}\n  {AFTERWARDS}", **vars(line.place)))
         except WireError as error:
             self._break(error)
         if line.member.descriptor in ready:
@@ -303,7 +308,7 @@ class Switchboard:
             if not self._stopping:
                 self._lost(line, line.member.death())
 
-    def _come(self, line: Line, parts: list[Any]) -> None:
+    def _come(self, line: Line, parts: Sequence[Any]) -> None:
         if self._inbox.latency_s:
             self._inbox.put((line, parts), time.monotonic())
         else:

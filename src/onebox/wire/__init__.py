@@ -7,12 +7,14 @@ from onebox.wire.channel import (
     decode_envelope,
     decode_saying,
     encode,
+    endure,
     listen,
     new_keys,
     receive,
     send,
 )
 from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
+from onebox.wire.link import Link
 from onebox.wire.operators import is_random, overload, shares_memory
 from onebox.wire.program import (
     PROGRAM_TYPES,
@@ -31,6 +33,7 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
+from onebox.wire.reliable import Restarted
 from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, program_dtype_name, spec_of, to_frame
 
 __all__ = [
@@ -47,11 +50,13 @@ __all__ = [
     "Kernel",
     "KeyPair",
     "Layout",
+    "Link",
     "Many",
     "MemoryFormat",
     "Operator",
     "OwnDevice",
     "Program",
+    "Restarted",
     "Slot",
     "Source",
     "Strided",
@@ -65,6 +70,7 @@ __all__ = [
     "decode_saying",
     "dtype_name",
     "encode",
+    "endure",
     "from_frame",
     "is_random",
     "listen",

@@ -47,6 +47,19 @@ _envelopes = msgspec.msgpack.Decoder(Envelope)
 _sayings = msgspec.msgpack.Decoder(Saying)
 _encoder = msgspec.msgpack.Encoder()
 
+RECONNECT_MS = 50
+RECONNECT_MOST_MS = 400
+CONNECT_MS = 500
+"""How soon a broken connection is made again, and how long one try may take: a cut ends unannounced."""
+
+BEAT_LOST_MS = 1_500
+"""A connection over which signs of life come is broken when it has brought nothing for so long."""
+
+TCP_LOST_MS = 2_000
+"""A TCP connection whose other end has acknowledged nothing for so long is dead. Left to itself the kernel would wait
+after a cut of two seconds for another two until it tries again (RFC 6298), and a quarter of an hour until it gives up.
+"""
+
 Frames = Sequence[Any]
 
 
@@ -89,6 +102,27 @@ def configure(socket: zmq.Socket[bytes], keys: KeyPair, *, server_key: str | Non
     socket.setsockopt(zmq.RCVHWM, queue)
 
 
+def endure(socket: zmq.Socket[bytes], *, beats: bool = False) -> None:
+    """Let a TCP connection that is dead be noticed soon and made again; before the socket binds or connects.
+
+    Args:
+        socket: The socket, configured.
+        beats: Whether only signs of life come over it, so that ZeroMQ can ask for some of its own between them; where
+            large tensors go, these would wait behind them and look like silence.
+    """
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
+    socket.setsockopt(zmq.TCP_MAXRT, TCP_LOST_MS)
+    if beats:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, BEAT_LOST_MS // 3)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, BEAT_LOST_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, BEAT_LOST_MS)
+
+
 def listen(socket: zmq.Socket[bytes], address: str) -> str:
     """Bind a socket and return the endpoint to connect to.
 
@@ -118,13 +152,18 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     socket.send_multipart(cut(frames), flags, copy=copy)
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[Any]:
+def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Any]:
     """Receive a message and return its frames, put together from their parts.
 
+    Args:
+        socket: Where from.
+        flags: ``zmq.NOBLOCK``, or none.
+
     Raises:
+        zmq.Again: There is none.
         WireError: It ends in the middle of a frame.
     """
-    return join([part.buffer for part in socket.recv_multipart(copy=False)])
+    return join([part.buffer for part in socket.recv_multipart(flags, copy=False)])
 
 
 def cut(frames: Frames) -> list[Any]:

@@ -25,7 +25,7 @@ from onebox.wire.eager import (
 )
 from onebox.wire.program import Program, TensorSpec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of everything in this file and in ``program.py``; both sides must agree."""
 
 Number = bool | int | float | None

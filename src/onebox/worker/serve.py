@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import math
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
-from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive, send
+from onebox.wire import KeyPair, Link, configure, decode_envelope, encode, endure, listen, send
 from onebox.wire.messages import PROTOCOL, Bye, Envelope, Gone, Reduced, Rendezvous
 from onebox.wire.sayings import Failure, Hello, Reply, Result, Saying
 from onebox.worker.device import Device
@@ -33,6 +34,8 @@ from onebox.worker.watch import Watcher
 
 SAY_S = 300.0
 """How long a client may leave unread what a worker says; one that is gone for good ends the worker in other ways."""
+
+_DEAF = f"the client has taken nothing for {SAY_S:.0f} s; this worker ends"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -100,8 +103,10 @@ class Server:
         )
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, keys, server_key=None)
+        endure(self._socket)
         self._socket.sndtimeo = int(SAY_S * 1000)
         self.ports = Ports(listen(self._socket, config.address), self._watcher.endpoint)
+        self._link = Link(self._socket, self._transmit, self.ports.commands, own=True)
         self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
         self._answers: dict[int, tuple[Rendezvous | Reduced | Gone, Sequence[Any]]] = {}
         self._tickets = 0
@@ -112,17 +117,26 @@ class Server:
 
     def say(self, saying: Saying, frames: Sequence[Any] = ()) -> None:
         """Send something to the client; end this worker where the client has taken nothing for :data:`SAY_S`."""
-        parts = [encode(saying), *frames]
+        self._link.send([encode(saying), *frames])
+        if self._link.full:
+            end_s = time.monotonic() + SAY_S
+            with self.machine.progress.wait():
+                while self._link.full and self._hear(end_s):
+                    pass
+            if self._link.full:
+                raise SystemExit(_DEAF)
+
+    def _transmit(self, frames: list[Any]) -> None:
         try:
-            send(self._socket, parts, zmq.NOBLOCK)
+            send(self._socket, frames, zmq.NOBLOCK, copy=not self._link.keeps)
             return
-        except zmq.Again:  # no room, or nobody there yet
+        except zmq.Again:  # no room, or nobody there: not yet, or not since a connection broke
             pass
         with self.machine.progress.wait():
             try:
-                send(self._socket, parts)
+                send(self._socket, frames, copy=not self._link.keeps)
             except zmq.Again:
-                raise SystemExit(f"the client has taken nothing for {SAY_S:.0f} s; this worker ends") from None
+                raise SystemExit(_DEAF) from None
 
     def new_ticket(self) -> int:
         """Return a number that no other ticket of this worker has."""
@@ -138,9 +152,8 @@ class Server:
         end_s = time.monotonic() + timeout_s
         with self.machine.progress.wait():
             while ticket not in self._answers:
-                if not self._socket.poll(max(0, int((end_s - time.monotonic()) * 1000))):
+                if not self._hear(end_s):
                     raise PeerLost(f"the others of the group did not come within {timeout_s:.0f} s")
-                self._sort(*self._receive())
         answer, frames = self._answers.pop(ticket)
         if isinstance(answer, Gone):
             raise PeerLost("another worker has left the group")
@@ -178,15 +191,35 @@ class Server:
     def _next(self) -> tuple[Envelope, Sequence[Any]]:
         while not self._deferred:
             with self.machine.progress.wait():
-                self._sort(*self._receive())
+                self._hear()
         return self._deferred.popleft()
 
-    def _receive(self) -> tuple[Envelope, Sequence[Any]]:
-        try:
-            return decode_envelope(receive(self._socket))
-        except WireError as error:
-            self.say(Reply(0, (), Failure("protocol", "receive", str(error))))  # whose number is not known
-            return Envelope(0, False, ()), ()
+    def _hear(self, end_s: float = math.inf) -> bool:
+        """Take what comes next, if only news of what has arrived; tell whether anything came until a time.
+
+        What is due to be sent meanwhile, such as an acknowledgement, is sent.
+        """
+        link = self._link
+        while True:
+            link.flush(time.monotonic())
+            at_ease = end_s == math.inf == link.due_s
+            try:
+                for parts in link.receive(0 if at_ease else zmq.NOBLOCK):
+                    self._sort(*decode_envelope(parts))
+            except zmq.Again:
+                wait_s = min(end_s, link.due_s) - time.monotonic()
+                if self._socket.poll(max(0, math.ceil(wait_s * 1000))) or time.monotonic() < end_s:
+                    continue
+                return False
+            except WireError as error:
+                self._complain(error)
+            return True
+
+    def _complain(self, error: WireError) -> None:
+        """Tell of a message that could not be read, whose number is not known."""
+        if self._link.full:
+            raise SystemExit(f"the client sends what it should not, and takes no answers: {error}")
+        self._link.send([encode(Reply(0, (), Failure("protocol", "receive", str(error))))])
 
     def _sort(self, envelope: Envelope, frames: Sequence[Any]) -> None:
         """Keep the answers to tickets, queue everything else."""
@@ -236,6 +269,7 @@ def main() -> None:
     config = msgspec.json.decode(_first_line(lifelines[0]), type=WorkerConfig)
     if config.owner not in (0, os.getppid()):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
+    # Before there are other threads, which it would not hold.
     server = Server(config, lifelines)
     gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")

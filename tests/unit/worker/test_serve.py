@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +46,9 @@ class Client:
     def __init__(self) -> None:
         self.keys, self.server_keys = new_keys(), new_keys()
         self.lifeline, self.owner = os.pipe()
-        config = WorkerConfig("cpu", 1, self.server_keys.public, self.server_keys.secret, self.keys.public)
+        self.folder = tempfile.TemporaryDirectory(prefix="onebox-")
+        keys = self.server_keys
+        config = WorkerConfig("cpu", 1, keys.public, keys.secret, self.keys.public, self.folder.name)
         self.server = Server(config, (self.lifeline,))
         self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
@@ -85,6 +88,7 @@ class Client:
         self.context.destroy(linger=0)
         os.close(self.lifeline)
         os.close(self.owner)
+        self.folder.cleanup()
 
 
 @pytest.fixture
