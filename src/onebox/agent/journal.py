@@ -118,13 +118,15 @@ class Journal:
 
         Args:
             event: What happened: lower-case words with hyphens.
-            **fields: What is to be known of it. Long text is cut, text that looks like a key and fields whose names
-                sound like secrets are withheld, what is not plain is named by its type.
+            **fields: What is to be known of it; ``times`` if the line stands for several events. Long text is cut, text
+                that looks like a key and fields whose names sound like secrets are withheld, what is not plain is
+                named by its type.
         """
         name = event if _NAME.fullmatch(event) else "unnamed"
         with self._lock:
             known = name in self._counts or len(self._counts) < _EVENTS
-            self._counts[name if known else "other"] += 1
+            times = fields.get("times")
+            self._counts[name if known else "other"] += times if isinstance(times, int) and times > 0 else 1
             line = _line(self._clock(), name, self._host, fields)
             self._lines.append(line)
             self._write(line.encode() + b"\n")

@@ -63,6 +63,13 @@ def test_names_of_secrets_are_withheld(name: str) -> None:
     assert json.loads(book.last(1)[0])[name] == "(withheld)"
 
 
+def test_a_line_may_stand_for_several_events() -> None:
+    book = journal()
+    for times in (3, 0, None):
+        book.tell("handshake-refused", times=times)
+    assert book.counts == {"handshake-refused": 5} and len(book.last(9)) == 3
+
+
 def test_an_exit_code_is_none() -> None:
     book = journal()
     book.tell("worker-ended", exit_code=3)
