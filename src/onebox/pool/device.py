@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from onebox.errors import PoolError
-from onebox.pool.failures import Place
+from onebox.pool.member import Member
 from onebox.pool.process import START_S
 from onebox.wire.messages import PROTOCOL
 from onebox.wire.sayings import Hello
@@ -51,17 +51,18 @@ class DeviceInfo:
         return self.device.split(":")[0]
 
 
-def welcome(place: Place, future: Future[Hello]) -> DeviceInfo:
+def welcome(member: Member, future: Future[Hello]) -> DeviceInfo:
     """Return what a worker's first words say of its device.
 
     Args:
-        place: Where it is.
+        member: The worker.
         future: Its first words.
 
     Raises:
         PoolError: They did not come, or the worker is of another version.
         WorkerDied: It ended instead.
     """
+    place = member.place
     try:
         hello = future.result(START_S)
     except FutureTimeout:
@@ -82,4 +83,5 @@ def welcome(place: Place, future: Future[Hello]) -> DeviceInfo:
         emulated=hello.emulated,
         capability=hello.capability,
         processors=hello.processors,
+        address=member.address,
     )

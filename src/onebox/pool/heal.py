@@ -94,7 +94,7 @@ class _Healer:
         for worker, (member, key) in started.items():
             try:
                 hello = self._switchboard.replace(member, key)
-                self.devices[worker] = welcome(member.place, hello)
+                self.devices[worker] = welcome(member, hello)
             except OneboxError:
                 if worker not in self._switchboard.lost:  # one that was never connected to, or did not say hello
                     with contextlib.suppress(KeyError):

@@ -19,6 +19,10 @@ class Member(Protocol):
         """Where it is, for messages."""
 
     @property
+    def address(self) -> str:
+        """The address of its host that its peers connect to."""
+
+    @property
     def descriptor(self) -> int:
         """A file descriptor that becomes readable when the process has ended, or nobody knows of it any more."""
 

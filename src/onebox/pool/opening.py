@@ -84,7 +84,7 @@ def connect_pool(sources: Sequence[Source], *, links: LinkMap | None = None, cha
         undo.callback(switchboard.stop)
         hellos = [switchboard.connect(member, key) for member, key in started]
         switchboard.start()
-        devices = [welcome(member.place, hello) for member, hello in zip(members, hellos, strict=True)]
+        devices = [welcome(member, hello) for member, hello in zip(members, hellos, strict=True)]
         for source in sources:
             source.connected()
         pool = Pool(members, sources, switchboard, devices, links, channel_latency_s)

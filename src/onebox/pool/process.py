@@ -60,6 +60,9 @@ class WorkerProcess:
         config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
     """
 
+    address = "127.0.0.1"
+    """The address of this host that its peers connect to."""
+
     def __init__(self, place: Place, config: WorkerConfig) -> None:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
@@ -115,7 +118,7 @@ class WorkerProcess:
         words = self.last_words()
         said = f"; its last words:\n{words}" if words else "; it said nothing"
         return WorkerDied(
-            f"{self.place}, process {self.pid}, {_how(status)}{said}\n  {AFTERWARDS}",
+            f"{self.place}, process {self.pid}, {how_it_ended(status)}{said}\n  {AFTERWARDS}",
             exit_status=status,
             last_words=words,
             worker=self.place.worker,
@@ -146,7 +149,7 @@ class WorkerProcess:
         self._stderr.close()
 
 
-def _how(status: int | None) -> str:
+def how_it_ended(status: int | None) -> str:
     """Say how a process ended, by its exit status."""
     if status is None or status >= 0:
         return f"ended with exit status {status}"
@@ -157,8 +160,9 @@ def _how(status: int | None) -> str:
 def _environment(threads: int) -> dict[str, str]:
     """Return the environment of a worker: its share of threads, and an allocator that keeps what it has.
 
-    Without the last three, glibc returns every large buffer to the kernel and pays for its pages again in the next
-    operator.
+    NumPy's library starts its threads when it is loaded, which is before a worker confines itself, and that holds for
+    later threads only; no operator of a worker is NumPy's. Without the last three, glibc returns every large buffer to
+    the kernel and pays for its pages again in the next operator.
     """
     source = Path(__file__).resolve().parent.parent.parent
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
@@ -167,6 +171,7 @@ def _environment(threads: int) -> dict[str, str]:
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         "MALLOC_TOP_PAD_": str(64 << 20),
