@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import zmq
 
@@ -44,6 +44,6 @@ def outcome(done: Future[_T], timeout_s: float) -> _T:
         PoolError: It was not done in time.
     """
     try:
-        return cast(_T, done.result(timeout_s))
+        return done.result(timeout_s)
     except FutureTimeout:
         raise PoolError(f"the client's own thread did not answer within {timeout_s:.0f} s") from None

@@ -24,6 +24,8 @@ from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
 
+__all__ = ["GROUP_S", "DeviceInfo", "Pool"]
+
 GROUP_S = 1800.0
 """Bound of every wait inside a group of workers: a slow peer may take long, a dead or hung one is noticed elsewhere."""
 
