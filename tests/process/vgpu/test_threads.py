@@ -123,7 +123,7 @@ def test_tensors_that_another_thread_collects(pool: onebox.Pool) -> None:
 
     def make() -> None:
         try:
-            for _ in range(20 * ROUNDS):
+            for _ in range(5 * ROUNDS):
                 circle: list[object] = [kept * 2, kept.clone()]
                 circle.append(circle)
         finally:
