@@ -27,7 +27,9 @@ SPAN_BYTES = 1 << 36
 SLICE_S = 0.1
 """A wait looks this often whether the other process is still there."""
 
-_LEAST_BYTES = 1 << 26
+LEAST_BYTES = 1 << 26
+"""No memory is smaller."""
+
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 _MADV_REMOVE = 9
@@ -98,34 +100,34 @@ class Memory:
             try:
                 return cls(descriptor, size)
             except OSError:
-                if size <= _LEAST_BYTES:
+                if size <= LEAST_BYTES:
                     raise
                 size //= 4
 
-    @classmethod
-    def of(cls, name: str) -> Memory:
-        """Map the memory that another process has named.
-
-        Raises:
-            PeerLost: It is not there any more.
-        """
-        process, descriptor, size, inode = (int(part) for part in name.split(":"))
-        try:
-            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerLost(f"process {process} has closed its memory: {error}") from error
-        if os.fstat(opened).st_ino != inode:
-            os.close(opened)
-            raise PeerLost(f"process {process} has closed its memory")
-        memory = cls(opened, size)
-        memory.seal()
-        return memory
+    @property
+    def descriptor(self) -> int:
+        """The descriptor that other processes map it by, until it is sealed."""
+        assert self._descriptor is not None
+        return self._descriptor
 
     @property
-    def name(self) -> str:
-        """A name under which other processes can map it, until it is sealed."""
-        assert self._descriptor is not None
-        return f"{os.getpid()}:{self._descriptor}:{len(self.map)}:{os.fstat(self._descriptor).st_ino}"
+    def inode(self) -> int:
+        """What tells it from all other memories of this host, until it is sealed."""
+        return os.fstat(self.descriptor).st_ino
+
+    @classmethod
+    def of(cls, descriptor: int, size: int) -> Memory:
+        """Map the memory of another process by a descriptor that came from there, which is closed.
+
+        Raises:
+            PeerLost: It is smaller than was said.
+        """
+        if os.fstat(descriptor).st_size < size:  # a page beyond its end would end this process
+            os.close(descriptor)
+            raise PeerLost(f"a memory of fewer than {size} bytes came from another worker")
+        memory = cls(descriptor, size)
+        memory.seal()
+        return memory
 
     def seal(self) -> None:
         """Let nobody else map it from now on."""

@@ -24,6 +24,7 @@ from onebox.errors import WireError
 from onebox.wire import KeyPair, Link, configure, decode_envelope, encode, endure, listen, send
 from onebox.wire.messages import PROTOCOL, Bye, Envelope, Gone, Reduced, Rendezvous
 from onebox.wire.sayings import Failure, Hello, Reply, Result, Saying
+from onebox.worker.confine import confine, failures
 from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import PeerLost
@@ -270,6 +271,9 @@ def main() -> None:
     if config.owner not in (0, os.getppid()):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not hold.
+    # Before there are other threads, which it would not hold.
+    for failure in failures(confine(config.device, config.address)):
+        print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = Server(config, lifelines)
     gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")

@@ -11,8 +11,10 @@ get tensors without elements, at the same times.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from struct import Struct
 from weakref import WeakValueDictionary
 
@@ -24,9 +26,10 @@ from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
 from onebox.wire.messages import FormGroup
 from onebox.worker.arena import Block
 from onebox.worker.collective import SUM, Collective
+from onebox.worker.handover import Post
 from onebox.worker.links import Ring, Speed, Wires
 from onebox.worker.mail import FREE, LEFT, READY, Expected, Inbox, Letter, Outbox, check_dimensions
-from onebox.worker.memory import Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
+from onebox.worker.memory import LEAST_BYTES, SPAN_BYTES, Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
 from onebox.worker.peers import Arrived, Finish, Keys
 from onebox.worker.tape import Progress
 
@@ -214,8 +217,7 @@ class SharedGroup:
         speed = Speed.slowest([speed for _, speed in self._links.values()])
         _SPEED.pack_into(own.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
         try:
-            keys.set(f"memory/{self._rank}", own.name)
-            memories = [own if rank == self._rank else self._map(rank, keys) for rank in range(self._size)]
+            memories = self._exchange(own, keys)
             own.publish(READY, 1)
             for rank, memory in enumerate(memories):
                 begin_s = time.monotonic()
@@ -231,10 +233,54 @@ class SharedGroup:
             own.seal()
         return memories
 
-    def _map(self, rank: int, keys: Keys) -> Memory:
-        name = keys.get(f"memory/{rank}").decode()
-        self._watches[rank] = ProcessWatch(int(name.split(":")[0]))
-        return Memory.of(name)
+    def _exchange(self, own: Memory, keys: Keys) -> list[Memory]:
+        """Let the others map this rank's memory, and map theirs."""
+        post = Post()
+        try:
+            keys.set(f"memory/{self._rank}", f"{os.getpid()}:{len(own.map)}:{own.inode}:{post.name}")
+            others = {rank: _Named.of(keys.get(f"memory/{rank}")) for rank in range(self._size) if rank != self._rank}
+            self._watches = {rank: ProcessWatch(other.process) for rank, other in others.items()}
+            names = {rank: other.post for rank, other in others.items()}
+            inodes = {rank: other.inode for rank, other in others.items()}
+            begin_s = time.monotonic()
+            came = post.exchange(own.descriptor, names, inodes, lambda rank: self._watch(rank, begin_s))
+        finally:
+            post.close()
+        memories = {self._rank: own}
+        try:
+            for rank, other in others.items():
+                memories[rank] = Memory.of(came.pop(rank), other.size)
+        finally:
+            for descriptor in came.values():
+                os.close(descriptor)
+        return [memories[rank] for rank in range(self._size)]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Another rank's memory, as it is named in the keys: by process, bytes, inode, and the name of a :class:`Post`."""
+
+    process: int
+    size: int
+    inode: int
+    post: str
+
+    @classmethod
+    def of(cls, text: bytes) -> _Named:
+        """Read such a name.
+
+        Raises:
+            WireError: It is none.
+        """
+        try:
+            process, size, inode, post = text.decode("ascii").split(":")
+            bytes.fromhex(post)
+            named = cls(int(process), int(size), int(inode), post)
+        except ValueError:
+            raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
+        if not LEAST_BYTES <= named.size <= SPAN_BYTES or named.size % 8 or not post:
+            raise WireError(f"a memory of {named.size} bytes; allowed are {LEAST_BYTES} to {SPAN_BYTES}")
+        return named
 
 
 def _load(letters: Sequence[Letter]) -> tuple[int, int]:

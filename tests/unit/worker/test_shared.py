@@ -303,7 +303,7 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: b"1:2:3:4")
+        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: b"1:67108864:3:ff")
         with pytest.raises(PeerLost, match="has closed its memory"):
             run_ranks(2, rank, timeout_s=0.2)
 

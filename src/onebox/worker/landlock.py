@@ -1,0 +1,130 @@
+"""Landlock: a process gives up, for good, what it does not need of files, ports and signals (``landlock(7)``).
+
+The kernel then refuses everything of the kinds in a :class:`Ruleset` that no rule allows. What is open stays open. A
+process within one can look into no process outside it, nor into one that has a ruleset of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on all processors
+_GET_VERSION = 1
+_PATH_BENEATH, _NET_PORT = 1, 2
+
+EXECUTE = 1 << 0
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_FOLDER = 1 << 3
+REMOVE_FILE = 1 << 5
+MAKE_FILE = 1 << 8
+MAKE_SOCKET = 1 << 9
+TRUNCATE = 1 << 14
+DEVICE_COMMANDS = 1 << 15
+
+READ = READ_FILE | READ_FOLDER
+OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | DEVICE_COMMANDS
+"""What a rule on a file, rather than a folder, can allow."""
+
+_BIND, _CONNECT = 1, 2
+_SCOPE_SIGNALS = 1 << 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+def version() -> int:
+    """Return the version of Landlock that this kernel offers; 0 where it has none, or it is switched off."""
+    return max(0, int(_syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)))
+
+
+def handled_files(abi: int) -> int:
+    """Return the rights on files that a version knows: all of them are refused where no rule allows them."""
+    bits = 13 + (abi >= 2) + (abi >= 3)  # 13 from the start, then moving among folders, then truncation
+    return (1 << bits) - 1 | (DEVICE_COMMANDS if abi >= 5 else 0)
+
+
+class Ruleset:
+    """What a process may still do, once it is enforced.
+
+    Args:
+        abi: The version to use, at least 1 and at most :func:`version`.
+
+    Raises:
+        OSError: The kernel refuses to make one.
+    """
+
+    def __init__(self, abi: int) -> None:
+        self.ports = abi >= 4
+        self.signals = abi >= 6
+        self._handled = handled_files(abi)
+        attributes = struct.pack("=Q", self._handled)
+        attributes += struct.pack("=Q", _BIND | _CONNECT) if self.ports else b""
+        attributes += struct.pack("=Q", _SCOPE_SIGNALS) if self.signals else b""
+        self._descriptor = int(_syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
+        if self._descriptor < 0:
+            raise _error("landlock_create_ruleset")
+
+    def allow(self, path: str | Path, rights: int) -> bool:
+        """Allow rights on a file, or on all that lies beneath a folder; tell whether there is such a thing.
+
+        Raises:
+            OSError: The kernel does not take the rule.
+        """
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            rights &= self._handled
+            if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                rights &= OF_FILES
+            if not rights:
+                return False
+            if _syscall(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, descriptor), 0) < 0:
+                raise _error(f"landlock_add_rule for {path}")
+        finally:
+            os.close(descriptor)
+        return True
+
+    def allow_ports(self, ports: Iterable[int]) -> None:
+        """Allow TCP on ports, here and elsewhere, and to listen on one of the kernel's choice.
+
+        Raises:
+            OSError: The kernel does not take the rule.
+        """
+        if not self.ports:
+            return
+        rule = (ctypes.c_uint64 * 2)(_BIND, 0)
+        reference = ctypes.byref(rule)
+        for port in (0, *ports):
+            rule[0], rule[1] = _BIND | (_CONNECT if port else 0), port
+            if _syscall(_ADD_RULE, self._descriptor, _NET_PORT, reference, 0) < 0:
+                raise _error(f"landlock_add_rule for port {port}")
+
+    def enforce(self) -> None:
+        """Hold this thread, and all that it starts, to the rules; it must have given up new privileges before.
+
+        Raises:
+            OSError: The kernel refuses.
+        """
+        if _syscall(_RESTRICT_SELF, self._descriptor, 0) < 0:
+            raise _error("landlock_restrict_self")
+
+    def close(self) -> None:
+        """Forget the rules; those that are enforced stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {errno.errorcode.get(code, code)} {os.strerror(code)}")

@@ -1,0 +1,100 @@
+"""Descriptors that go from process to process, here from thread to thread."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from onebox.worker.handover import Post
+from onebox.worker.memory import PeerLost
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail a test that leaves a descriptor open."""
+    before = os.listdir("/proc/self/fd")
+    yield
+    assert os.listdir("/proc/self/fd") == before
+
+
+class Rank:
+    """A post, and a file to hand over."""
+
+    def __init__(self, stack: ExitStack, number: int) -> None:
+        self.post = Post()
+        stack.callback(self.post.close)
+        self.file = os.memfd_create(f"test-{number}")
+        stack.callback(os.close, self.file)
+        os.write(self.file, f"of {number}".encode())
+
+    @property
+    def inode(self) -> int:
+        """The inode of its file."""
+        return os.fstat(self.file).st_ino
+
+
+def no_check(peer: int) -> None:
+    """Let a peer take its time."""
+
+
+def exchange(ranks: list[Rank], number: int) -> dict[int, str]:
+    """Exchange files with all others and return what is in theirs."""
+    peers = {peer: rank for peer, rank in enumerate(ranks) if peer != number}
+    names = {peer: rank.post.name for peer, rank in peers.items()}
+    inodes = {peer: rank.inode for peer, rank in peers.items()}
+    came = ranks[number].post.exchange(ranks[number].file, names, inodes, no_check)
+    ranks[number].post.close()
+    texts = {peer: os.pread(descriptor, 100, 0).decode() for peer, descriptor in came.items()}
+    for descriptor in came.values():
+        os.close(descriptor)
+    return texts
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_everybody_gets_everybodys(size: int) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+        ranks = [Rank(stack, number) for number in range(size)]
+        for number, texts in enumerate(pool.map(lambda number: exchange(ranks, number), range(size))):
+            assert texts == {peer: f"of {peer}" for peer in range(size) if peer != number}
+
+
+def test_what_a_stranger_sends_is_closed() -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        ranks = [Rank(stack, number) for number in range(3)]
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        address = b"\0" + bytes.fromhex(ranks[0].post.name)
+        for _ in range(3):
+            files = array.array("i", [ranks[2].file, ranks[2].file])
+            stranger.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], 0, address)
+            stranger.sendto(b"no descriptor", address)
+        found = list(pool.map(lambda number: exchange(ranks[:2], number), range(2)))
+    assert found == [{1: "of 1"}, {0: "of 0"}]
+
+
+def test_a_peer_that_has_gone_is_noticed_at_once() -> None:
+    with ExitStack() as stack:
+        ranks = [Rank(stack, number) for number in range(2)]
+        ranks[1].post.close()
+        with pytest.raises(PeerLost, match="rank 1 has closed"):
+            exchange(ranks, 0)
+
+
+def test_who_waits_asks_whether_the_other_can_still_come() -> None:
+    asked = []
+
+    def check(peer: int) -> None:
+        asked.append(peer)
+        if len(asked) == 3:
+            raise PeerLost("it cannot")
+
+    with ExitStack() as stack:
+        ranks = [Rank(stack, number) for number in range(2)]
+        with pytest.raises(PeerLost, match="it cannot"):
+            ranks[0].post.exchange(ranks[0].file, {1: ranks[1].post.name}, {1: ranks[1].inode}, check)
+    assert asked == [1, 1, 1]
