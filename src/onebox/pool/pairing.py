@@ -41,8 +41,11 @@ CONNECT_S = 10.0
 _MOST_BYTES = 4096
 """Of a message: two names and keys."""
 
-_AWAY_S = 2.0
-"""How long the answer may take to leave."""
+_HEARD_S = 2.0
+"""How long to wait for a sign that the answer was heard: to hang up earlier could cut it off."""
+
+_AWAY_MS = 200
+"""How long that sign may take to leave; it may be lost."""
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -133,13 +136,13 @@ class PairingDoor:
         )
 
     def close(self) -> None:
-        """Close the sockets; an answer gets some time to leave. Idempotent."""
+        """Close the sockets. Idempotent."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
         self._events.close(linger=0)
         self._authenticator.stop()
-        self._socket.close(linger=int(_AWAY_S * 1000))
+        self._socket.close(linger=0)
         self._context.term()
 
     def _ready(self, end_s: float) -> dict[Any, int]:
@@ -162,6 +165,7 @@ class PairingDoor:
             raise PoolError("who came has the code, but speaks otherwise: install the same onebox on both sides")
         take(pair)
         self._socket.send_multipart([frames[0], encode_agent(self._paired)])
+        self._socket.poll(int(_HEARD_S * 1000))
         return pair
 
 
@@ -234,7 +238,7 @@ def _connected(address: str, port: int, code: Code) -> Iterator[tuple[zmq.Socket
     finally:
         channel.disable_monitor()
         events.close(linger=0)
-        channel.close(linger=0)
+        channel.close()
         context.term()
 
 
@@ -244,8 +248,11 @@ def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, en
     poller.register(channel, zmq.POLLIN)
     poller.register(events, zmq.POLLIN)
     ready = dict(poller.poll(_milliseconds(end_s)))
-    if channel in ready or channel.poll(0):  # the agent hangs up when it has answered: both may come at once
-        return _checked(channel.recv(), where)
+    if channel in ready:
+        answer = channel.recv()
+        channel.send(b"")  # a sign that it was heard
+        channel.setsockopt(zmq.LINGER, _AWAY_MS)
+        return _checked(answer, where)
     if events not in ready:
         raise PoolError(
             f"{where} does not answer: is it the right host, and is its port {where.rpartition(':')[2]} open?"
