@@ -27,6 +27,9 @@ RESTARTS = -1
 """Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
 waits, with its share of the placement group, until it is told to start one."""
 
+REPLACE_S = 30.0
+"""How long an actor may take to be there again after it or its node was lost."""
+
 _CALLS = 4
 """How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
 
@@ -50,6 +53,7 @@ class RaySource:
         self._watch: Watch | None = None
         self._actors: list[Any] = []
         self._bundles: list[Bundle] = []
+        self._nodes: dict[int, Found] = {}
         self._first = 0
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
@@ -64,22 +68,20 @@ class RaySource:
             self._ray = ray_line.connect(self._request.address)
             self._reserve()
             self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
-            return self._launch(range(len(self._bundles)), client_key)
+            return self._launch(range(len(self._bundles)), client_key, START_S)
         except BaseException:
             self.close()
             raise
 
-    def replace(self, worker: int, client_key: str) -> tuple[Member, str]:
-        """Start a worker anew in the place of one that has ended, where Ray has room for it by now.
-
-        Args:
-            worker: Its number in the pool.
-            client_key: The public CURVE key that it is to let in.
+    def replace(self, number: int, client_key: str) -> tuple[Member, str] | None:
+        """Start a worker in the place of one that has ended, where Ray has put its actor by now.
 
         Raises:
-            PoolError: It cannot be started.
+            PoolError: Its actor is not there again in time: there is no room for it, or its node is out of reach.
         """
-        [one] = self._launch([worker - self._first], client_key)
+        if self._ray is None or not self._first <= number < self._first + len(self._actors):
+            return None
+        [one] = self._launch([number - self._first], client_key, REPLACE_S)
         return one
 
     def connected(self) -> None:
@@ -139,56 +141,53 @@ class RaySource:
 
     # ---- workers
 
-    def _launch(self, which: Sequence[int], client_key: str) -> list[tuple[Member, str]]:
+    def _launch(self, which: Sequence[int], client_key: str, limit_s: float) -> list[tuple[Member, str]]:
         """Start the workers of some actors."""
-        end_s = time.monotonic() + START_S
-        found = [
-            msgspec.json.decode(text, type=Found)
-            for text in self._gather([self._actors[number].find.remote() for number in which], which, end_s)
-        ]
-        for number, node in zip(which, found, strict=True):
-            self._check(number, node)
-        names = host_names([(node.host, node.address) for node in found])
-        orders = [self._order(number, name, client_key) for number, name in zip(which, names, strict=True)]
-        asked = [
-            self._actors[number].launch.remote(msgspec.json.encode(order).decode())
-            for number, order in zip(which, orders, strict=True)
-        ]
-        launched = [msgspec.json.decode(text, type=Launched) for text in self._gather(asked, which, end_s)]
+        end_s = time.monotonic() + limit_s
+        asked = {number: self._actors[number].find.remote() for number in which}
+        for number, text in self._gather(asked, end_s).items():
+            self._nodes[number] = msgspec.json.decode(text, type=Found)
+            self._check(number)
+        names = host_names([(node.host, node.address) for node in self._nodes.values()])
+        hosts = dict(zip(self._nodes, names, strict=True))
+        orders = {number: self._order(number, hosts[number], client_key) for number in which}
+        asked = {number: self._actors[number].launch.remote(order) for number, order in orders.items()}
+        launched = {
+            number: msgspec.json.decode(text, type=Launched) for number, text in self._gather(asked, end_s).items()
+        }
         members = [
-            RayMember(
-                self._ray,
-                self._actors[number],
-                Place(worker=order.worker, host=order.host, device=order.device),
-                node.address,
-                one,
-            )
-            for number, order, node, one in zip(which, orders, found, launched, strict=True)
+            RayMember(self._ray, self._actors[number], self._place(number, hosts[number]), self._nodes[number], one)
+            for number, one in launched.items()
         ]
         if self._watch is None:
             self._watch = Watch(self._ray)
         self._watch.add(members)
-        return [(member, one.key) for member, one in zip(members, launched, strict=True)]
+        return list(zip(members, (one.key for one in launched.values()), strict=True))
 
-    def _order(self, number: int, host: str, client_key: str) -> Order:
-        bundle = self._bundles[number]
-        device = "cuda:0" if bundle.kind == "cuda" else "cpu"
-        return Order(self._first + number, host, device, bundle.threads, client_key, self._request.memory_bytes)
+    def _place(self, number: int, host: str) -> Place:
+        device = "cuda:0" if self._bundles[number].kind == "cuda" else "cpu"
+        return Place(worker=self._first + number, host=host, device=device)
 
-    def _gather(self, references: list[Any], which: Sequence[int], end_s: float) -> list[str]:
+    def _order(self, number: int, host: str, client_key: str) -> str:
+        place = self._place(number, host)
+        threads, quota_bytes = self._bundles[number].threads, self._request.memory_bytes
+        order = Order(place.worker, host, place.device, threads, client_key, quota_bytes)
+        return msgspec.json.encode(order).decode()
+
+    def _gather(self, asked: dict[int, Any], end_s: float) -> dict[int, str]:
         """Return what actors answered.
 
         Raises:
             PoolError: One did not in time, or could not.
         """
-        answers = []
-        for number, reference in zip(which, references, strict=True):
+        answers = {}
+        for number, reference in asked.items():
             try:
-                answers.append(self._ray.get(reference, timeout=max(0.0, end_s - time.monotonic())))
+                answers[number] = self._ray.get(reference, timeout=max(0.0, end_s - time.monotonic()))
             except self._ray.exceptions.GetTimeoutError:
                 raise PoolError(
-                    f"the actor of worker {self._first + number} did not start within {START_S:.0f} s: "
-                    "'ray status' and 'ray logs' say what the cluster is busy with"
+                    f"the actor of worker {self._first + number} did not answer in time: 'ray status' says whether "
+                    "the cluster has room for it, 'ray logs' what its node is busy with"
                 ) from None
             except (self._ray.exceptions.RayError, ConnectionError) as error:
                 raise PoolError(
@@ -197,8 +196,9 @@ class RaySource:
                 ) from None
         return answers
 
-    def _check(self, number: int, node: Found) -> None:
+    def _check(self, number: int) -> None:
         """Refuse a node with other versions."""
+        node = self._nodes[number]
         theirs, mine = (node.protocol, node.onebox, node.torch), versions()
         if (theirs[:2], _public(theirs[2])) != (mine[:2], _public(mine[2])):
             raise version_error(self._first + number, node, mine)

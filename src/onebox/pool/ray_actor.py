@@ -101,7 +101,7 @@ class WorkerActor:
         import ray
 
         order = msgspec.json.decode(order_json, type=Order)
-        self.end()
+        self.end(self._launch)
         pair = new_keys()
         config = WorkerConfig(
             order.device,
@@ -142,11 +142,12 @@ class WorkerActor:
         error = process.death()
         return _text(Ended(str(error), error.exit_status, error.last_words))
 
-    def end(self) -> None:
-        """End the worker at once."""
-        if self._process is not None:
-            self._process.close(grace_s=0.0)
+    def end(self, launch: int) -> None:
+        """End a worker at once."""
+        process = self._of(launch)
+        if process is not None:
             self._process = None
+            process.close(grace_s=0.0)
 
     def _of(self, launch: int) -> WorkerProcess | None:
         return self._process if launch == self._launch else None

@@ -14,8 +14,8 @@ from onebox.errors import PoolError, WorkerDied
 from onebox.pool.failures import AFTERWARDS, Place
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import START_S
-from onebox.pool.ray_actor import Bound, Ended, Launched
-from onebox.pool.ray_line import what
+from onebox.pool.ray_actor import Bound, Ended, Found, Launched
+from onebox.pool.ray_line import nodes, what
 from onebox.worker import Ports
 
 ASK_S = 0.5
@@ -34,15 +34,16 @@ class RayMember:
 
     Args:
         ray: The package.
-        actor: Handle of its actor.
+        actor: Handle of its actor, which stays when the worker has ended.
         place: Where it is.
-        address: Its node's address.
+        node: Its node.
         launched: What the actor said of its start.
     """
 
-    def __init__(self, ray: Any, actor: Any, place: Place, address: str, launched: Launched) -> None:
+    def __init__(self, ray: Any, actor: Any, place: Place, node: Found, launched: Launched) -> None:
         self.place = place
-        self.address = address
+        self.node = node
+        self.address = node.address
         self.pid = launched.process
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.closed = False
@@ -76,7 +77,7 @@ class RayMember:
         return self._error or self._gone("nothing is known of how")
 
     def close(self, *, grace_s: float) -> None:
-        """End the worker: wait for its own end for a while, then end its actor, with which it ends. Idempotent."""
+        """End the worker: wait for its own end for a while, then let its actor kill it. Idempotent."""
         with self._lock:
             if self.closed:
                 return
@@ -85,7 +86,7 @@ class RayMember:
             self.closed = True
             os.close(self.descriptor)
         with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
-            self._ray.kill(self._actor, no_restart=True)
+            self._actor.end.remote(self._launch)
 
     # ---- for the watch
 
@@ -93,12 +94,21 @@ class RayMember:
         """Ask the actor after its worker; return Ray's reference to the answer."""
         return self._actor.watch.remote(self._launch, ASK_S)
 
-    def heard(self, reference: Any) -> bool:
-        """Take an answer that has come; return whether the worker runs."""
+    def heard(self, reference: Any) -> bool | None:
+        """Take an answer that has come.
+
+        Returns:
+            Whether the worker runs; ``None`` where the actor is out of reach, perhaps for a moment only.
+        """
         try:
             answer = self._ray.get(reference, timeout=0)
+        except self._ray.exceptions.ActorUnavailableError:
+            if self.node.node in {node.id for node in nodes(self._ray)}:
+                return None
+            self.lost(None, "Ray says that the node is dead")
+            return False
         except (self._ray.exceptions.RayError, ConnectionError) as error:
-            self.lost(self._gone(what(error)))
+            self.lost(None, what(error))
             return False
         if answer:
             self.lost(self._as_error(_ends.decode(answer)))
@@ -140,6 +150,8 @@ class Watch:
         self._ray = ray
         self._asked: dict[Any, RayMember] = {}
         self._new: list[RayMember] = []
+        self._missed: list[RayMember] = []
+        self._watched: dict[int, RayMember] = {}
         self._liveness = Liveness()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -163,7 +175,7 @@ class Watch:
             while not self._stopping.is_set():
                 self._turn()
         except Exception as error:  # Ray's connection may end under it, in ways of many types
-            for member in [*self._asked.values(), *self._new]:
+            for member in [*self._asked.values(), *self._missed, *self._new]:
                 member.lost(None, f"the connection with the cluster is lost: {what(error)}")
 
     def _turn(self) -> None:
@@ -171,23 +183,30 @@ class Watch:
             new, self._new = self._new, []
         for member in new:
             self._ask(member)
+        missed, self._missed = self._missed, []
+        for member in missed:  # it has given no sign of life
+            self._asked[member.ask()] = member
         if not self._asked:
             self._stopping.wait(_TICK_S)
             return
         ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=_TICK_S)
         for reference in ready:
             member = self._asked.pop(reference)
-            if not member.closed and member.heard(reference):
+            runs = False if member.closed else member.heard(reference)
+            if runs:
                 self._ask(member)
-            else:
+            elif runs is None:
+                self._missed.append(member)
+                self._stopping.wait(_TICK_S)
+            elif self._watched[member.place.worker] is member:
                 self._liveness.forget(member.place.worker)
         for worker, why in self._liveness.hung(time.monotonic()).items():
             self._liveness.forget(worker)
-            for reference, member in list(self._asked.items()):
-                if member.place.worker == worker:
-                    del self._asked[reference]
-                    member.lost(None, f"the actor {why}")
+            self._watched[worker].lost(None, f"the actor {why}")
+            self._missed = [member for member in self._missed if member.place.worker != worker]
+            self._asked = {ref: member for ref, member in self._asked.items() if member.place.worker != worker}
 
     def _ask(self, member: RayMember) -> None:
+        self._watched[member.place.worker] = member
         self._liveness.beat(member.place.worker, time.monotonic())
         self._asked[member.ask()] = member
