@@ -1,0 +1,61 @@
+"""Where an agent listens, and on what terms."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import zmq
+
+from onebox.errors import UsageError
+from onebox.wire import KeyPair, configure
+
+REQUEST_BYTES = 64 << 10
+"""The most bytes of what a client says: a request for 256 devices takes a tenth."""
+
+QUEUE = 256
+"""The most messages that wait on one connection, each way."""
+
+_HEARTBEAT_MS = 2_000
+_SILENT_MS = 10_000
+
+
+def check_address(bind: str, port: int, advertise: str, has_clients: bool) -> None:
+    """Require that an agent may listen there, and that what it advertises is an address.
+
+    Raises:
+        UsageError: It may not, or it is none.
+    """
+    try:
+        address = ip_address(bind)
+    except ValueError:
+        raise UsageError(f"{bind!r} is no IP address to listen at; name one of this host, or 0.0.0.0 for all") from None
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"port {port}; allowed are 1 to 65535, and 0 for any that is free")
+    if not address.is_loopback and not has_clients:
+        raise UsageError(
+            f"nobody is paired with this agent, so it does not listen at {bind}, where others could reach it: pair a "
+            "client first (onebox pair), or listen at 127.0.0.1"
+        )
+    if advertise in ("", "0.0.0.0", "::") or not advertise.isprintable() or set(advertise) & set(" /[]@"):
+        raise UsageError(f"{advertise!r} is no address that clients could connect to; advertise one of this host")
+
+
+def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) -> str:
+    """Bind the agent's socket and return its endpoint.
+
+    Raises:
+        UsageError: The port is taken, or the address is none of this host's.
+    """
+    configure(socket, keys, server_key=None, queue=QUEUE)
+    socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that comes back takes over from the one that was cut
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    socket.ipv6 = ":" in bind
+    try:
+        socket.bind(f"tcp://{f'[{bind}]' if ':' in bind else bind}:{port or '*'}")
+    except zmq.ZMQError as error:
+        raise UsageError(f"cannot listen at {bind}, port {port}: {error.strerror}; name another with --port") from None
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode().rstrip("\0")

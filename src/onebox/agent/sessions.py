@@ -1,0 +1,102 @@
+"""The connections of clients that an agent knows of: not too many of them, each heard not too often; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from onebox.agent.door import Rate
+from onebox.agent.leases import Client
+from onebox.wire.agents import AgentSaying, LogLines, Renewed, Stock
+
+SESSIONS = 1024
+"""The most connections that are known at a time."""
+
+SESSIONS_OF_ONE = 64
+"""The most of one key."""
+
+IDLE_S = 60.0
+"""How long a connection is remembered that says nothing and has nothing."""
+
+CUT_S = 1.5
+"""A client that was silent for so long, three signs of life, may have lost what was said to it meanwhile."""
+
+_FLIGHT_S = 1.0
+_REMEMBERED = 64
+
+_BURST = 100.0
+_EVERY_S = 0.02
+
+
+@dataclass
+class Session:
+    """A connection: whose it is, how often it may say something, whether its versions match, what it was told of late.
+
+    What was under way when the line was cut is lost, and neither side is told; what is said twice, clients ignore.
+    """
+
+    client: Client
+    rate: Rate
+    heard_s: float
+    introduced: bool = False
+    _said: deque[tuple[float, AgentSaying]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def said(self, saying: AgentSaying, now_s: float) -> None:
+        """Remember what a client is told, unless it will ask again."""
+        if not isinstance(saying, Renewed | Stock | LogLines):
+            self._said.append((now_s, saying))
+
+    def heard(self, now_s: float) -> list[AgentSaying]:
+        """Take a sign of life, and return what the client may have missed."""
+        since_s, self.heard_s = self.heard_s, now_s
+        if now_s - since_s < CUT_S:
+            return []
+        return [saying for said_s, saying in self._said if said_s > since_s - _FLIGHT_S]
+
+
+class Sessions:
+    """All connections."""
+
+    def __init__(self) -> None:
+        self._known: dict[Client, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, client: Client, now_s: float, busy: Callable[[Client], bool]) -> Session | None:
+        """Return a connection, a new one if it is not known; None if there are too many.
+
+        Args:
+            client: Whose it is.
+            now_s: The time.
+            busy: Whether a connection has something, and may not be forgotten for another one.
+        """
+        session = self._known.get(client)
+        if session is None:
+            if not self._room_for(client, busy):
+                return None
+            session = self._known[client] = Session(client, Rate(_BURST, _EVERY_S, now_s), now_s)
+        return session
+
+    def get(self, client: Client) -> Session | None:
+        """Return a connection that is known."""
+        return self._known.get(client)
+
+    def forget(self, now_s: float, busy: Callable[[Client], bool]) -> None:
+        """Forget connections that have long been idle."""
+        for client, session in list(self._known.items()):
+            if now_s - session.heard_s > IDLE_S and not busy(client):
+                del self._known[client]
+
+    def _room_for(self, client: Client, busy: Callable[[Client], bool]) -> bool:
+        """Tell whether there may be one more, for which the idle one that was heard the longest ago makes room."""
+        mine = [session for session in self._known.values() if session.client.key == client.key]
+        if len(mine) < SESSIONS_OF_ONE and len(self._known) < SESSIONS:
+            return True
+        crowd = mine if len(mine) >= SESSIONS_OF_ONE else list(self._known.values())
+        idle = [session for session in crowd if not busy(session.client)]
+        if not idle:
+            return False
+        del self._known[min(idle, key=lambda session: session.heard_s).client]
+        return True

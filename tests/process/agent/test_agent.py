@@ -1,0 +1,159 @@
+"""An agent with real sockets and real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onebox.agent import Limits, Offered
+from onebox.wire import new_keys
+from onebox.wire.agents import (
+    Done,
+    Inspect,
+    Leased,
+    LeaseEnded,
+    LogLines,
+    Queued,
+    ReadLog,
+    Refused,
+    Release,
+    Renew,
+    Renewed,
+    Stock,
+    Want,
+    WorkerEnded,
+)
+from tests.process.agent.raw import House, Raw, gone, greeted, house
+
+HALF = Want("cpu", 1, 1 << 20)
+ALL = Want("cpu", 2, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[House]:
+    """An agent that every test leaves with nothing leased."""
+    with house() as made:
+        yield made
+
+
+def release(client: Raw, lease: int) -> None:
+    client.say(Release(client.number(), lease))
+    client.take(Done)
+
+
+def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: House) -> None:
+    client = shared.client("ana")
+    leased = client.lease(HALF, HALF)
+    first, second = leased.workers
+    assert first.process != second.process and first.key != second.key
+    assert greeted(first.commands, first.key, client.keys, 30)
+    assert greeted(first.beats, first.key, client.keys, 30)
+    assert not greeted(second.beats, second.key, new_keys(), 1)
+
+    client.say(Inspect(client.number()))
+    (offer,) = client.take(Stock).offers
+    assert [holder.client for holder in offer.holders] == ["ana", "ana"]
+    assert offer.free_bytes == offer.memory_bytes - 2 * (1 << 20)
+
+    os.kill(second.process, signal.SIGKILL)
+    ended = client.take(WorkerEnded)
+    assert (ended.lease, ended.worker, ended.exit_status) == (leased.lease, 1, -signal.SIGKILL)
+    release(client, leased.lease)
+    assert gone([first.process])
+    client.say(Release(client.number(), leased.lease))
+    assert client.take(Refused).kind == "ended"
+    assert shared.told("worker-ended")[-1]["exit_status"] == -9
+
+
+def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place(shared: House) -> None:
+    first, second, third = (shared.client(name) for name in ("ana", "ben", "cleo"))
+    leased = first.lease(ALL)
+    second.ask(ALL)
+    assert second.take(Queued) == Queued(second.numbers, 1, "ana")
+    third.ask(HALF)
+    assert third.take(Queued) == Queued(third.numbers, 2, "ana, ben")
+    third.ask(HALF, wait=False)
+    assert third.take(Refused).kind == "busy"
+    second.say(Release(second.number(), request=second.numbers - 1))
+    second.take(Done)
+    assert third.take(Queued).place == 1
+    release(first, leased.lease)
+    mine = third.take(Leased)
+    assert gone([leased.workers[0].process], within_s=0.5)  # nothing is leased twice, not even for a moment
+    release(third, mine.lease)
+
+
+def test_the_workers_of_a_silent_client_end_and_those_of_its_other_connection_do_not(shared: House) -> None:
+    silent = shared.client("ana")
+    alive = shared.client("ana", silent.keys)
+    lost = silent.lease(HALF, grace_s=1.0)
+    kept = alive.lease(HALF, grace_s=1.0)
+    end_s = time.monotonic() + 20
+    while not shared.told("expired"):
+        assert time.monotonic() < end_s
+        alive.say(Renew(alive.number()))
+        assert alive.take(Renewed).leases == (kept.lease,)
+    assert gone([lost.workers[0].process])
+    alive.say(Renew(alive.number()))
+    assert alive.take(Renewed).leases == (kept.lease,)
+    release(alive, kept.lease)
+
+
+def test_a_worker_that_does_not_start_fails_the_lease_and_frees_what_it_had() -> None:
+    missing = Offered(device="cuda:99", name="no such GPU", memory_bytes=1 << 30, threads=1)
+    with house(missing) as made:
+        client = made.client("ana")
+        number = client.ask(Want("cuda"))
+        refused = client.take(Refused)
+        assert (refused.number, refused.kind) == (number, "failed")
+        client.take(Renewed)  # after a while of nothing else
+        assert made.told("freed")
+        client.say(Inspect(client.number()))
+        (offer,) = client.take(Stock).offers
+        assert offer.holders == ()
+
+
+def test_an_agent_that_is_told_to_end_ends_its_workers(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("serving.py")
+    keys, agent_keys = new_keys(), new_keys()
+    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(f"{agent_keys.public}\n{agent_keys.secret}\n{keys.public}\n")
+        process.stdin.flush()
+        client = Raw(process.stdout.readline().strip(), agent_keys.public, keys)
+        client.introduce()
+        leased = client.lease(HALF)
+        process.send_signal(signal.SIGTERM)
+        assert client.take(LeaseEnded).lease == leased.lease
+        assert process.wait(20) == 0
+        assert gone([leased.workers[0].process])
+        client.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_limits_hold_for_all_connections_of_a_client() -> None:
+    with house(limits=Limits(devices=1, lease_s=0.5)) as made:
+        first = made.client("ana")
+        second = made.client("ana", first.keys)
+        first.ask(HALF)
+        second.ask(HALF)
+        assert "2 devices; allowed are 1" in second.take(Refused).reason
+        assert "time is over" in first.take(LeaseEnded).why
+
+
+def test_the_log_can_be_read_by_clients(shared: House) -> None:
+    client = shared.client("ana")
+    client.say(ReadLog(client.number(), 3))
+    assert client.take(LogLines).lines == ('{"line": 0}', '{"line": 1}', '{"line": 2}')
