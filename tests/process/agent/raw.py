@@ -139,6 +139,14 @@ class House:
     def told(self, event: str) -> list[dict[str, Any]]:
         return [fields for name, fields in self.events if name == event]
 
+    def until(self, event: str, count: int = 1) -> None:
+        """Wait until the agent has told of an event so many times."""
+        end_s = time.monotonic() + WAIT_S
+        while len(self.told(event)) < count:
+            if time.monotonic() > end_s:
+                raise AssertionError(f"not {count} times {event} within {WAIT_S} s, but {self.events}")
+            time.sleep(0.02)
+
     def close(self) -> None:
         for client in self.clients:
             client.close()
