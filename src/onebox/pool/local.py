@@ -26,6 +26,7 @@ class LocalSource:
         requests: What to start.
         memory_bytes: The most bytes that each worker's buffers may take; 0 for no limit.
         faults: For tests: what goes wrong on which worker, by its number in the pool.
+        address: The address of this machine that peers of other hosts connect to.
     """
 
     def __init__(
@@ -34,7 +35,9 @@ class LocalSource:
         *,
         memory_bytes: int = 0,
         faults: Mapping[int, Sequence[Fault]] | None = None,
+        address: str = WorkerProcess.address,
     ) -> None:
+        self._address = address
         self._requests = requests
         self._memory_bytes = memory_bytes
         self._faults = faults or {}
@@ -89,7 +92,9 @@ class LocalSource:
             owner=os.getpid(),
         )
         place = Place(worker=number, host=LOCAL_HOST, device=request.device)
-        return WorkerProcess(place, config), pair.public
+        worker = WorkerProcess(place, config)
+        worker.address = self._address
+        return worker, pair.public
 
     def connected(self) -> None:
         """Remove the folder of the sockets: who is connected stays so."""

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
 
 from onebox.errors import UsageError
+from onebox.pool.agent_socket import own_address
+from onebox.pool.agent_source import AgentSource, acquire_all, paired_agent
 from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
 from onebox.pool.links import LinkMap
 from onebox.pool.local import LocalSource
 from onebox.pool.member import Member, Source, end_all
 from onebox.pool.pool import Pool
+from onebox.pool.process import WorkerProcess
+from onebox.pool.spec import AgentPart, RayPart, asked_parts
 from onebox.pool.switchboard import Switchboard
 from onebox.wire import new_keys
+from onebox.wire.agents import GRACE_S
 from onebox.worker import Fault
 
 
@@ -26,28 +35,39 @@ def open_pool(
     links: LinkMap | None = None,
     channel_latency_s: float = 0.0,
     faults: dict[int, Sequence[Fault]] | None = None,
+    grace_s: float = GRACE_S,
+    wait: bool = True,
 ) -> Pool:
-    """Open a pool of this machine's devices.
+    """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
 
     Args:
         spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
             ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
             four devices that compute nothing and sleep as long as what they are sent says that it costs.
-        threads: Threads of each worker; an equal share of the cores when ``None``.
-        memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``.
+            Devices of hosts where an agent runs that this client was paired with are ``hostA`` (all accelerators or
+            some CPU workers), ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one
+            list with others; ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices
+            are numbered in the order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say
+            something else.
+        threads: Threads of each worker; an equal share of its host's cores when ``None``.
+        memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``, on another host a
+            GPU alone or a CPU worker's share of the memory.
         links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
             where both are given. For experiments on one host; times over them are made, not measured.
         channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
             signs of life are not held up. Emulated likewise.
-        faults: For tests: what goes wrong on which worker.
+        faults: For tests: what goes wrong on which worker of this machine.
+        grace_s: How long this process, or the way to another host, may be gone before the leases there end.
+        wait: Whether to queue for devices that others have leased; the place in the queue is logged.
 
     Returns:
         The pool; close it, or use it as a context manager.
 
     Raises:
-        UsageError: The specification is wrong, or names a device that is not there; or a link or latency cannot be
-            emulated.
-        PoolError: A worker could not be started, or is of another version.
+        UsageError: The specification is wrong, or names a device that is not there or a host that this client was not
+            paired with; or a link or latency cannot be emulated.
+        PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others have
+            the devices, and it was not to wait.
         WorkerDied: A worker ended while it started.
 
     Example:
@@ -60,13 +80,56 @@ def open_pool(
         raise UsageError(f"memory_bytes={memory_bytes}: a worker needs some memory; leave it out for no limit")
     if not 0 <= channel_latency_s < math.inf:
         raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
-    sources: list[Source] = [
-        LocalSource(requested_devices(spec, threads), memory_bytes=memory_bytes or 0, faults=faults)
-    ]
-    return connect_pool(sources, links=links, channel_latency_s=channel_latency_s)
+    sources = make_sources(spec, threads=threads, memory_bytes=memory_bytes, faults=faults, grace_s=grace_s)
+    return connect_pool(sources, links=links, channel_latency_s=channel_latency_s, wait=wait)
 
 
-def connect_pool(sources: Sequence[Source], *, links: LinkMap | None = None, channel_latency_s: float = 0.0) -> Pool:
+def make_sources(
+    spec: str,
+    *,
+    threads: int | None = None,
+    memory_bytes: int | None = None,
+    faults: Mapping[int, Sequence[Fault]] | None = None,
+    grace_s: float = GRACE_S,
+) -> list[Source]:
+    """Return where the devices of a pool come from, in the order of its numbering; nothing is started yet.
+
+    Raises:
+        UsageError: The specification is wrong, or names a device of this machine that is not there, or a host that this
+            client was not paired with.
+    """
+    parts = asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+    agents = [part for part in parts if isinstance(part, AgentPart)]
+    for agent in agents:
+        paired_agent(agent.address)
+    address = _address_towards(agents) if len(parts) > len(agents) else WorkerProcess.address
+    found: list[Source] = []
+    for part in parts:
+        if isinstance(part, RayPart):
+            from onebox.pool.ray import RaySource  # an extra, which takes a second to import
+
+            found.append(RaySource(part.spec, threads=threads, memory_bytes=memory_bytes))
+            continue
+        limits = replace(part, threads=part.threads or threads, memory_bytes=part.memory_bytes or memory_bytes)
+        if isinstance(limits, AgentPart):
+            found.append(AgentSource(limits, grace_s=grace_s))
+        else:
+            requests = requested_devices(limits.devices, limits.threads)
+            quota = limits.memory_bytes or 0
+            found.append(LocalSource(requests, memory_bytes=quota, faults=faults, address=address))
+    return found
+
+
+def _address_towards(agents: Sequence[AgentPart]) -> str:
+    """Return the address by which workers of other hosts reach those of this one: that by which it reaches agents."""
+    addresses = [own_address(agent.address) for agent in agents]
+    outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
+    return next(iter([*outside, *addresses]), WorkerProcess.address)
+
+
+def connect_pool(
+    sources: Sequence[Source], *, links: LinkMap | None = None, channel_latency_s: float = 0.0, wait: bool = True
+) -> Pool:
     """Start the workers of some sources, in that order, and make a pool of them; see :func:`open_pool`.
 
     The sources are closed with the pool, or when there is none.
@@ -77,6 +140,9 @@ def connect_pool(sources: Sequence[Source], *, links: LinkMap | None = None, cha
             undo.callback(source.close)
         started: list[tuple[Member, str]] = []
         undo.callback(lambda: end_all([member for member, _ in started], grace_s=0.0))
+        agents = [source for source in sources if isinstance(source, AgentSource)]
+        if agents:
+            acquire_all(agents, mine.public, wait=wait)
         for source in sources:
             started += source.start(len(started), mine.public)
         members = [member for member, _ in started]

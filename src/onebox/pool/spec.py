@@ -229,7 +229,9 @@ def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
     twice = next((name for name in names if ":" in name and names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"{twice} of {part.address} is asked for twice")
-    return tuple(Want(name, part.threads or 0, part.memory_bytes or 0) for name in names)
+    cores = sum(offer.threads for offer in offers if offer.device == "cpu")
+    share = max(1, cores // max(1, names.count("cpu")))  # the same for a worker that is started again by itself
+    return tuple(Want(name, part.threads or (share if name == "cpu" else 0), part.memory_bytes or 0) for name in names)
 
 
 def _expand(device: str, address: str, offers: Sequence[Offer]) -> list[str]:

@@ -146,6 +146,12 @@ def test_what_is_leased(devices: list[str], offers: list[Offer], expected: list[
     assert wants(part, offers) == tuple(Want(device, 3, 99) for device in expected)
 
 
+def test_cpu_workers_share_the_cores() -> None:
+    part = AgentPart(address="a", devices=("cuda:0", "cpu*3"))
+    assert wants(part, [CPU, *CARDS]) == (Want("cuda:0"), *[Want("cpu", 2)] * 3)
+    assert wants(AgentPart(address="a", devices=("cpu*9",)), [CPU]) == (Want("cpu", 1),) * 9
+
+
 @pytest.mark.parametrize(
     ("devices", "offers", "message"),
     [

@@ -1,0 +1,367 @@
+"""A line to an agent: leases are asked for and renewed, and news of their workers are told to the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import zmq
+
+from onebox.errors import OneboxError, PoolError, UsageError, WireError
+from onebox.pool.agent_socket import AgentSocket
+from onebox.pool.contact import Contact
+from onebox.pool.tenant import RemoteMember
+from onebox.pool.versions import mismatch, own_versions
+from onebox.wire import KeyPair
+from onebox.wire.agents import (
+    GRACE_S,
+    AgentSaying,
+    Done,
+    Inspect,
+    Introduce,
+    Introduced,
+    Lease,
+    Leased,
+    LeaseEnded,
+    LogLines,
+    Queued,
+    ReadLog,
+    Refused,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    Stock,
+    Want,
+    WorkerEnded,
+    decode_agent_saying,
+    encode_agent,
+)
+
+__all__ = ["AgentLine", "Busy", "RemoteMember"]
+
+CONNECT_S = 5.0
+"""How long an agent may take to answer the first words."""
+
+ANSWER_S = 10.0
+"""How long it may take to answer a question."""
+
+START_S = 120.0
+"""How long it may take to start workers: longer than it waits for them itself."""
+
+_RELEASE_S = 5.0
+_JOIN_S = 5.0
+
+T = TypeVar("T")
+Sayings = queue.SimpleQueue[AgentSaying | OneboxError]
+
+
+class Busy(PoolError):
+    """Others have the devices that were asked for, and it was not to wait."""
+
+
+@dataclass
+class _Asked:
+    """A request that has not been answered in full.
+
+    Args:
+        request: It.
+    """
+
+    request: Request
+    answers: Sayings = field(default_factory=queue.SimpleQueue)
+    members: list[RemoteMember] = field(default_factory=list)
+
+
+class AgentLine:
+    """A connection to an agent, with a thread that owns the socket and gives signs of life.
+
+    Args:
+        address: Where the agent is: ``HOST`` or ``HOST:PORT``.
+        key: Its public key.
+        mine: The keys that this client was paired with.
+        client: How others are to see it: ``user@host``.
+
+    Raises:
+        PoolError: There is no agent, it refuses this client, or it is of another version.
+        UsageError: The host has no address.
+    """
+
+    def __init__(self, address: str, key: str, mine: KeyPair, client: str) -> None:
+        self.address = address
+        self._client = client
+        self._socket = AgentSocket(address, key, mine)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._asked: dict[int, _Asked] = {}
+        self._members: dict[int, list[RemoteMember]] = {}
+        self._contact = Contact(time.monotonic())
+        self._numbers = 0
+        self._open, self._stopping = False, False
+        self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
+        self._thread.start()
+        try:
+            asked = self._ask(self._introduction)
+            self.introduced: Introduced = self._answer(asked, Introduced, CONNECT_S)
+            wrong = mismatch(own_versions(), self.introduced.versions, address)
+            if wrong is not None:
+                raise PoolError(wrong)
+            self._open = True
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- for other threads
+
+    def lease(
+        self,
+        wants: Sequence[Want],
+        client_key: str,
+        *,
+        grace_s: float = GRACE_S,
+        wait: bool = True,
+        on_queued: Callable[[Queued], None] | None = None,
+        speed: float = 1.0,
+    ) -> list[RemoteMember]:
+        """Lease devices, all or none, and let a worker be started on each.
+
+        Args:
+            wants: The devices.
+            client_key: The public CURVE key that the workers are to let in.
+            grace_s: How long this process may be silent before the lease ends.
+            wait: Whether to queue where others have them; else that is refused.
+            on_queued: Called when this request gets a place in the queue, or another one.
+            speed: For tests: fraction of their full speed that CPU workers work at.
+
+        Raises:
+            UsageError: Nothing like it is offered, or it is over this client's limits.
+            PoolError: Others have them and it was not to wait; or a worker did not start, or the agent is gone.
+        """
+        asked = self._ask(lambda number: Lease(number, tuple(wants), client_key, grace_s, wait, speed))
+        try:
+            while isinstance(found := self._next(asked, None if wait else START_S), Queued):
+                if on_queued is not None:
+                    on_queued(found)
+            self._expect(found, Leased)
+        except BaseException:
+            self._give_up(asked)
+            raise
+        return asked.members
+
+    def release(self, lease: int) -> None:
+        """Give a lease back; its workers end, if they have not. Nothing is raised where the agent is gone."""
+        with self._lock:
+            self._contact.let_go(lease)
+            self._members.pop(lease, None)
+            patience_s = 0.0 if self._contact.gone else _RELEASE_S
+        with contextlib.suppress(PoolError):  # there is no such lease any more, or nobody to tell: it ends by itself
+            self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
+
+    def inspect(self) -> Stock:
+        """Return what the agent offers, who has it, and who waits.
+
+        Raises:
+            PoolError: The agent is gone.
+        """
+        return self._answer(self._ask(Inspect), Stock, ANSWER_S)
+
+    def read_log(self, lines: int) -> list[str]:
+        """Return the last lines of the agent's log: JSON objects.
+
+        Raises:
+            PoolError: The agent is gone.
+        """
+        return list(self._answer(self._ask(lambda number: ReadLog(number, lines)), LogLines, ANSWER_S).lines)
+
+    def close(self) -> None:
+        """Give all leases back and close the connection. Idempotent."""
+        for lease in self._contact.leases if not self._stopping else ():
+            self.release(lease)
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            os.eventfd_write(self._bell, 1)
+        self._thread.join(_JOIN_S)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the agent is taken for gone, and has not been heard since."""
+        return self._contact.gone or self._stopping
+
+    # ---- asking
+
+    def _introduction(self, number: int) -> Introduce:
+        return Introduce(number, own_versions(), self._client)
+
+    def _ask(self, make: Callable[[int], Request]) -> _Asked:
+        with self._lock:
+            if self._stopping:
+                raise PoolError(f"the connection to the agent at {self.address} is closed")
+            self._numbers += 1
+            asked = _Asked(make(self._numbers))
+            self._asked[self._numbers] = asked
+            self._post(asked.request)
+        return asked
+
+    def _post(self, request: Request) -> None:
+        self._outbox.append(encode_agent(request))
+        os.eventfd_write(self._bell, 1)
+
+    def _answer(self, asked: _Asked, kind: type[T], timeout_s: float) -> T:
+        try:
+            return self._expect(self._next(asked, timeout_s), kind)
+        finally:
+            with self._lock:
+                self._asked.pop(asked.request.number, None)
+
+    def _next(self, asked: _Asked, timeout_s: float | None) -> AgentSaying:
+        """Wait for something that is said to a request; without a bound only as long as the agent gives signs of life.
+
+        Raises:
+            OneboxError: It was refused, or will not come.
+        """
+        try:
+            found = asked.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise self._socket.absent(timeout_s or 0.0) from None
+        if isinstance(found, OneboxError):
+            raise found
+        if isinstance(found, Refused):
+            kind = {"usage": UsageError, "busy": Busy}.get(found.kind, PoolError)
+            raise kind(f"the agent at {self.address} refuses: {found.reason}")
+        return found
+
+    def _expect(self, found: AgentSaying, kind: type[T]) -> T:
+        if not isinstance(found, kind):
+            raise PoolError(f"the agent at {self.address} said {type(found).__name__}, not {kind.__name__}")
+        return found
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Leave the queue, or give back what has been leased meanwhile."""
+        with self._lock:
+            number = asked.request.number
+            waiting = self._asked.pop(number, None) is not None
+            if waiting and not self._stopping:
+                self._numbers += 1
+                self._post(Release(self._numbers, request=number))
+        for member in asked.members:
+            member.close(grace_s=0.0)
+        for lease in {member.lease for member in asked.members}:
+            self.release(lease)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._lose(PoolError(f"the line to the agent at {self.address} failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            with self._lock:
+                self._stopping = True
+                os.close(self._bell)
+            self._socket.close()
+            self._lose(PoolError(f"the connection to the agent at {self.address} is closed"))
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._bell, self._socket.socket, self._socket.monitor):
+            poller.register(source, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(int(1000 * self._contact.patience_s(time.monotonic())) + 1))
+            self._contact.wake(time.monotonic())
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+            if self._socket.monitor in ready:
+                self._watch()
+            while (frame := self._socket.receive()) is not None:
+                self._take(frame)
+            self._speak()
+            with self._lock:
+                silent_s = self._contact.lost(time.monotonic())
+            if silent_s is not None and self._open:
+                self._lose(PoolError(f"the agent at {self.address} has been silent for {silent_s:.1f} s"))
+        self._flush()
+
+    def _watch(self) -> None:
+        """See what has become of the connection; after a cut say again what has not been answered."""
+        cuts = self._socket.cuts
+        refusal = self._socket.watch()
+        if refusal is not None:
+            self._lose(refusal)
+        elif self._socket.cuts > cuts and self._open:
+            with self._lock:
+                self._numbers += 1
+                self._outbox.append(encode_agent(self._introduction(self._numbers)))
+                self._outbox.extend(encode_agent(asked.request) for asked in self._asked.values())
+
+    def _speak(self) -> None:
+        if self._open and self._contact.renew(time.monotonic()):
+            with self._lock:
+                self._numbers += 1
+                self._outbox.append(encode_agent(Renew(self._numbers)))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            self._socket.send(self._outbox.popleft())
+
+    def _take(self, frame: Any) -> None:
+        try:
+            saying = decode_agent_saying(frame)
+        except WireError as error:
+            self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
+            return
+        self._contact.heard(time.monotonic())
+        with self._lock:
+            match saying:
+                case Renewed():
+                    for lease in self._contact.unknown(saying.leases):
+                        self._end(lease, "the agent does not know of it any more: it has been started anew")
+                case WorkerEnded():
+                    members = self._members.get(saying.lease, [])
+                    if 0 <= saying.worker < len(members):
+                        members[saying.worker].ended(saying.exit_status, saying.last_words)
+                case LeaseEnded():
+                    self._end(saying.lease, saying.why)
+                case _ if (asked := self._asked.get(saying.number)) is not None:
+                    if isinstance(saying, Leased):
+                        self._lease(asked, saying)
+                    if not isinstance(saying, Queued):
+                        del self._asked[saying.number]
+                    asked.answers.put(saying)
+
+    def _lease(self, asked: _Asked, leased: Leased) -> None:
+        """Note a lease at once: what the agent says next may be of it."""
+        request = asked.request
+        assert isinstance(request, Lease)
+        asked.members += [
+            RemoteMember(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
+        ]
+        self._members[leased.lease] = asked.members
+        self._contact.hold(leased.lease, request.grace_s)
+
+    def _end(self, lease: int, why: str) -> None:
+        self._contact.let_go(lease)
+        for member in self._members.pop(lease, []):
+            member.lost(f"was ended with its lease: {why}")
+
+    def _lose(self, error: PoolError) -> None:
+        """Tell everybody that the agent is gone."""
+        with self._lock:
+            for members in self._members.values():
+                for member in members:
+                    member.lost(f"cannot be reached: {error}")
+            asked, self._asked = list(self._asked.values()), {}
+        for each in asked:
+            each.answers.put(error)
