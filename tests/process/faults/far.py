@@ -1,0 +1,60 @@
+"""Pools whose workers listen on TCP ports, as those of another host do, behind a network that can be made bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+import onebox
+from onebox.pool import local as local_module
+from onebox.pool.failures import Place
+from onebox.pool.process import WorkerProcess
+from onebox.worker import Ports, WorkerConfig
+from tests.process.faults.proxy import Network
+
+
+@dataclass
+class Far:
+    """Workers behind a bad network.
+
+    Args:
+        network: The network.
+        configs: What the workers were told.
+    """
+
+    network: Network
+    configs: list[WorkerConfig] = field(default_factory=list)
+
+    def start(self, place: Place, config: WorkerConfig) -> WorkerProcess:
+        """Start a worker that listens on TCP ports; stands in for the class of worker processes."""
+        self.configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
+        return FarWorker(place, self.configs[-1], self.network)
+
+
+class FarWorker(WorkerProcess):
+    """A worker process that is connected to through a network."""
+
+    def __init__(self, place: Place, config: WorkerConfig, network: Network) -> None:
+        super().__init__(place, config)
+        self._network = network
+
+    def ports(self) -> Ports:
+        ports = super().ports()
+        commands = self._network.door(ports.commands, wears=True)
+        return Ports(commands, self._network.door(ports.beats, wears=False))
+
+
+@contextmanager
+def behind(network: Network, spec: str) -> Iterator[tuple[onebox.Pool, Far]]:
+    """Open a pool of workers behind a network."""
+    far = Far(network)
+    with ExitStack() as stack:
+        stack.callback(network.close)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local_module, "WorkerProcess", far.start)
+            pool = onebox.open(spec, threads=1)
+        yield stack.enter_context(pool), far
