@@ -7,19 +7,42 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import onebox
 from tests.net.hosts import Network, unavailable
+from tests.net.workers import pool_of
 
 MACHINES = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="session")
-def network() -> Iterator[Network]:
-    """Hosts red, green and blue, and one named client."""
+def allowed() -> None:
+    """Skip where there can be no networks."""
     why = unavailable()
     if why:
         pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def network(allowed: None) -> Iterator[Network]:
+    """Hosts red, green and blue, and one named client; for tests that leave them whole."""
     with Network([*MACHINES, "client"]) as made:
         yield made
+
+
+@pytest.fixture
+def own_network(allowed: None) -> Iterator[Network]:
+    """The same for one test, which may do what it likes."""
+    with Network([*MACHINES, "client"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def pool(network: Network) -> Iterator[onebox.Pool]:
+    """A worker on each machine, and the client on its own host; for tests that leave it whole."""
+    with network["client"].inside():  # what its threads connect to is decided here
+        opened = pool_of([network[name] for name in MACHINES])
+    with opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)

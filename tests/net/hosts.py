@@ -117,8 +117,11 @@ class Host:
                 _enter(before.fileno())
 
     def plug(self, plugged: bool) -> None:
-        """Put its cable into the switch, or pull it out."""
-        tool("ip", "-n", self._switch, "link", "set", self._port, "up" if plugged else "down")
+        """Put its cable into the switch, or pull it out; as if there were another switch between, nobody is told.
+
+        The kernel may take a second to act on a link that comes up, which would make a cut longer than was asked for.
+        """
+        tool("ip", "-n", self._switch, "link", "set", self._port, *(("master", "bridge") if plugged else ("nomaster",)))
 
     def add_address(self, address: str, device: str) -> None:
         """Give it another network card that leads nowhere, with an address."""
@@ -135,6 +138,15 @@ class Host:
         for space, device in ((self.space, "eth0"), (self._switch, self._port)):
             queue = ("root", "tbf", "rate", f"{rate_bps}bit", "burst", "64kb", "latency", "200ms")
             tool("tc", "-n", space, "qdisc", "replace", "dev", device, *queue)
+
+    def unlimit(self) -> int:
+        """Lift the limit, and return how often it held something up."""
+        held = 0
+        for space, device in ((self.space, "eth0"), (self._switch, self._port)):
+            (queue,) = json.loads(tool("tc", "-n", space, "-s", "-j", "qdisc", "show", "dev", device))
+            held += int(queue["overlimits"])
+            tool("tc", "-n", space, "qdisc", "delete", "dev", device, "root")
+        return held
 
     def traffic_bytes(self) -> int:
         """Return how many bytes came in and went out by its network card."""

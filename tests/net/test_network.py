@@ -1,23 +1,15 @@
-"""The network of the tests is one, and workers' tensors go over it from host to host."""
+"""The network of the tests is one."""
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import socket
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests.net.conftest import MACHINES
 from tests.net.hosts import Network, tool
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_hosts_have_names_addresses_and_networks_of_their_own(network: Network) -> None:
@@ -68,23 +60,3 @@ def test_what_a_network_holds_ends_with_it() -> None:
     assert process.stdin is not None
     process.stdin.close()
     assert space not in tool("ip", "netns", "list")
-
-
-def test_tensors_of_a_group_go_from_host_to_host(network: Network, tmp_path: Path) -> None:
-    elements = 200_000
-    before = {name: network[name].traffic_bytes() for name in (*MACHINES, "client")}
-
-    def member(rank: int) -> subprocess.CompletedProcess[str]:
-        host = network[MACHINES[rank]]
-        arguments = map(str, (rank, 3, host.address, tmp_path / "store", elements))
-        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
-        return host.run(sys.executable, "-P", "-m", "tests.net.ring", *arguments, env=env)
-
-    with ThreadPoolExecutor(3) as threads:
-        done = list(threads.map(member, range(3)))
-    assert [one.returncode for one in done] == [0] * 3, "\n".join(one.stderr for one in done)
-    for rank, one in enumerate(done):
-        assert json.loads(one.stdout) == {"total": 6.0, "came": float((rank - 1) % 3 + 1), "alike": True}
-    moved = {name: network[name].traffic_bytes() - before[name] for name in before}
-    assert all(moved[name] > 2 * 8 * elements for name in MACHINES), moved
-    assert moved["client"] < 20_000

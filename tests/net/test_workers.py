@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import onebox
 from tests.net.conftest import MACHINES
 from tests.net.hosts import Network
-from tests.net.workers import GRADIENT_BYTES, alone, batch, outcome, parts, plans, pool_of
+from tests.net.workers import GRADIENT_BYTES, alone, batch, outcome, parts, plans
 from tests.reference import assert_same
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def pool(network: Network) -> Iterator[onebox.Pool]:
-    """A worker on each host; for tests that leave it whole."""
-    with network["client"].inside(), pool_of([network[name] for name in MACHINES]) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("kind", ["data-parallel", "pipelined"])
@@ -43,3 +34,18 @@ def test_the_result_is_that_of_one_process_and_tensors_do_not_pass_the_client(
     else:
         activations = steps * 12 * 256 * 8
         assert moved["green"] > 2 * activations and moved["blue"] > activations, moved
+
+
+def test_a_narrow_link_changes_nothing_but_the_time(pool: onebox.Pool, network: Network) -> None:
+    plan = plans()["data-parallel"]
+    try:
+        network["blue"].limit(50_000_000)
+    except RuntimeError as error:
+        pytest.skip(f"no links of a limited rate here: {error}")
+    try:
+        with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
+            found = outcome(trainer, [trainer.step(*batch(step)) for step in range(STEPS)])
+    finally:
+        held = network["blue"].unlimit()
+    assert held > 0
+    assert_same(found, alone(plan, STEPS))

@@ -37,22 +37,28 @@ class HostSource:
         started: list[tuple[Member, str]] = []
         try:
             for number, host in enumerate(self._hosts, first):
-                pair = new_keys()
-                config = WorkerConfig("cpu", 1, pair.public, pair.secret, client_key, host.address, owner=os.getpid())
-                with host.inside():
-                    started.append(
-                        (WorkerProcess(Place(worker=number, host=host.name, device="cpu"), config), pair.public)
-                    )
+                started.append(_worker(number, host, client_key))
         except BaseException:
             end_all([member for member, _ in started], grace_s=0.0)
             raise
         return started
+
+    def replace(self, number: int, client_key: str) -> tuple[Member, str] | None:
+        """Start a worker again, on the same host."""
+        return _worker(number, self._hosts[number], client_key)
 
     def connected(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _worker(number: int, host: Host, client_key: str) -> tuple[Member, str]:
+    pair = new_keys()
+    config = WorkerConfig("cpu", 1, pair.public, pair.secret, client_key, host.address, owner=os.getpid())
+    with host.inside():
+        return WorkerProcess(Place(worker=number, host=host.name, device="cpu"), config), pair.public
 
 
 def pool_of(hosts: Sequence[Host]) -> onebox.Pool:
