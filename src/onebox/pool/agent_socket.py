@@ -21,9 +21,9 @@ _BEAT_MS, _SILENT_MS = 500, 1500
 """How often ZeroMQ looks whether the connection carries anything, and after which silence it connects anew. TCP by
 itself would send again after ever longer pauses."""
 
+_NOBODY = "nobody listens there: run 'onebox serve' on that host, or mend the address"
 _HINTS = {
-    int(zmq.EVENT_CONNECT_RETRIED): "nobody listens there: run 'onebox serve' on that host, or mend the address",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it does not have the key that it was paired with: pair again",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "what listens there has not the key that was paired with: pair again",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what listens there is no agent",
     int(zmq.EVENT_CONNECTED): "something listens there, but does not answer: it may hang, or have another key",
 }
@@ -46,6 +46,7 @@ class AgentSocket:
         self._address = address
         self._hint = _NOTHING
         self._let_in = 0
+        self._reached = False
         where = split(address)
         resolve(address)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -89,6 +90,9 @@ class AgentSocket:
                     f"onebox pair {self._address}"
                 )
             self._let_in += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._reached |= event == zmq.EVENT_CONNECTED
+            if event == zmq.EVENT_CONNECT_RETRIED:  # it follows a connection that broke, too
+                self._hint, self._reached = self._hint if self._reached else _NOBODY, False
             self._hint = _HINTS.get(event, self._hint)
         return refusal
 

@@ -151,6 +151,8 @@ class AgentLine:
                 if on_queued is not None:
                     on_queued(found)
             self._expect(found, Leased)
+            if len(asked.members) != len(wants):
+                raise PoolError(f"the agent at {self.address} leased {len(asked.members)} workers, not {len(wants)}")
         except BaseException:
             self._give_up(asked)
             raise
