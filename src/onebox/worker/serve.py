@@ -271,7 +271,6 @@ def main() -> None:
     if config.owner not in (0, os.getppid()):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not hold.
-    # Before there are other threads, which it would not hold.
     for failure in failures(confine(config.device, config.address)):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = Server(config, lifelines)
