@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+import onebox
 from onebox.errors import OneboxError, PoolError
 from onebox.pool import ray_line
 from onebox.pool.failures import Place
@@ -29,6 +30,8 @@ waits, with its share of the placement group, until it is told to start one."""
 
 REPLACE_S = 30.0
 """How long an actor may take to be there again after it or its node was lost."""
+
+_AGAIN_S = 0.25
 
 _CALLS = 4
 """How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
@@ -144,17 +147,14 @@ class RaySource:
     def _launch(self, which: Sequence[int], client_key: str, limit_s: float) -> list[tuple[Member, str]]:
         """Start the workers of some actors."""
         end_s = time.monotonic() + limit_s
-        asked = {number: self._actors[number].find.remote() for number in which}
-        for number, text in self._gather(asked, end_s).items():
+        for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
             self._nodes[number] = msgspec.json.decode(text, type=Found)
             self._check(number)
         names = host_names([(node.host, node.address) for node in self._nodes.values()])
         hosts = dict(zip(self._nodes, names, strict=True))
         orders = {number: self._order(number, hosts[number], client_key) for number in which}
-        asked = {number: self._actors[number].launch.remote(order) for number, order in orders.items()}
-        launched = {
-            number: msgspec.json.decode(text, type=Launched) for number, text in self._gather(asked, end_s).items()
-        }
+        said = self._gather(which, lambda number: self._actors[number].launch.remote(orders[number]), end_s)
+        launched = {number: msgspec.json.decode(text, type=Launched) for number, text in said.items()}
         members = [
             RayMember(self._ray, self._actors[number], self._place(number, hosts[number]), self._nodes[number], one)
             for number, one in launched.items()
@@ -174,27 +174,39 @@ class RaySource:
         order = Order(place.worker, host, place.device, threads, client_key, quota_bytes)
         return msgspec.json.encode(order).decode()
 
-    def _gather(self, asked: dict[int, Any], end_s: float) -> dict[int, str]:
-        """Return what actors answered.
+    def _gather(self, which: Sequence[int], ask: Callable[[int], Any], end_s: float) -> dict[int, str]:
+        """Ask actors, all at once, and return what they answered."""
+        asked = {number: ask(number) for number in which}
+        return {number: self._answer(number, asked[number], ask, end_s) for number in which}
+
+    def _answer(self, number: int, asked: Any, ask: Callable[[int], Any], end_s: float) -> str:
+        """Return what an actor answered; ask again while Ray is starting it again.
 
         Raises:
-            PoolError: One did not in time, or could not.
+            PoolError: It did not answer in time, or could not.
         """
-        answers = {}
-        for number, reference in asked.items():
+        named = f"the actor of worker {self._first + number}"
+        late = PoolError(
+            f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, 'ray logs' what "
+            "its node is busy with"
+        )
+        while True:
+            left_s = end_s - time.monotonic()
             try:
-                answers[number] = self._ray.get(reference, timeout=max(0.0, end_s - time.monotonic()))
+                answer: str = self._ray.get(asked, timeout=max(0.0, left_s))
+                return answer
+            except self._ray.exceptions.ActorUnavailableError:
+                if left_s < 0:
+                    raise late from None
+                time.sleep(_AGAIN_S)
+                asked = ask(number)
             except self._ray.exceptions.GetTimeoutError:
-                raise PoolError(
-                    f"the actor of worker {self._first + number} did not answer in time: 'ray status' says whether "
-                    "the cluster has room for it, 'ray logs' what its node is busy with"
-                ) from None
+                raise late from None
             except (self._ray.exceptions.RayError, ConnectionError) as error:
                 raise PoolError(
-                    f"the actor of worker {self._first + number} did not start: {what(error)}\n  every node needs "
-                    f"onebox {versions()[1]} in the Python that Ray runs there: pip install 'onebox[cluster]'"
+                    f"{named} did not start: {what(error)}\n  every node needs onebox {onebox.__version__} in the "
+                    "Python that Ray runs there: pip install 'onebox[cluster]'"
                 ) from None
-        return answers
 
     def _check(self, number: int) -> None:
         """Refuse a node with other versions."""

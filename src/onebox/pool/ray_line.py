@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -60,8 +61,7 @@ def connect(address: tuple[str, int] | None) -> Any:
                     "that one, or call ray.shutdown() first"
                 )
         else:
-            if address is not None:
-                _reach(*address)
+            _reach(address)
             _initialize(ray, wanted)
             _mine = wanted
         _pools += 1
@@ -82,14 +82,21 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _reach(host: str, port: int) -> None:
-    """Find out quickly whether anybody listens: Ray itself tries for half a minute."""
+def _reach(address: tuple[str, int] | None) -> None:
+    """Find out quickly whether anybody listens: Ray itself tries for minutes."""
+    hint = "(10001 unless --ray-client-server-port says otherwise)"
+    if address is None:
+        named = os.environ.get("RAY_ADDRESS", "")
+        host, _, port = named.removeprefix("ray://").partition("/")[0].rpartition(":")
+        if not host or not port.isdecimal():  # Ray finds its own processes on this machine, or says that there are none
+            return
+        address, hint = (host.strip("[]"), int(port)), f"as RAY_ADDRESS={named} has it"
     try:
-        socket.create_connection((host, port), REACH_S).close()
-    except OSError as error:
+        socket.create_connection(address, REACH_S).close()
+    except (OSError, OverflowError) as error:
         raise PoolError(
-            f"no Ray cluster answers at {_joined(host, port)} ({error}): start one with 'ray start --head' there, "
-            "and let this machine reach its port for clients (10001 unless --ray-client-server-port says otherwise)"
+            f"no Ray cluster answers at {_joined(*address)} ({error}): start one with 'ray start --head' there, and "
+            f"let this machine reach its port for clients {hint}"
         ) from None
 
 
