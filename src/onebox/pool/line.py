@@ -59,7 +59,8 @@ class Line:
             if endpoint.startswith("tcp://"):
                 endure(socket, beats=socket is self.beats)
         self.link = Link(self.commands, partial(send, self.commands, copy=False), ports.commands)
-        self._connections = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._entries = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._beat_entries = self.beats.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.commands.connect(ports.commands)
         self.beats.connect(ports.beats)
 
@@ -73,13 +74,23 @@ class Line:
             Restarted: The worker is not the one that it was.
             WireError: What came breaks the protocol.
         """
-        if self._connections in ready:
-            while self._connections.poll(0):
-                self._connections.recv_multipart()
-                self.link.connected()
+        if self._entries in ready:
+            _drain(self._entries)
+            self.link.connected()
         if self.commands in ready:
             while self.commands.poll(0):
                 yield from self.link.receive()
+
+    def returned(self, ready: dict[Any, int]) -> bool:
+        """Tell whether the connection for signs of life was made again. That is one, too: the worker has let it in.
+
+        Args:
+            ready: What a poller has found.
+        """
+        if self._beat_entries in ready:
+            _drain(self._beat_entries)
+            return self.hello.done()
+        return False
 
     def beaten(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
         """Yield the signs of life that have come.
@@ -96,19 +107,30 @@ class Line:
 
     def listen(self, poller: zmq.Poller) -> None:
         """Let a poller watch the sockets and the process."""
-        for source in (self.commands, self.beats, self._connections, self.member.descriptor):
+        for source in (*self._sockets, self.member.descriptor):
             poller.register(source, zmq.POLLIN)
+
+    @property
+    def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        return self._entries, self._beat_entries, self.commands, self.beats
 
     def cut(self, poller: zmq.Poller) -> None:
         """Let nobody watch any more, and close the sockets; what has not gone does not go."""
-        for source in (self.commands, self.beats, self._connections, self.member.descriptor):
+        for source in (*self._sockets, self.member.descriptor):
             with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
                 poller.unregister(source)
-        self.commands.disable_monitor()
-        for socket in (self._connections, self.commands, self.beats):
+        for socket in (self.commands, self.beats):
+            socket.disable_monitor()
+        for socket in self._sockets:
             socket.close(0)
 
     def greet(self) -> None:
         """Hand on the worker's first words, once both sockets have brought something."""
         if self.words is not None and self.beating and not self.hello.done():
             self.hello.set_result(self.words)
+
+
+def _drain(monitor: zmq.Socket[bytes]) -> None:
+    """Take all events from a socket's monitor."""
+    while monitor.poll(0):
+        monitor.recv_multipart()

@@ -295,6 +295,8 @@ class Switchboard:
     def _attend(self, line: Line, ready: dict[Any, int], poller: zmq.Poller) -> None:
         """Take everything that has come from one worker."""
         try:
+            if line.returned(ready):
+                self._liveness.beat(line.place.worker, time.monotonic())
             for parts in line.beaten(ready):
                 self._take(line, parts)
             for parts in line.come(ready):

@@ -48,7 +48,7 @@ _sayings = msgspec.msgpack.Decoder(Saying)
 _encoder = msgspec.msgpack.Encoder()
 
 RECONNECT_MS = 50
-RECONNECT_MOST_MS = 400
+RECONNECT_MOST_MS = 200
 CONNECT_MS = 500
 """How soon a broken connection is made again, and how long one try may take: a cut ends unannounced."""
 
