@@ -1,0 +1,232 @@
+"""Pools over agents: each agent is a process, its host is this one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import onebox
+from onebox.errors import PoolError, UsageError, WorkerDied
+from onebox.plan import Plan
+from onebox.pool import Pool, open_pool
+from onebox.pool.agent_source import connect_agent
+from onebox.pool.keyring import KnownAgent, identity, remember_agent
+from onebox.wire import new_keys
+from onebox.wire.messages import Ask
+from tests.models import CASES, OPTIMIZERS
+from tests.reference import Outcome, assert_same, train
+
+NOTICED_S = 5.0
+"""Whatever ends is noticed within this time."""
+
+STEPS = 20
+
+
+@dataclass
+class Host:
+    """An agent in a process.
+
+    Args:
+        process: It.
+        address: Where it listens.
+    """
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def held(self) -> int:
+        """Return how many workers it has leased."""
+        line = connect_agent(self.address)
+        try:
+            return sum(len(offer.holders) for offer in line.inspect().offers)
+        finally:
+            line.close()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def start(count: int) -> list[Host]:
+    """Start agents, all at once, that the client of this test is paired with."""
+    pairs = [new_keys() for _ in range(count)]
+    command = [sys.executable, "-m", "tests.process.agent.serving"]
+    made = [
+        Host(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True), "") for _ in pairs
+    ]
+    try:
+        for keys, host in zip(pairs, made, strict=True):
+            assert host.process.stdin is not None
+            host.process.stdin.write(f"{keys.public}\n{keys.secret}\n{identity('client').public}\n")
+            host.process.stdin.flush()
+        for keys, host in zip(pairs, made, strict=True):
+            assert host.process.stdout is not None
+            host.address = host.process.stdout.readline().strip().removeprefix("tcp://")
+            remember_agent(KnownAgent(host.address, keys.public, "host"))
+    except BaseException:
+        for host in made:
+            host.end()
+        raise
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for this test's own keys."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("config")
+        patch.setenv("ONEBOX_CONFIG", str(path))
+        patch.delenv("ONEBOX_POOL", raising=False)
+        yield path
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Two agents that every test leaves with nothing leased."""
+    made = start(2)
+    yield made[0], made[1]
+    for host in made:
+        host.end()
+
+
+@pytest.fixture(scope="module")
+def pool(hosts: tuple[Host, Host]) -> Iterator[Pool]:
+    """A pool of one worker of each agent, for tests that leave it whole."""
+    with onebox.open(f"{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1) as opened:
+        yield opened
+
+
+def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:
+    """Wait until something is so."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_devices_of_several_hosts_have_one_numbering(hosts: tuple[Host, Host], pool: Pool) -> None:
+    assert [(device.number, device.host, device.device, device.threads) for device in pool.devices] == [
+        (number, host.address, "cpu", 1) for number, host in enumerate(hosts)
+    ]
+    assert {device.address for device in pool.devices} == {"127.0.0.1"}
+    assert [host.held() for host in hosts] == [1, 1]
+
+
+@pytest.mark.parametrize("sync", ["workers", "client"])
+def test_training_over_two_agents_gives_the_result_of_one_process(pool: Pool, sync: str) -> None:
+    case = CASES["mlp"]
+    batches = case.batches([8] * STEPS)
+    here = case.model()
+    plan = Plan.data_parallel(range(2), (1.0, 1.0))
+    expected = train(
+        here,
+        case.loss,
+        OPTIMIZERS["adamw"](here),
+        batches,
+        lambda size: [part.size for part in plan.micro_batches(size)],
+    )
+    model = case.model()
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, sync=sync, check_every=1) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in batches]
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert_same(Outcome(losses=losses, norms=[], tensors=tensors), expected)
+
+
+def test_tensors_go_from_host_to_host(pool: Pool) -> None:
+    x_BD = torch.arange(6.0, dtype=torch.float64, device="vgpu:0").reshape(2, 3)
+    y_BD = (x_BD.to("vgpu:1") + 1).to("vgpu:0") * x_BD
+    assert y_BD.cpu().tolist() == [[0, 2, 6], [12, 20, 30]]
+
+
+def test_workers_of_this_machine_beside_those_of_an_agent(hosts: tuple[Host, Host], folder: Path) -> None:
+    file = folder / "lab.toml"
+    file.write_text(
+        f'[[hosts]]\naddress = "{hosts[1].address}"\ndevices = "cpu"\nthreads = 1\nmemory = "64MiB"\n'
+        '[[hosts]]\naddress = "local"\ndevices = "cpu"\nthreads = 1\n'
+    )
+    with onebox.open(str(file)) as mixed:
+        assert [device.host for device in mixed.devices] == [hosts[1].address, "localhost"]
+        assert mixed.devices[0].memory_bytes == 64 << 20
+        assert (torch.ones(3, device="vgpu:0").to("vgpu:1") * 3).to("vgpu:0").sum().item() == 9
+
+
+def test_nothing_is_leased_where_a_pool_cannot_be_opened(hosts: tuple[Host, Host]) -> None:
+    before = [host.held() for host in hosts]
+    with pytest.raises(UsageError, match=rf"{hosts[0].address} has no cuda:0 to lease; it offers cpu"):
+        open_pool(f"{hosts[1].address}/cpu,{hosts[0].address}/cuda:0")
+    assert [host.held() for host in hosts] == before
+
+
+def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
+    hosts: tuple[Host, Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = f"{hosts[0].address}/cpu"
+    held = hosts[0].held()
+    first = open_pool(spec, threads=2 - held)
+    opened: list[Pool] = []
+    with caplog.at_level(logging.WARNING, "onebox.pool"):
+        with pytest.raises(PoolError, match="refuses: what is asked for is leased: ana"):
+            open_pool(spec, threads=1, wait=False)
+        waiting = threading.Thread(target=lambda: opened.append(open_pool(spec, threads=1)))
+        waiting.start()
+        try:
+            until(lambda: bool(caplog.records))
+        finally:
+            first.close()
+            waiting.join(30)
+    (record,) = caplog.records
+    assert record.getMessage() == f"waiting for {hosts[0].address}: place 1 in its queue, behind ana"
+    assert hosts[0].held() == held + 1
+    opened[0].close()
+    assert hosts[0].held() == held
+
+
+def failure(pool: Pool, worker: int) -> WorkerDied:
+    """Ask a worker until that fails; return the error."""
+    end_s = time.monotonic() + NOTICED_S
+    with pytest.raises(WorkerDied) as raised:
+        while time.monotonic() < end_s:
+            pool.post(worker, [Ask("memory")], answer=True).result(NOTICED_S)
+            time.sleep(0.05)
+    return raised.value
+
+
+def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host, Host]) -> None:
+    with open_pool(f"{hosts[1].address}/cpu", threads=1) as opened:
+        (number,) = opened.process_ids
+        os.kill(number, signal.SIGKILL)
+        error = failure(opened, 0)
+        assert (error.worker, error.host, error.exit_status) == (0, hosts[1].address, -signal.SIGKILL)
+        assert f"worker 0 (cpu on {hosts[1].address}), process {number}, was ended by signal 9" in str(error)
+        healing = opened.heal()
+        assert (healing.replaced, healing.gone) == ((0,), ())
+        assert opened.process_ids != (number,)
+        assert opened.devices[0].host == hosts[1].address
+        opened.post(0, [Ask("memory")], answer=True).result(NOTICED_S)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_ends_or_hangs_is_noticed(folder: Path, how: signal.Signals) -> None:
+    with contextlib.ExitStack() as stack:
+        (host,) = start(1)
+        stack.callback(host.end)
+        opened = stack.enter_context(open_pool(f"{host.address}/cpu", threads=1))
+        host.process.send_signal(how)
+        error = failure(opened, 0)
+        assert (error.worker, error.host) == (0, host.address)
+        assert f"worker 0 (cpu on {host.address})" in str(error)
+        begin_s = time.monotonic()
+        opened.close()
+        assert time.monotonic() - begin_s < NOTICED_S
