@@ -1,4 +1,5 @@
-"""The commands ``onebox train``, ``plan``, ``run``, ``devices``, ``profile`` and ``env``.
+"""The commands ``onebox train``, ``plan``, ``run``, ``devices``, ``profile`` and ``env``; and, for pools of several
+machines, ``serve``, ``pair``, ``status`` and ``logs``.
 
 What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
 damaged file), 1 for what failed on the way, 130 after Ctrl-C.
@@ -58,6 +59,7 @@ def _run(arguments: Sequence[str]) -> int:
     """Find the command, run it, and return the exit status; each command is imported only when it is called."""
     from onebox.cli.arguments import parse
     from onebox.cli.config import DevicesConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+    from onebox.cli.machines_config import MachinesConfig
 
     config = parse(arguments)
     if isinstance(config, TrainConfig):
@@ -80,6 +82,10 @@ def _run(arguments: Sequence[str]) -> int:
         from onebox.cli.profile import show_profile
 
         show_profile(config)
+    elif isinstance(config, MachinesConfig):
+        from onebox.cli.machines import run_machines
+
+        run_machines(config)
     else:
         from onebox.cli.env import show_environment
 

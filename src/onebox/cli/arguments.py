@@ -11,9 +11,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from onebox.cli.config import Config, DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+from onebox.cli.machines_config import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
+
+Config = TrainConfig | PlanConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
 
 _Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
@@ -21,6 +24,10 @@ _Command = (
     | Annotated[RunConfig, tyro.conf.subcommand("run")]
     | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
     | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
+    | Annotated[ServeConfig, tyro.conf.subcommand("serve")]
+    | Annotated[PairConfig, tyro.conf.subcommand("pair")]
+    | Annotated[StatusConfig, tyro.conf.subcommand("status")]
+    | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]
 )
 _BARE = ("--help", "-h", "--sync")

@@ -66,9 +66,10 @@ class JobConfig(_OfPool):
         momentum: Momentum, for sgd; without it 0.9.
         precision: fp32, or bf16 for autocast (parameters stay fp32).
         seed: Seed of weights, order of samples and dropout.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2. Emulated ones: cpu@0.5 is a CPU worker at half of
-            its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that a core
-            of this machine would take.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
+            as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
+            half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
+            a core of this machine would take.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
 
@@ -245,10 +246,11 @@ class PlanConfig(JobConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesConfig(_OfPool):
-    """Show the devices that a pool of this machine has.
+    """Show the devices that a pool has; those of other machines with who has leased them, and without leasing them.
 
     Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5, sim*4@2.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         json: Print a JSON list.
@@ -278,7 +280,8 @@ class ProfileConfig(_OfPool):
         model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
         data: Data set that the model is for; see onebox train.
         micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5, sim*4@2.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         fresh: Measure even what is known, and keep the new figures.
@@ -320,7 +323,8 @@ class RunConfig(_OfPool):
     script's. This machine needs no GPU for that, and its PyTorch no CUDA.
 
     Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; emulated ones: cpu@0.5.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         threads: CPU threads of each worker; without it an equal share of the cores.
         memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
         sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
@@ -347,9 +351,6 @@ class EnvConfig:
     """
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-
-Config = TrainConfig | PlanConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig
 
 
 _LARGEST = 4096

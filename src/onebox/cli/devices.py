@@ -1,4 +1,4 @@
-"""``onebox devices``: what a pool of this machine has."""
+"""``onebox devices``: what a pool has; of other machines without leasing it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import msgspec
 
 from onebox.cli.config import DevicesConfig
 from onebox.cli.console import OutputConsole
+from onebox.cli.hosts import agent_parts, connected
 from onebox.pool import DeviceInfo, Pool, open_pool
-from onebox.report import DeviceRow, device_table
+from onebox.pool.spec import AgentPart, wants
+from onebox.report import DeviceRow, OfferRow, device_table, offer_table
+from onebox.wire.agents import Offer
 
 
 def show_devices(config: DevicesConfig) -> None:
-    """Open a pool and print its devices, as a table or as a JSON list.
+    """Print a pool's devices, as a table or as a JSON list.
 
     Raises:
-        OneboxError: The pool cannot be opened.
+        OneboxError: The pool cannot be opened, or its agents cannot be looked at.
     """
+    parts = agent_parts(config.pool)
+    if parts is not None:
+        _show_offers(parts, json=config.json)
+        return
     with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
         if config.json:
             print(msgspec.json.encode(pool.devices).decode())
@@ -39,3 +46,44 @@ def _row(device: DeviceInfo) -> DeviceRow:
         emulated=device.emulated,
         speed=device.speed,
     )
+
+
+def _show_offers(parts: tuple[AgentPart, ...], *, json: bool) -> None:
+    rows: list[OfferRow] = []
+    with connected([part.address for part in parts]) as lines:
+        for part, line in zip(parts, lines, strict=True):
+            offers = line.inspect().offers
+            for want in wants(part, offers):
+                rows.append(
+                    OfferRow(
+                        number=len(rows), address=part.address, device=want.device, offer=_meant(want.device, offers)
+                    )
+                )
+    if json:
+        print(msgspec.json.encode([_plain(row) for row in rows]).decode())
+        return
+    console = OutputConsole()
+    table = offer_table(rows)
+    console.widen([table])
+    console.print(table)
+
+
+def _meant(device: str, offers: tuple[Offer, ...]) -> Offer | None:
+    """Return the offer of a device; None where any GPU would do."""
+    return next((offer for offer in offers if offer.device == device), None)
+
+
+def _plain(row: OfferRow) -> dict[str, object]:
+    """Return a device as it is written in JSON."""
+    found: dict[str, object] = {"number": row.number, "host": row.address, "device": row.device}
+    if row.offer is None:
+        return found
+    offer = row.offer
+    return found | {
+        "name": offer.name,
+        "memory_bytes": offer.memory_bytes,
+        "free_bytes": offer.free_bytes,
+        "threads": offer.threads,
+        "load": offer.load,
+        "holders": [msgspec.structs.asdict(holder) for holder in offer.holders],
+    }

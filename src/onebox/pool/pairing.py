@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import hmac
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -48,16 +46,6 @@ _AWAY_MS = 200
 """How long that sign may take to leave; it may be lost."""
 
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-def own_name() -> str:
-    """Return the name that this user of this host has for others: ``user@host``."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without an entry, as in containers
-        user = str(os.getuid())
-    name = f"{user}@{socket.gethostname()}"
-    return name if is_name(name) else f"{os.getuid()}@somewhere"
 
 
 # ---- the agent's side

@@ -5,6 +5,7 @@ Nothing here starts a thread or touches a global logger.
 
 from onebox.report.comparison import Comparison, DeviceComparison, Pair, StageComparison, compare, typical_step
 from onebox.report.folder import RunFolder
+from onebox.report.machines import HostState, OfferRow, offer_table, printable, status_table
 from onebox.report.metrics import MetricsLog, rewind_metrics
 from onebox.report.plan_tables import (
     candidate_table,
@@ -16,7 +17,7 @@ from onebox.report.plan_tables import (
 from onebox.report.progress import Progress
 from onebox.report.segments import segment_tables
 from onebox.report.speeds import profile_tables
-from onebox.report.tables import DeviceRow, device_table, epoch_line
+from onebox.report.tables import DeviceRow, device_table, epoch_line, memory_text
 from onebox.report.timeline import Span, Timeline
 from onebox.report.trace import timeline_of
 
@@ -24,7 +25,9 @@ __all__ = [
     "Comparison",
     "DeviceComparison",
     "DeviceRow",
+    "HostState",
     "MetricsLog",
+    "OfferRow",
     "Pair",
     "Progress",
     "RunFolder",
@@ -36,11 +39,15 @@ __all__ = [
     "comparison_tables",
     "device_table",
     "epoch_line",
+    "memory_text",
+    "offer_table",
     "plan_device_table",
+    "printable",
     "profile_tables",
     "rewind_metrics",
     "segment_tables",
     "stage_table",
+    "status_table",
     "summary_line",
     "timeline_of",
     "typical_step",

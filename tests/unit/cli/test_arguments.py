@@ -116,8 +116,8 @@ def test_all_flags_of_plan() -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("", ["{train, plan, run, devices, profile, env}", "onebox --help"]),
-        ("trian", ["trian", "the commands are train, plan, run, devices, profile, env"]),
+        ("", ["{train, plan, run, devices, profile, serve, pair, status, logs, env}", "onebox --help"]),
+        ("trian", ["trian", "the commands are train, plan, run, devices, profile, serve, pair, status, logs, env"]),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),

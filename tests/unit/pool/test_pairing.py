@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.keyring import is_name
-from onebox.pool.pairing import PairingDoor, own_name, pair_with
+from onebox.pool.pairing import PairingDoor, pair_with
 from onebox.pool.pairing_code import Code, new_code, read_code
 from onebox.wire import configure, new_keys
 from onebox.wire.agents import Pair, Paired
@@ -109,11 +108,6 @@ def test_keys_of_a_code() -> None:
     assert code.agent_keys == read_code(code.text).agent_keys
     assert len({keys.secret for one in (code, other) for keys in (one.agent_keys, one.client_keys)}) == 4
     assert code.text not in repr(code)
-
-
-def test_a_name_for_others() -> None:
-    assert "@" in own_name()
-    assert is_name(own_name())
 
 
 # ---- both sides

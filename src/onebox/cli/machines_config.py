@@ -1,0 +1,211 @@
+"""The options of the commands for pools of several machines: ``serve``, ``pair``, ``status`` and ``logs``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from onebox.cli.config import parse_bytes
+from onebox.errors import UsageError
+
+AGENT_PORT = 7171
+PAIRING_PORT = 7172
+
+_Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+_Host = Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")]
+_Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
+_Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
+_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+_Float = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]
+_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Offer this machine's devices to the clients that were paired with it, until Ctrl-C.
+
+    An unprivileged worker process is started for each device, or part of one, that a client leases. What happens is
+    printed as JSON lines.
+
+    Args:
+        devices: What is offered: auto (all GPUs, and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
+        memory: The most memory of each device that is offered, such as 20GiB; without it all.
+        cores: The most cores that are offered; without it all that this process may use.
+        bind: IP address to listen at: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
+        port: Port to listen at; 0 for any that is free.
+        advertise: Address of this machine that clients and other workers are to connect to, where that is not the one
+            that it listens at: behind a NAT, or with several networks.
+        max_devices_per_client: The most workers that one client may have; 0 for no limit.
+        max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
+        max_cores_per_client: The most cores that one client may have; 0 for no limit.
+        max_lease: Seconds after which a lease ends, in use or not; without it it does not end by that.
+        journal: A file for the JSON lines too; onebox logs shows what is in it from earlier times.
+        metrics_port: Serve metrics for Prometheus at this port, 0 for any that is free; without it there are none.
+        metrics_address: IP address for metrics. They are not encrypted; whoever reaches it can read them.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    devices: str = "auto"
+    memory: _Bytes = None
+    cores: _Int = None
+    bind: str = "0.0.0.0"
+    port: int = AGENT_PORT
+    advertise: _Address = None
+    max_devices_per_client: int = 0
+    max_memory_per_client: _Bytes = None
+    max_cores_per_client: int = 0
+    max_lease: _Float = None
+    journal: _File = None
+    metrics_port: _Int = None
+    metrics_address: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        _at_least(0, max_devices_per_client=self.max_devices_per_client, max_cores_per_client=self.max_cores_per_client)
+        _at_least(1, cores=self.cores)
+        _check_port("port", self.port, least=0)
+        _check_port("metrics-port", self.metrics_port, least=0)
+        _check_ip("bind", self.bind)
+        _check_ip("metrics-address", self.metrics_address)
+        if self.max_lease is not None and not 0 < self.max_lease < math.inf:
+            raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
+        _ = self.memory_bytes, self.client_memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_bytes("--memory", self.memory)
+
+    @property
+    def client_memory_bytes(self) -> int:
+        """``max_memory_per_client`` in bytes; 0 for no limit."""
+        text = self.max_memory_per_client
+        return 0 if text is None else parse_bytes("--max-memory-per-client", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """Make a client and an agent known to each other; only clients that were paired with an agent are let in.
+
+    On the agent's machine, onebox pair --accept prints a code that works once, for ten minutes. On the client's,
+    onebox pair HOST asks for it, and then each keeps the other's key. Nothing is sent that helps who has not the code.
+
+    Args:
+        host: The agent's address, as pools are to name it.
+        accept: Let a client be paired with the agents that this user runs on this machine.
+        list: Show whom this user's agents let in, and the agents that this user was paired with.
+        remove: Let a client in no longer: its name, or its fingerprint.
+        forget: Forget the key of the agent at this address.
+        name: How others are to see this client, with HOST; without it USER@HOST.
+        bind: IP address to listen at, with --accept.
+        pairing_port: Port of the pairing, on both sides.
+
+    Raises:
+        UsageError: Not just one thing is asked for, or a value is out of range.
+    """
+
+    host: Annotated[_Host, tyro.conf.Positional] = None
+    accept: _Flag = False
+    list: _Flag = False
+    remove: _Text = None
+    forget: _Host = None
+    name: _Text = None
+    bind: str = "0.0.0.0"
+    pairing_port: int = PAIRING_PORT
+
+    def __post_init__(self) -> None:
+        asked = {
+            f"HOST {self.host}": self.host is not None,
+            "--accept": self.accept,
+            "--list": self.list,
+            f"--remove {self.remove}": self.remove is not None,
+            f"--forget {self.forget}": self.forget is not None,
+        }
+        given = [what for what, there in asked.items() if there]
+        if len(given) != 1:
+            what = f"{given[0]} and {given[1]}: give one of them" if given else "pair with whom"
+            raise UsageError(
+                f"{what}? On the agent's machine: onebox pair --accept; on the client's: onebox pair HOST; or --list, "
+                "--remove, --forget"
+            )
+        if self.name is not None and self.host is None:
+            raise UsageError(f"--name {self.name} is for a client: onebox pair HOST --name {self.name}")
+        _check_port("pairing-port", self.pairing_port, least=1)
+        _check_ip("bind", self.bind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show what agents offer, who has leased it, who waits, and how busy it is; nothing is leased.
+
+    On a terminal the table stays until Ctrl-C; elsewhere it is printed once.
+
+    Args:
+        pool: Hosts, such as lab1,lab2:7171, or a file NAME.toml; without it all that this client was paired with.
+        once: Print it once.
+        json: Print a JSON list, once.
+        every: Seconds between two looks at the agents.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    once: _Flag = False
+    json: _Flag = False
+    every: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.every <= 3600:
+            raise UsageError(f"--every {self.every}: allowed are 0.1 to 3600 seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsConfig:
+    """Print the newest lines of an agent's log: JSON objects, one a line.
+
+    Args:
+        host: The agent's address.
+        lines: The most lines, up to 1000.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST[:PORT]")]
+    lines: int = 50
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lines <= 1000:
+            raise UsageError(f"--lines {self.lines}: allowed are 1 to 1000")
+
+
+MachinesConfig = ServeConfig | PairConfig | StatusConfig | LogsConfig
+
+
+def _at_least(least: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are {least} and more")
+
+
+def _check_port(name: str, port: int | None, *, least: int) -> None:
+    if port is not None and not least <= port <= 65535:
+        free = ", and 0 for any that is free" if least == 0 else ""
+        raise UsageError(f"--{name} {port}: allowed are 1 to 65535{free}")
+
+
+def _check_ip(name: str, address: str) -> None:
+    try:
+        ip_address(address)
+    except ValueError:
+        raise UsageError(
+            f"--{name} {address}: allowed are IP addresses of this machine, such as 127.0.0.1, and 0.0.0.0 for all"
+        ) from None
