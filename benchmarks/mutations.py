@@ -1,0 +1,326 @@
+"""Messages that are almost right: mutations of valid ones, the same for the same seed.
+
+Samples hold every kind of instruction and request that a worker or an agent carries out by itself. Those that wait
+for other workers are in :data:`WAITING`: a client that sends them alone waits, as it asked to; they are only decoded.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from onebox.pool.versions import own_versions
+from onebox.wire import (
+    FREE,
+    Block,
+    Complex,
+    DType,
+    Generator,
+    Hole,
+    Items,
+    Kernel,
+    Layout,
+    Many,
+    Operator,
+    OwnDevice,
+    Program,
+    Slot,
+    Source,
+    Strided,
+    TensorSpec,
+    encode,
+    new_keys,
+)
+from onebox.wire.agents import Inspect, Introduce, Lease, Pair, Paired, ReadLog, Release, Renew, Want, encode_agent
+from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.messages import (
+    Ask,
+    Bye,
+    Call,
+    Define,
+    Envelope,
+    FormGroup,
+    Free,
+    Gather,
+    Get,
+    LeaveGroup,
+    Optimizer,
+    OptimizerStep,
+    Put,
+    Receive,
+    Reduce,
+    Rendezvous,
+    Routine,
+    Run,
+    Send,
+    Snapshot,
+    StateEntry,
+    StoredProgram,
+)
+from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
+
+SPEC = TensorSpec("float32", (2, 3))
+FRAME = bytes(24)
+"""The elements of one such tensor."""
+
+_LAYOUT = Strided("float32", (2, 3), (3, 1), 0, 24)
+_PROGRAM = Program(
+    (SPEC, SPEC),
+    (
+        Operator("aten.cat.default", (Many((Slot(0), Slot(1))), 0), {}, (2,), (TensorSpec("float32", (4, 3)),), (0, 1)),
+        Operator("aten.sum.dim_IntList", (Slot(2), Many((0,))), {"dtype": DType("float32")}, (3,), (None,), (2,)),
+    ),
+    (3,),
+    4,
+)
+_ADD = Kernel("aten.add.Tensor", (Slot(0), Slot(1)), {"alpha": Hole(0)}, 2, 1, (_LAYOUT,))
+_MAKE = Kernel(
+    "aten.full.default",
+    (Items((2, 3)), Hole(0)),
+    {"dtype": DType("float32"), "device": OwnDevice(), "layout": Layout()},
+    0,
+    1,
+    (_LAYOUT,),
+)
+_ODD = Kernel(
+    "aten._foreach_add_.ScalarList",
+    (Items((Slot(0), Slot(1))), Items((Hole(0), Complex(1.0, -2.0), True, None))),
+    {"generator": Source(9)},
+    2,
+    1,
+    (_LAYOUT, None),
+)
+
+CARRIED_OUT = [
+    Envelope(1, True, (Put((1, 2), (SPEC, SPEC)), Define(3, StoredProgram(_PROGRAM)), Call(3, (1, 2), (4,)))),
+    Envelope(2, False, (Put((1, 2), (SPEC, SPEC)), Snapshot((1, 2), (5, 6)), Free((5,), (99,)))),
+    Envelope(3, True, (Put((1, 2), (SPEC, SPEC)), Define(4, Routine((Call(3, (-1, 2), (4,)), Ask("scalars", ())), 1)))),
+    Envelope(4, True, (Run(4, (1,), 7, 9, (), True), Ask("digest", (1, 2)), Ask("memory"))),
+    Envelope(
+        5,
+        True,
+        (
+            Put((1, 2), (SPEC, SPEC)),
+            Define(6, Optimizer("Adam", (((0,), {"lr": 0.1, "betas": (0.9, 0.99)}),), (1,), ())),
+            OptimizerStep(6, (2,), 1.0),
+        ),
+    ),
+    Envelope(6, True, (Put((1,), (SPEC,)), Define(7, _ADD), Operate((7, 1, 1, 2, FREE, 0), (0.5,)), Get((2,)))),
+    Envelope(7, True, (Define(8, _MAKE), Define(9, Generator(3)), Operate((8, 4), (1.5,)))),
+    Envelope(8, True, (Define(10, Block((7, 0, 0, 1), 1, (1,), 1)), Replay(10, (1,), (4,), (0.5,)))),
+    Envelope(9, True, (Perform(_MAKE, (), (0.1,), 10), SetGenerator(9, 7), KeepGenerator(9, 4), Get((10,)))),
+    Envelope(10, False, (Perform(_ODD, (1, 2), (0.1,), 12),)),
+    Envelope(11, True, (LeaveGroup(3), Rendezvous(1, b"x"), Get((1, 2)))),
+]
+"""What a worker does at once; each buffer that is put takes one frame."""
+
+WAITING = [
+    Envelope(12, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), Reduce((1,), 1), Send(1, 1, 1))),
+    Envelope(13, True, (Receive(4, SPEC, 1, 1), Gather(1, 5, SPEC, 1), Bye())),
+    Envelope(14, True, (Define(6, Optimizer("SGD", (((0,), {}),), (1,), (StateEntry(0, "m", SPEC),))),)),
+]
+SAYINGS = [
+    Hello(1, "2.13.0", "cpu", "a processor", 2, 2**34),
+    Reply(3, (Scalars((1.0, 2.0)),), None, (1, 2)),
+    Reply(4, (Made((_LAYOUT, Complex(0.0, 1.0), True, 3, 0.5, None), ()),)),
+    Lookup(1, 2, "set", ("key",), b"value"),
+    Contribution(1, 2, 3, SPEC),
+]
+
+
+def envelopes(*, waiting: bool) -> list[bytes]:
+    """Return encoded messages to a worker, with those that wait for other workers or without."""
+    return [encode(sample) for sample in (CARRIED_OUT + WAITING if waiting else CARRIED_OUT)]
+
+
+def requests() -> list[bytes]:
+    """Return encoded requests to an agent."""
+    key = new_keys().public
+    return [
+        encode_agent(request)
+        for request in (
+            Introduce(1, own_versions(), "ana@desk"),
+            Inspect(2),
+            Lease(3, (Want("cpu", 1, 1 << 20), Want("cpu")), key, 3.0, True, 1.0),
+            Lease(4, (Want("cuda:0"),), key),
+            Renew(5),
+            Release(6, 1),
+            Release(7, 0, 3),
+            ReadLog(8, 100),
+        )
+    ]
+
+
+def pairings() -> list[bytes]:
+    """Return encoded messages of a pairing."""
+    return [encode_agent(Pair("ana@desk", new_keys().public)), encode_agent(Paired("host", new_keys().public))]
+
+
+LIMITS = [
+    b"\xcf" + b"\xff" * 8,  # 2^64 - 1
+    b"\xcf\x80" + bytes(7),  # 2^63
+    b"\xd3\x80" + bytes(7),  # - 2^63
+    b"\xce\xff\xff\xff\xff",
+    b"\xd2\x80\x00\x00\x00",
+    b"\xff",  # - 1
+    b"\x00",
+    b"\xcb\x7f\xf0" + bytes(6),  # infinity
+    b"\xcb\xff\xf8" + bytes(6),  # not a number
+    b"\xcb\x7f\xef" + b"\xff" * 6,  # the largest
+    b"\xc0",
+    b"\xc3",
+    b"\xa0",
+    b"\x90",
+    b"\x80",
+]
+"""Encoded values at the ends of what can be said."""
+
+VALUES = [
+    *(sign * 2**power + by for power in (0, 7, 15, 31, 40, 62) for sign in (1, -1) for by in (-1, 0, 1)),
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+    0.0,
+    -0.0,
+    1e308,
+    5e-324,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    None,
+    True,
+    False,
+    "",
+    "x" * 1000,
+    "aten.add.Tensor",
+    "__class__",
+    b"",
+    [],
+    {},
+    [0, -1, 1],
+]
+"""What to put in the place of a value."""
+
+_LONG = b"\xdb\xc6\xdd\xdf\xc9"
+"""Beginnings of texts, bytes, arrays, maps and extensions whose length follows in four bytes."""
+
+DEPTHS = (10, 600, 5_000)
+
+
+def _leaves(tree: Any, place: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return all values in a tree of lists and maps, with their places."""
+    if isinstance(tree, list | dict) and tree:
+        steps = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [found for step, value in steps for found in _leaves(value, [*place, step])]
+    return [(tree, place)] if place else []
+
+
+def _values(message: bytes) -> list[Any]:
+    """Return all values in a message; none where it is not of MessagePack."""
+    try:
+        return [leaf for leaf, _ in _leaves(msgspec.msgpack.decode(message), [])]
+    except msgspec.DecodeError:
+        return []
+
+
+class Mutator:
+    """Makes messages that are almost right.
+
+    Args:
+        seed: For the same ones again.
+        samples: Valid messages.
+    """
+
+    def __init__(self, seed: int, samples: Sequence[bytes]) -> None:
+        self._chance = random.Random(seed)
+        self._samples = list(samples)
+        self._kinds = [
+            self._flip,
+            self._flip,
+            self._write,
+            self._cut,
+            self._splice,
+            self._remove,
+            self._repeat,
+            self._limit,
+            self._limit,
+            self._limit,
+            self._lie,
+            self._nest,
+            self._noise,
+            *[self._exchange] * 8,
+        ]
+        self._leaves = [leaf for sample in self._samples for leaf in _values(sample)]
+
+    def next(self) -> bytes:
+        """Return the next message: a sample with one to three mutations."""
+        message = self._chance.choice(self._samples)
+        for _ in range(self._chance.choice((1, 1, 1, 2, 3))):
+            message = self._chance.choice(self._kinds)(message)
+        return message
+
+    def _place(self, message: bytes) -> int:
+        return self._chance.randrange(len(message)) if message else 0
+
+    def _flip(self, message: bytes) -> bytes:
+        if not message:
+            return message
+        changed = bytearray(message)
+        for _ in range(self._chance.randrange(1, 5)):
+            changed[self._place(message)] ^= 1 << self._chance.randrange(8)
+        return bytes(changed)
+
+    def _write(self, message: bytes) -> bytes:
+        place = self._place(message)
+        return message[:place] + self._chance.randbytes(self._chance.randrange(1, 5)) + message[place + 1 :]
+
+    def _cut(self, message: bytes) -> bytes:
+        return message[: self._place(message)]
+
+    def _splice(self, message: bytes) -> bytes:
+        other = self._chance.choice(self._samples)
+        return message[: self._place(message)] + other[self._place(other) :]
+
+    def _remove(self, message: bytes) -> bytes:
+        place = self._place(message)
+        return message[:place] + message[place + self._chance.randrange(1, 8) :]
+
+    def _repeat(self, message: bytes) -> bytes:
+        begin = self._place(message)
+        end = min(len(message), begin + self._chance.randrange(1, 40))
+        return message[:end] + message[begin:end] * self._chance.choice((1, 2, 50)) + message[end:]
+
+    def _limit(self, message: bytes) -> bytes:
+        place = self._place(message)
+        return message[:place] + self._chance.choice(LIMITS) + message[place + 1 :]
+
+    def _lie(self, message: bytes) -> bytes:
+        """Announce more than there is."""
+        place = self._place(message)
+        length = self._chance.choice([2**16, 2**24, 2**31 - 1, 2**32 - 1])
+        return message[:place] + bytes([self._chance.choice(_LONG)]) + struct.pack(">I", length) + message[place:]
+
+    def _nest(self, message: bytes) -> bytes:
+        place = self._place(message)
+        return message[:place] + self._chance.choice((b"\x91", b"\x81")) * self._chance.choice(DEPTHS) + message[place:]
+
+    def _exchange(self, message: bytes) -> bytes:
+        """Put other values in the places of some: still a message, which may well be of the protocol."""
+        try:
+            tree = msgspec.msgpack.decode(message)
+            places = [place for _, place in _leaves(tree, [])]
+            for place in self._chance.sample(places, min(len(places), self._chance.choice((1, 1, 2, 4)))):
+                holder = tree
+                for step in place[:-1]:
+                    holder = holder[step]
+                holder[place[-1]] = self._chance.choice(VALUES if self._chance.random() < 0.5 else self._leaves)
+            return msgspec.msgpack.encode(tree)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError, IndexError):
+            return message  # what other mutations have made of it is no tree
+
+    def _noise(self, message: bytes) -> bytes:
+        return self._chance.randbytes(self._chance.randrange(64))

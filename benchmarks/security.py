@@ -1,0 +1,373 @@
+"""Does anything that a stranger or a malicious client says make an agent or a worker crash, hang, answer or grow?
+
+Mutations of valid messages go to the decoders of both, in a process of their own; a share of them, stated in the table,
+goes with a valid key over sockets to a worker, which carries out what is still an instruction, and to an agent. Then
+intruders try to be let in: without a key, with a wrong one, with a recorded handshake, with an expired lease.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+from common import finish, show
+from intruders import Recorder, disguises, got_in, hears, replay
+from mutations import FRAME, Mutator, envelopes, requests
+
+from onebox.errors import WireError
+from onebox.pool.failures import Place
+from onebox.pool.process import SocketFolder, WorkerProcess
+from onebox.pool.versions import own_versions
+from onebox.wire import KeyPair, configure, decode_saying, encode, new_keys
+from onebox.wire.agents import (
+    Inspect,
+    Introduce,
+    Introduced,
+    Lease,
+    Leased,
+    Release,
+    Renew,
+    Stock,
+    Want,
+    decode_agent_saying,
+    encode_agent,
+)
+from onebox.wire.messages import Ask, Envelope
+from onebox.wire.sayings import Reply
+from onebox.worker import WorkerConfig
+
+WORKER_SHARE = 0.05
+AGENT_SHARE = 0.005
+"""Shares of the messages that go over sockets: a worker carries out some thousand in a second, an agent hears 100 of
+each new connection and 50 a second from then on."""
+
+BATCH = 40
+SESSION = 90
+ANSWER_S = 30.0
+"""A worker or an agent that answers a valid question later than that hangs."""
+
+QUOTA_BYTES = 256 << 20
+PROBE = 1 << 40
+TARGETS = Path(__file__).with_name("security_targets.py")
+
+
+def main() -> None:
+    """Attack and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    finish(attack(options.messages, options.seed), as_json=options.json)
+
+
+def attack(messages: int, seed: int) -> dict[str, Any]:
+    """Send so many messages, let intruders try, print a table of both, and return the counts."""
+    to_worker, to_agent = int(messages * WORKER_SHARE), int(messages * AGENT_SHARE)
+    found = {
+        "decoders": decoders(messages - to_worker - to_agent, seed),
+        "worker": worker(to_worker, seed + 100),
+        "agent": agent(to_agent, seed + 200),
+    }
+    tried = intruders()
+    columns = ["messages", "crashes", "hangs", "grown_bytes", "seconds"]
+    show(
+        f"Mutated messages, seed {seed}",
+        ["to", *columns[:3], "grown MiB", "s"],
+        [
+            [name, *(f"{of[key]:,}" for key in columns[:3]), f"{of['grown_bytes'] / 2**20:.0f}", f"{of['seconds']:.0f}"]
+            for name, of in found.items()
+        ],
+    )
+    show("Intruders", ["who", "at", "got in"], [[who, at, "yes" if inside else "no"] for who, at, inside in tried])
+    return {
+        "messages": sum(of["messages"] for of in found.values()),
+        "crashes": sum(of["crashes"] for of in found.values()),
+        "hangs": sum(of["hangs"] for of in found.values()),
+        "intruders": sum(inside for _, _, inside in tried),
+        "attempts": len(tried),
+        "grown_bytes": max(of["grown_bytes"] for of in found.values()),
+        "examples": [example for of in found.values() for example in of["examples"]],
+        "seed": seed,
+    }
+
+
+# ---- decoders
+
+
+def decoders(count: int, seed: int) -> dict[str, Any]:
+    """Decode messages in a process of its own; the end of that process is a crash, its silence a hang."""
+    begin_s = time.monotonic()
+    command = [sys.executable, str(TARGETS), "decoders", str(count), str(seed)]
+    found: dict[str, Any] = {"messages": count, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60 + count / 1000, check=False)
+    except subprocess.TimeoutExpired:
+        found["hangs"] = 1
+    else:
+        if run.returncode == 0:
+            found = json.loads(run.stdout)
+        else:
+            found |= {"crashes": 1, "examples": [f"status {run.returncode}: {run.stderr[-300:]}"]}
+    return found | {"seconds": time.monotonic() - begin_s}
+
+
+# ---- a worker
+
+
+class Worker:
+    """A worker that is attacked by its own client.
+
+    Args:
+        address: Where it listens: an IP address, or a folder.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.keys, self.own = new_keys(), new_keys()
+        config = WorkerConfig(
+            "cpu", 1, self.own.public, self.own.secret, self.keys.public, address, quota_bytes=QUOTA_BYTES
+        )
+        self.process = WorkerProcess(Place(worker=0, host="localhost", device="cpu"), config)
+        self.ports = self.process.ports()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        configure(self.socket, self.keys, server_key=self.own.public)
+        self.socket.connect(self.ports.commands)
+        self._probes = PROBE
+
+    def answers(self) -> bool:
+        """Ask something valid; tell whether it is answered in time."""
+        self._probes += 1
+        question = encode(Envelope(self._probes, True, (Ask("memory"),)))
+        end_s = time.monotonic() + ANSWER_S
+        self.socket.send(question)
+        while (left_s := end_s - time.monotonic()) > 0:
+            if self.ended():
+                return False
+            if self.socket.poll(min(200, int(left_s * 1000))):
+                with contextlib.suppress(WireError):
+                    saying, _ = decode_saying(self.socket.recv_multipart())
+                    if isinstance(saying, Reply) and saying.number == self._probes:
+                        return True
+        return False
+
+    def ended(self) -> bool:
+        """Tell whether its process has ended."""
+        return not psutil.pid_exists(self.process.pid) or psutil.Process(self.process.pid).status() == "zombie"
+
+    def close(self) -> None:
+        """End it."""
+        self._context.destroy(linger=0)
+        self.process.close(grace_s=0.0)
+
+
+def worker(count: int, seed: int) -> dict[str, Any]:
+    """Let a worker carry out mutated messages; one that was told to end, as a mutation may, is started anew."""
+    begin_s = time.monotonic()
+    mutator = Mutator(seed, envelopes(waiting=False))
+    found: dict[str, Any] = {"messages": 0, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    folder = SocketFolder()
+    victim = Worker(folder.path)
+    before = 0
+    try:
+        while found["messages"] < count:
+            batch = [mutator.next() for _ in range(min(BATCH, count - found["messages"]))]
+            for message in batch:
+                victim.socket.send_multipart([message, FRAME, FRAME][: 1 + len(message) % 3])
+            found["messages"] += len(batch)
+            fine = victim.answers()
+            if fine:
+                memory = psutil.Process(victim.process.pid).memory_info().rss
+                before = before or memory
+                found["grown_bytes"] = max(found["grown_bytes"], memory - before)
+                continue
+            ended = victim.ended()
+            death = victim.process.death() if ended else None
+            if death is None or death.exit_status != 0:
+                found["crashes" if ended else "hangs"] += 1
+                found["examples"].append(f"worker: {death}: {' '.join(message.hex() for message in batch)}"[:20000])
+            victim.close()
+            victim = Worker(folder.path)
+            before = 0
+    finally:
+        victim.close()
+        folder.close()
+    return found | {"seconds": time.monotonic() - begin_s}
+
+
+# ---- an agent
+
+
+class Agent:
+    """An agent in a process of its own, and the keys of clients that it lets in."""
+
+    def __init__(self) -> None:
+        self.keys = new_keys()
+        self.clients = [new_keys() for _ in range(2)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(TARGETS), "agent"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        told = [self.keys.public, self.keys.secret, *(client.public for client in self.clients)]
+        self._process.stdin.write(" ".join(told) + "\n")
+        self._process.stdin.flush()
+        self.endpoint = self._process.stdout.readline().strip()
+        self.pid = self._process.pid
+
+    def ended(self) -> bool:
+        """Tell whether its process has ended."""
+        return self._process.poll() is not None
+
+    def memory_bytes(self) -> int:
+        """Return what it takes."""
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+    @contextlib.contextmanager
+    def client(self, keys: KeyPair, endpoint: str = "") -> Iterator[zmq.Socket[bytes]]:
+        """Connect as a client."""
+        with zmq.Context() as context, context.socket(zmq.DEALER) as made:
+            configure(made, keys, server_key=self.keys.public)
+            made.connect(endpoint or self.endpoint)
+            yield made
+
+    def answers(self) -> bool:
+        """Ask something valid as another client; tell whether it is answered in time."""
+        with self.client(self.clients[1]) as asking:
+            asking.send(encode_agent(Introduce(1, own_versions(), "somebody")))
+            asking.send(encode_agent(Inspect(2)))
+            return isinstance(heard(asking, Introduced), Introduced) and isinstance(heard(asking, Stock), Stock)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def heard(asking: zmq.Socket[bytes], kind: type[Any], *, renewing: bool = False) -> Any:
+    """Return the next saying of a kind; None if there is none in time.
+
+    Args:
+        asking: A client's socket.
+        kind: What to wait for.
+        renewing: Whether to give signs of life meanwhile.
+    """
+    end_s = time.monotonic() + ANSWER_S
+    while time.monotonic() < end_s:
+        if asking.poll(300):
+            saying = decode_agent_saying(asking.recv())
+            if isinstance(saying, kind):
+                return saying
+        elif renewing:
+            asking.send(encode_agent(Renew(0)))
+    return None
+
+
+def agent(count: int, seed: int) -> dict[str, Any]:
+    """Send mutated requests to an agent, over as many connections as its limit of their rate needs."""
+    begin_s = time.monotonic()
+    mutator = Mutator(seed, requests())
+    found: dict[str, Any] = {"messages": 0, "crashes": 0, "hangs": 0, "grown_bytes": 0, "examples": []}
+    victim = Agent()
+    try:
+        victim.answers()
+        before = victim.memory_bytes()
+        while found["messages"] < count:
+            batch = [mutator.next() for _ in range(min(SESSION, count - found["messages"]))]
+            with victim.client(victim.clients[0]) as client:
+                client.send(encode_agent(Introduce(1, own_versions(), "somebody")))
+                heard(client, Introduced)
+                for message in batch:
+                    client.send(message)
+                    while client.poll(0):
+                        client.recv()
+                client.send(encode_agent(Renew(PROBE)))
+                fine = heard(client, object) is not None and victim.answers()
+            found["messages"] += len(batch)
+            if not fine:
+                found["crashes" if victim.ended() else "hangs"] += 1
+                found["examples"].append(f"agent: {' '.join(message.hex() for message in batch)}"[:20000])
+                victim.close()
+                victim = Agent()
+            found["grown_bytes"] = max(found["grown_bytes"], victim.memory_bytes() - before)
+    finally:
+        victim.close()
+    return found | {"seconds": time.monotonic() - begin_s}
+
+
+# ---- intruders
+
+
+def intruders() -> list[tuple[str, str, bool]]:
+    """Let everybody try who should not get in; return who, where, and whether they did."""
+    tried: list[tuple[str, str, bool]] = []
+    question = encode_agent(Introduce(1, own_versions(), "somebody"))
+    victim = Agent()
+    try:
+        for name, disguise in disguises(victim.keys.public, victim.clients[0].public).items():
+            tried.append((name, "agent", hears(victim.endpoint, disguise, question)))
+        with Recorder(victim.endpoint) as recorder:
+            with victim.client(victim.clients[0], recorder.endpoint) as client:
+                client.send(question)
+                assert isinstance(heard(client, Introduced), Introduced), "who has the key is let in"
+            said = recorder.said
+            assert got_in(recorder.heard), "what a client hears is told from what everybody hears"
+        tried.append(("a recorded handshake, played again", "agent", got_in(replay(victim.endpoint, said))))
+        tried += expired(victim)
+    finally:
+        victim.close()
+    target = Worker("127.0.0.1")
+    try:
+        for port in (target.ports.commands, target.ports.beats):
+            where = "worker's commands" if port == target.ports.commands else "worker's signs of life"
+            for name, disguise in disguises(target.own.public, target.keys.public).items():
+                tried.append((name, where, hears(port, disguise, question)))
+    finally:
+        target.close()
+    return tried
+
+
+def expired(victim: Agent) -> list[tuple[str, str, bool]]:
+    """Lease a worker, fall silent until the lease ends, and try to use both again."""
+    keys = victim.clients[0]
+    with victim.client(keys) as client:
+        client.send(encode_agent(Introduce(1, own_versions(), "somebody")))
+        client.send(encode_agent(Lease(2, (Want("cpu"),), keys.public, 1.0)))
+        leased = heard(client, Leased, renewing=True)
+        assert isinstance(leased, Leased), "a client gets its lease"
+        started = leased.workers[0]
+        lets_in: Any = lambda tried: configure(tried, keys, server_key=started.key)  # noqa: E731
+        assert hears(started.commands, lets_in, b""), "a lease is good for its worker"
+        other: Any = lambda tried: configure(tried, victim.clients[1], server_key=started.key)  # noqa: E731
+        found = [("another client of the agent", "worker of a lease", hears(started.commands, other, b""))]
+        end_s = time.monotonic() + ANSWER_S
+        while psutil.pid_exists(started.process) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        found.append(("an expired lease", "its worker", hears(started.commands, lets_in, b"")))
+        client.send(encode_agent(Release(3, leased.lease)))
+        refused = heard(client, object)
+        while refused is not None and getattr(refused, "number", 0) != 3:
+            refused = heard(client, object)
+        found.append(("an expired lease", "agent", type(refused).__name__ != "Refused"))
+    return found
+
+
+if __name__ == "__main__":
+    main()

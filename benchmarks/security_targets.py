@@ -1,0 +1,162 @@
+"""Processes that ``security.py`` attacks: decoders of their own, and an agent; what they are told comes on their input.
+
+python security_targets.py decoders MESSAGES SEED    prints one JSON object of what became of them
+python security_targets.py agent                     reads its keys and its client's, prints its endpoint
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mutations import SAYINGS, Mutator, envelopes, pairings, requests
+
+from onebox.agent import Agent, Limits, Offered
+from onebox.errors import WireError
+from onebox.wire import KeyPair, decode_envelope, decode_saying, encode
+from onebox.wire.agents import decode_agent_saying, decode_pair, decode_paired, decode_request
+from onebox.wire.reliable import Reliable
+
+SLOW_S = 1.0
+"""A message that takes longer is a hang: a decoder is one pass over at most some hundred kilobytes here."""
+
+STARTS = 1000
+"""After so many messages both ends of the numbered channel begin anew."""
+
+HEAD = struct.Struct("<BQQQQ")
+
+
+def main() -> None:
+    """Be what the command line says."""
+    if sys.argv[1] == "agent":
+        serve()
+    else:
+        print(json.dumps(decode(int(sys.argv[2]), int(sys.argv[3]))))
+
+
+# ---- decoders
+
+
+def decode(count: int, seed: int) -> dict[str, Any]:
+    """Decode mutated messages; return how many were read, refused, crashed and slow, and bytes of memory grown."""
+    workers, agents = envelopes(waiting=True), requests()
+    targets: list[tuple[Callable[[], bytes], Callable[[bytes], object]]] = [
+        (Mutator(seed, workers).next, lambda message: decode_envelope([message])),
+        (Mutator(seed + 1, agents).next, decode_request),
+        (Mutator(seed + 2, workers).next, lambda message: decode_envelope([message])),
+        (Mutator(seed + 3, agents).next, decode_request),
+        (Mutator(seed + 4, [encode(saying) for saying in SAYINGS]).next, lambda message: decode_saying([message])),
+        (Mutator(seed + 5, agents + pairings()).next, either),
+        (Parcels(seed + 6).next, Channel()),
+    ]
+    for sample in workers:
+        decode_envelope([sample])
+    for sample in agents:
+        decode_request(sample)
+    found = {"messages": 0, "read": 0, "refused": 0, "crashes": 0, "hangs": 0}
+    examples: list[str] = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        make, take = targets[number % len(targets)]
+        message = make()
+        begin_s = time.perf_counter()
+        try:
+            take(message)
+            found["read"] += 1
+        except WireError:
+            found["refused"] += 1
+        except Exception as error:
+            found["crashes"] += 1
+            examples.append(f"{type(error).__name__}: {str(error)[:80]}: {message[:200].hex()}")
+        found["hangs"] += time.perf_counter() - begin_s > SLOW_S
+        found["messages"] += 1
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return found | {"grown_bytes": grown, "examples": examples[:5]}
+
+
+def either(message: bytes) -> object:
+    """Decode what an agent answers, or what is said in a pairing; an error of each is one of all."""
+    for decoder in (decode_agent_saying, decode_pair, decode_paired):
+        try:
+            return decoder(message)
+        except WireError as error:
+            refused = error
+    raise refused
+
+
+class Parcels:
+    """Messages of the numbered channel with mutated heads.
+
+    Args:
+        seed: For the same ones again.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._made = self._number = 0
+        self._mutator = Mutator(seed, [HEAD.pack(kind, 1, 0, kind, 0) for kind in range(6)])
+
+    def next(self) -> bytes:
+        """Return a head: one in four is right and the next in order, the others are near."""
+        chance = self._chance
+        self._made += 1
+        if self._made % STARTS == 0:
+            self._number = 0
+        match chance.randrange(4):
+            case 0:
+                return self._mutator.next()
+            case 1:
+                self._number += 1
+                return HEAD.pack(0, 1, 0, self._number, 0)
+            case _:
+                numbers = (0, 1, self._number, self._number + 2, self._number + 500, 2**63, 2**64 - 1)
+                return HEAD.pack(chance.randrange(8), 1, *(chance.choice(numbers) for _ in range(3)))
+
+
+class Channel:
+    """The receiving end of the numbered channel; it begins anew now and then, as after another start."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._end = Reliable(2)
+
+    def __call__(self, head: bytes) -> None:
+        """Take a head with a kilobyte behind it."""
+        self._taken += 1
+        if self._taken % STARTS == 0:
+            self._end = Reliable(2)
+        self._end.take([head, bytes(1024)], float(self._taken))
+        self._end.outgoing(float(self._taken))
+
+
+# ---- an agent
+
+
+def serve() -> None:
+    """Run an agent that offers one core and lets every client of the given keys in."""
+    public, secret, *clients = sys.stdin.readline().split()
+    agent = Agent(
+        keys=KeyPair(public, secret),
+        name_of=lambda key: f"client {clients.index(key)}" if key in clients else None,
+        bind="127.0.0.1",
+        port=0,
+        advertise="127.0.0.1",
+        offers=[Offered(device="cpu", name="a CPU", memory_bytes=1 << 28, threads=1)],
+        limits=Limits(devices=1, requests=2, grace_s=5.0),
+        tell=lambda event, **fields: None,
+        read_log=lambda lines: ["{}"] * lines,
+    )
+    signal.signal(signal.SIGTERM, lambda number, frame: agent.stop())
+    print(agent.endpoint, flush=True)
+    agent.run()
+
+
+if __name__ == "__main__":
+    main()
