@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 
 import onebox
-from onebox.errors import OneboxError, PoolError
+from onebox.errors import PoolError
 from onebox.pool import ray_line
 from onebox.pool.failures import Place
 from onebox.pool.member import Member
 from onebox.pool.process import START_S
-from onebox.pool.ray_actor import Found, Launched, Order, WorkerActor, versions
+from onebox.pool.ray_actor import Found, Launched, Order, WorkerActor
 from onebox.pool.ray_line import what
 from onebox.pool.ray_spec import Bundle, bundles, describe_bundles, describe_free, describe_nodes, host_names, parse_ray
 from onebox.pool.ray_watch import RayMember, Watch
+from onebox.pool.versions import agree, describe, own_versions
 
 RESTARTS = -1
 """Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
@@ -211,20 +212,8 @@ class RaySource:
     def _check(self, number: int) -> None:
         """Refuse a node with other versions."""
         node = self._nodes[number]
-        theirs, mine = (node.protocol, node.onebox, node.torch), versions()
-        if (theirs[:2], _public(theirs[2])) != (mine[:2], _public(mine[2])):
-            raise version_error(self._first + number, node, mine)
-
-
-def _public(version: str) -> str:
-    """Return a version without what follows a ``+``, which says how it was built."""
-    return version.partition("+")[0]
-
-
-def version_error(worker: int, node: Found, mine: tuple[int, str, str]) -> OneboxError:
-    """Return the error for a node that has other versions than this client."""
-    return PoolError(
-        f"worker {worker} would run on node {node.host} ({node.address}) with onebox {node.onebox} (protocol "
-        f"{node.protocol}) and torch {node.torch}; this client has onebox {mine[1]} (protocol {mine[0]}) and torch "
-        f"{mine[2]}: install the same versions on both sides"
-    )
+        if not agree(node.versions, own_versions()):
+            raise PoolError(
+                f"worker {self._first + number} would run on {node.host} ({node.address}), which has "
+                f"{describe(node.versions)}; this client has {describe(own_versions())}: install the same on both sides"
+            )

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import select
 import socket
-from importlib.metadata import version
 
 import msgspec
 from msgspec import Struct
 
-import onebox
 from onebox.errors import OneboxError, WorkerDied
 from onebox.pool.failures import Place
 from onebox.pool.process import WorkerProcess
+from onebox.pool.versions import own_versions
 from onebox.wire import new_keys
-from onebox.wire.messages import PROTOCOL
+from onebox.wire.agents import Versions
 from onebox.worker import WorkerConfig
 
 
@@ -29,9 +28,7 @@ class Found(Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     address: str
     node: str
-    protocol: int
-    onebox: str
-    torch: str
+    versions: Versions
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,11 +74,6 @@ class Bound(Struct, frozen=True, forbid_unknown_fields=True, tag="bound"):
     beats: str
 
 
-def versions() -> tuple[int, str, str]:
-    """Return what is installed here: version of the protocol, of onebox and of torch."""
-    return PROTOCOL, onebox.__version__, version("torch")
-
-
 class WorkerActor:
     """The actor: owner of one worker's process. Its methods may run at the same time, but for :meth:`launch`."""
 
@@ -94,7 +86,7 @@ class WorkerActor:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, *versions()))
+        return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, own_versions()))
 
     def launch(self, order_json: str) -> str:
         """Start a worker by an :class:`Order`, instead of the one before if there was one; return :class:`Launched`."""
