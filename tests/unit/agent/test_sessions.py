@@ -1,0 +1,78 @@
+"""The connections that an agent knows of."""
+
+from __future__ import annotations
+
+from onebox.agent.leases import Client
+from onebox.agent.sessions import IDLE_S, SESSIONS, SESSIONS_OF_ONE, Sessions
+from onebox.wire.agents import Done, Renewed
+
+
+def client(key: int, session: int = 0) -> Client:
+    return Client(f"{key:040}", str(session).encode(), f"client {key}")
+
+
+def nobody(client: Client) -> bool:
+    return False
+
+
+def everybody(client: Client) -> bool:
+    return True
+
+
+def test_a_connection_is_found_again() -> None:
+    sessions = Sessions()
+    found = sessions.find(client(1), 0.0, nobody)
+    assert found is not None and sessions.find(client(1), 1.0, nobody) is found is sessions.get(client(1))
+    assert sessions.get(client(1, 1)) is None
+
+
+def test_of_one_key_there_are_not_too_many_and_idle_ones_make_room() -> None:
+    sessions = Sessions()
+    for number in range(SESSIONS_OF_ONE):
+        assert sessions.find(client(1, number), float(number), nobody)
+    assert sessions.find(client(1, 999), 100.0, everybody) is None
+    assert sessions.find(client(2), 100.0, everybody) is not None
+    assert sessions.find(client(1, 999), 100.0, nobody) is not None
+    assert sessions.get(client(1, 0)) is None and sessions.get(client(1, 1)) is not None
+
+
+def test_of_all_keys_there_are_not_too_many() -> None:
+    sessions = Sessions()
+    for number in range(SESSIONS):
+        assert sessions.find(client(number), 0.0, nobody)
+    assert sessions.find(client(SESSIONS), 1.0, everybody) is None
+    assert sessions.find(client(SESSIONS), 1.0, nobody) is not None
+    assert len(sessions) == SESSIONS
+
+
+def test_who_says_nothing_and_has_nothing_is_forgotten() -> None:
+    sessions = Sessions()
+    sessions.find(client(1), 0.0, nobody)
+    sessions.forget(IDLE_S + 1, everybody)
+    assert len(sessions) == 1
+    sessions.forget(IDLE_S, nobody)
+    assert len(sessions) == 1
+    sessions.forget(IDLE_S + 1, nobody)
+    assert len(sessions) == 0
+
+
+def test_after_a_cut_a_client_is_told_again_what_it_may_have_missed() -> None:
+    session = Sessions().find(client(1), 0.0, nobody)
+    assert session is not None
+    session.said(Done(1), 0.1)
+    assert session.heard(1.0) == []
+    session.said(Done(2), 1.1)
+    assert session.heard(2.0) == []
+    session.said(Done(3), 2.1)
+    session.said(Renewed(4, ()), 2.2)
+    session.said(Done(5), 4.0)
+    assert session.heard(6.0) == [Done(2), Done(3), Done(5)]  # the first of them was on its way, perhaps
+    assert session.heard(7.0) == []
+    assert session.heard(9.0) == []
+
+
+def test_who_says_too_much_is_not_heard() -> None:
+    session = Sessions().find(client(1), 0.0, nobody)
+    assert session is not None
+    assert sum(session.rate.allows(0.0) for _ in range(1000)) == 100
+    assert session.rate.allows(1.0)
