@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from onebox.cli.begin import Start, load_data, run_folder, start
 from onebox.cli.config import TrainConfig
@@ -20,6 +22,8 @@ from onebox.errors import OneboxError, UsageError
 from onebox.feed import Batches, DataSet
 from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
+from onebox.pool.local import LOCAL_HOST
+from onebox.pool.spec import POOL_VARIABLE
 from onebox.report import MetricsLog, Progress, RunFolder, rewind_metrics, summary_line
 
 _TEST_BATCH = 500
@@ -64,6 +68,10 @@ def _check_shares(config: TrainConfig, pool: Pool) -> None:
 
 def _as_opened(config: TrainConfig, pool: Pool) -> TrainConfig:
     """Return the options with the devices that ``auto`` stood for, so that a resumed run asks for the same."""
+    if any(device.host != LOCAL_HOST for device in pool.devices):
+        spec = os.environ.get(POOL_VARIABLE, "") if config.pool == "auto" else config.pool
+        devices = str(Path(spec).expanduser().absolute()) if spec.endswith(".toml") else spec
+        return dataclasses.replace(config, pool=devices)
     devices = ",".join(device.device for device in pool.devices)
     return dataclasses.replace(config, pool=devices, threads=pool.devices[0].threads)
 
