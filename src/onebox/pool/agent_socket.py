@@ -48,12 +48,12 @@ class AgentSocket:
         self._let_in = 0
         self._reached = False
         where = split(address)
-        resolve(address)
+        family = resolve(address)[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.socket = self._context.socket(zmq.DEALER)
         configure(self.socket, mine, server_key=key)
         self.socket.setsockopt(zmq.IDENTITY, b"\1" + secrets.token_bytes(15))  # the same after a cut
-        self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.setsockopt(zmq.IPV6, family == sockets.AF_INET6)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
@@ -119,16 +119,17 @@ def split(address: str) -> tuple[str, int]:
 
 
 def resolve(address: str) -> tuple[Any, ...]:
-    """Return the socket address of an agent's address.
+    """Return the socket address of an agent's address: of IPv4 where its host has such, because agents listen at one.
 
     Raises:
         UsageError: Its host has none.
     """
     host, port = split(address)
     try:
-        return sockets.getaddrinfo(host.strip("[]"), port, type=sockets.SOCK_DGRAM)[0]
+        found = sockets.getaddrinfo(host.strip("[]"), port, type=sockets.SOCK_DGRAM)
     except OSError as error:
         raise UsageError(f"the host of {address} has no address: {error.strerror or error}") from None
+    return min(found, key=lambda each: each[0] != sockets.AF_INET)
 
 
 def own_address(address: str) -> str:

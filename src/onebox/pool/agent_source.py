@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.keyring import KnownAgent, fingerprint, identity, known_agent
+from onebox.pool.keyring import KnownAgent, identity, known_agent
 from onebox.pool.member import Member
 from onebox.pool.remote import AgentLine, Busy
 from onebox.pool.spec import GRAMMAR, AgentPart, wants
@@ -87,7 +87,8 @@ class AgentSource:
     def rank(self) -> str:
         """What all clients order agents by: who waits for several takes them in this order, so that no two wait for
         each other."""
-        return fingerprint(paired_agent(self.address).key) if self._connect is connect_agent else self.address
+        assert self._line is not None
+        return self._line.key
 
     def connect(self) -> None:
         """Connect to the agent, and find out what to lease.

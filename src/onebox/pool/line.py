@@ -56,6 +56,7 @@ class Line:
         self.beats = context.socket(zmq.DEALER)
         for socket, endpoint in ((self.commands, ports.commands), (self.beats, ports.beats)):
             configure(socket, keys, server_key=server_key, queue=0)
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
             if endpoint.startswith("tcp://"):
                 endure(socket, beats=socket is self.beats)
         self.link = Link(self.commands, partial(send, self.commands, copy=False), ports.commands)

@@ -96,6 +96,7 @@ class AgentLine:
 
     def __init__(self, address: str, key: str, mine: KeyPair, client: str) -> None:
         self.address = address
+        self.key = key
         self._client = client
         self._socket = AgentSocket(address, key, mine)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

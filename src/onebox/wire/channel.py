@@ -131,7 +131,9 @@ def listen(socket: zmq.Socket[bytes], address: str) -> str:
         address: An IP address of this host, for TCP; or the path of a folder, for a socket of this machine in it.
     """
     if not address.startswith("/"):
-        return f"tcp://{address}:{socket.bind_to_random_port(f'tcp://{address}')}"
+        socket.setsockopt(zmq.IPV6, ":" in address)
+        host = f"[{address}]" if ":" in address else address
+        return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
     endpoint = f"ipc://{address}/{secrets.token_hex(8)}"
     socket.bind(endpoint)
     return endpoint

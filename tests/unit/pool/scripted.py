@@ -42,9 +42,10 @@ class ScriptedAgent:
     Args:
         answer: Returns what to say instead, or ``None``.
         port: Where to listen; 0 for any.
+        host: Likewise; IPv6 in brackets.
     """
 
-    def __init__(self, answer: Answer = lambda request: None, port: int = 0) -> None:
+    def __init__(self, answer: Answer = lambda request: None, port: int = 0, host: str = "127.0.0.1") -> None:
         self.keys = KEYS
         self.answer = answer
         self.heard: list[Request] = []
@@ -55,7 +56,8 @@ class ScriptedAgent:
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, self.keys, server_key=None)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        self._socket.setsockopt(zmq.IPV6, "[" in host)
+        self._socket.bind(f"tcp://{host}:{port or '*'}")
         self.address = self._socket.last_endpoint.decode().removeprefix("tcp://")
         self._say: list[AgentSaying] = []
         self._stop = threading.Event()

@@ -288,6 +288,41 @@ def test_a_client_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     context.destroy(linger=0)
 
 
+def has_ipv6() -> bool:
+    """Tell whether this machine can talk to itself by IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_ipv6() -> None:
+    agent = ScriptedAgent(host="[::1]")
+    try:
+        line = agent.line()
+        assert line.inspect().offers == OFFERS
+        assert agent.address.startswith("[::1]:")
+        assert own_address(agent.address) == "::1"
+        line.close()
+    finally:
+        agent.close()
+
+
+def test_a_name_with_addresses_of_both_kinds_is_the_one_that_agents_listen_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(host: str, port: int, type: int) -> list[tuple[object, ...]]:
+        assert host == "lab"
+        return [
+            (socket.AF_INET6, type, 0, "", ("2001:db8::1", port, 0, 0)),
+            (socket.AF_INET, type, 0, "", ("192.0.2.1", port)),
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert resolve("lab")[4] == ("192.0.2.1", 7171)
+
+
 def test_addresses() -> None:
     assert split("Lab") == ("lab", 7171)
     assert split("[::1]:80") == ("[::1]", 80)
