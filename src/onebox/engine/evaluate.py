@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from onebox.engine.batch import Batch, as_batch
@@ -23,6 +24,7 @@ def evaluate(
     prepare: Callable[[Batch], Compiled],
     metrics: Sequence[str],
     in_flight: int,
+    failed: Callable[[Exception], None],
 ) -> Evaluation:
     """Return the mean loss and metrics over batches.
 
@@ -32,25 +34,66 @@ def evaluate(
         prepare: Returns the routines that evaluate a batch.
         metrics: Names of the metrics.
         in_flight: Batches that may be under way at once.
+        failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
 
     Raises:
         UsageError: There is no batch.
         OneboxError: Something failed on a worker.
     """
     means = _Means(1 + len(metrics))
-    pending: deque[tuple[Compiled, list[Future[Answer]]]] = deque()
+    pending: deque[_Asked] = deque()
+
+    def surely(action: Callable[[], None]) -> None:
+        while True:
+            try:
+                action()
+                return
+            except Exception as error:
+                failed(error)
+                for asked in pending:
+                    asked.futures = None
+
+    def begin() -> None:
+        for asked in pending:
+            if asked.futures is None:
+                asked.compiled = prepare(asked.batch)
+                asked.futures = _post(pool, asked.batch, asked.compiled)
+
+    def finish() -> None:
+        begin()
+        first = pending[0]
+        assert first.compiled is not None
+        assert first.futures is not None
+        means.add(first.compiled, raise_first(first.futures))
+        pending.popleft()
+
     for inputs, targets in batches:
         batch = as_batch(inputs, targets)
-        compiled = prepare(batch)
         while len(pending) >= in_flight:
-            means.add(*pending.popleft())
-        pending.append((compiled, _post(pool, batch, compiled)))
+            surely(finish)
+        pending.append(_Asked(batch))
+        surely(begin)
     while pending:
-        means.add(*pending.popleft())
+        surely(finish)
     if not means.samples:
         raise UsageError("evaluate() was given no batch")
     loss, *values = (total / means.samples for total in means.totals)
     return Evaluation(loss=loss, metrics=dict(zip(metrics, values, strict=True)), samples=means.samples)
+
+
+@dataclass
+class _Asked:
+    """A batch under way.
+
+    Args:
+        batch: It.
+        compiled: The routines that evaluate it; ``None`` until they are there.
+        futures: What the workers answer; ``None`` until they have been asked, or when they are to be asked again.
+    """
+
+    batch: Batch
+    compiled: Compiled | None = None
+    futures: list[Future[Answer]] | None = None
 
 
 def _post(pool: Pool, batch: Batch, compiled: Compiled) -> list[Future[Answer]]:
@@ -90,10 +133,10 @@ class _Means:
         self.totals = [0.0] * count
         self.samples = 0
 
-    def add(self, compiled: Compiled, futures: Sequence[Future[Answer]]) -> None:
+    def add(self, compiled: Compiled, answers: Sequence[Answer]) -> None:
         """Add the results of a batch."""
         self.samples += sum(part.size for part in compiled.micro_batches)
-        for routine, answer in zip(compiled.routines.values(), raise_first(list(futures)), strict=True):
+        for routine, answer in zip(compiled.routines.values(), answers, strict=True):
             values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
             for (micro_batch, index), value in zip(routine.results, values, strict=True):
                 self.totals[index] += compiled.micro_batches[micro_batch].size * value

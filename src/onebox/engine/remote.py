@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onebox.engine.holdings import Holdings, Members
+from onebox.engine.reading import Reading, State
 from onebox.engine.state import (
     OptimizerEntries,
     local_optimizer_state,
@@ -18,11 +19,11 @@ from onebox.engine.state import (
     state_entries,
     trained_names,
 )
-from onebox.graph.placements import REPLICATE, Shard, shard_of, unshard
-from onebox.pool import Pool, raise_first
-from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
-from onebox.wire.messages import Ask, Define, Free, Get, Options, Put
-from onebox.wire.sayings import Memory, OptimizerState, Tensors
+from onebox.graph.placements import REPLICATE, Shard, shard_of
+from onebox.pool import Answer, Pool, raise_first
+from onebox.wire import spec_of, to_frame
+from onebox.wire.messages import Ask, Define, Free, Instruction, Options, Put
+from onebox.wire.sayings import Memory
 
 
 class RemoteState:
@@ -52,6 +53,7 @@ class RemoteState:
         self._holders: dict[str, Members] = {}
         self._holdings: Holdings | None = None
         self._sent_options: tuple[Options, ...] = ()
+        self._source: Mapping[str, Tensor] | None = None
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
@@ -70,7 +72,7 @@ class RemoteState:
         """
         self._holdings = holdings
         for name, workers in holders.items():
-            number, tensor = self.named.numbers[name], self.named.tensors[name].detach()
+            number, tensor = self.named.numbers[name], (self._source or self.named.tensors)[name].detach()
             placement = holdings.placement(name) if holdings else REPLICATE
             parts = [tensor]
             if holdings and isinstance(placement, Shard):
@@ -81,8 +83,6 @@ class RemoteState:
                     continue
                 rank = holdings.ranks[worker] if holdings and len(parts) > 1 else 0
                 self._pool.post(worker, [Put((number,), (spec_of(parts[rank]),))], [frames[rank]])
-            for worker in set(self._holders.get(name, ())) - set(workers):
-                self._pool.post(worker, [Free((number,))])
             for worker in set(self._holders.get(name, ())) - set(workers):
                 self._pool.post(worker, [Free((number,))])
         for name in set(self._holders) - set(holders):
@@ -112,9 +112,8 @@ class RemoteState:
         self.remembered = []
         return self._optimizer_number
 
-    def changed_options(self) -> tuple[Options, ...]:
-        """Return the options of each parameter group if they have changed since they were last sent, else nothing."""
-        options = options_of(self.optimizer)
+    def changed_options(self, options: tuple[Options, ...]) -> tuple[Options, ...]:
+        """Return the options of each parameter group if they are not what was last sent, else nothing."""
         changed = () if options == self._sent_options else options
         self._sent_options = options
         return changed
@@ -149,60 +148,72 @@ class RemoteState:
         Raises:
             OneboxError: A worker failed, or the pool is closed.
         """
-        self._pool.post(0, ())  # where nothing has been uploaded yet, a pool that is no more still says so
-        by_worker: dict[int, list[str]] = {}
-        for name, members in self._holders.items():
-            for worker in self._holdings.sources(name) if self._holdings else members[:1]:
-                by_worker.setdefault(worker, []).append(name)
-        parts: dict[str, list[Tensor]] = {}
-        gets = {worker: Get(tuple(self.named.numbers[n] for n in names)) for worker, names in by_worker.items()}
-        answers = raise_first([self._pool.post(worker, [get], answer=True) for worker, get in gets.items()])
-        for names, answer in zip(by_worker.values(), answers, strict=True):
-            (listing,) = answer.results
-            assert isinstance(listing, Tensors)
-            for name, spec, frame in zip(names, listing.specs, answer.frames, strict=True):
-                parts.setdefault(name, []).append(from_frame(spec, frame))
+        self._pool.post(self._pool.present[0], ())  # where nothing is there yet, a pool that is no more still says so
+        reading = self.reading()
+        found = reading.read(self._ask(reading.tensor_questions())).tensors
         return {
-            name: self._whole(name, parts[name]) if name in parts else tensor.detach().to("cpu", copy=True)
+            name: found[name] if name in found else tensor.detach().to("cpu", copy=True)
             for name, tensor in self.named.tensors.items()
         }
-
-    def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
-        return unshard(parts, self._holdings.placement(name)) if self._holdings and len(parts) > 1 else parts[0]
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
         if not self._trained:
             return self.remembered
-        ask = Ask("optimizer", (self._optimizer_number,))
-        workers = [worker for worker, owned in self._owned.items() if owned]
-        answers = raise_first([self._pool.post(worker, [ask], answer=True) for worker in workers])
-        found: dict[tuple[str, str], list[Any]] = {}
-        for worker, answer in zip(workers, answers, strict=True):
-            (listing,) = answer.results
-            assert isinstance(listing, OptimizerState)
-            frames = iter(answer.frames)
-            for entry in listing.entries:
-                value = from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value
-                name = self._trained[worker][entry.parameter]
-                if name in self._owned[worker]:
-                    found.setdefault((name, entry.key), []).append(value)
-        return [(name, key, self._joined(name, values)) for (name, key), values in found.items()]
+        reading = self.reading()
+        return reading.read(self._ask(reading.optimizer_questions())).entries
 
-    def _joined(self, name: str, values: list[Any]) -> Any:
-        """Put together an entry of the optimizer's state from those of all shares of its parameter."""
-        if len(values) == 1 or not isinstance(values[0], Tensor) or not values[0].dim():
-            return values[0]
-        return self._whole(name, values)
+    def reading(self) -> Reading:
+        """Return who answers for which part of the state, as it is spread now."""
+        names: dict[int, list[str]] = {}
+        for name, members in self._holders.items():
+            for worker in self._holdings.sources(name) if self._holdings else members[:1]:
+                names.setdefault(worker, []).append(name)
+        return Reading(
+            numbers=self.named.numbers,
+            names={worker: tuple(own) for worker, own in names.items()},
+            optimizer=self._optimizer_number,
+            trained=dict(self._trained),
+            owned=dict(self._owned),
+            holdings=self._holdings,
+        )
+
+    def _ask(self, questions: Mapping[int, Sequence[Instruction]]) -> dict[int, Answer]:
+        futures = [self._pool.post(worker, asks, answer=True) for worker, asks in questions.items()]
+        return dict(zip(questions, raise_first(futures), strict=True))
+
+    def here(self) -> State:
+        """Return a copy of the state that the workers get when nothing has been uploaded yet."""
+        source = self._source or self.named.tensors
+        return State(
+            tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in source.items()},
+            entries=[
+                (name, key, value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value)
+                for name, key, value in self.remembered
+            ],
+        )
+
+    def reset(self, state: State) -> None:
+        """Free all that is on the workers, and let what is uploaded next be another state than the user's model.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        self.free()
+        self._ledger = list(self.named.numbers.values())
+        self._trained, self._owned, self._holders, self._holdings = {}, {}, {}, None
+        self._sent_options, self._optimizer_number = (), 0
+        self._source = {**self.named.tensors, **state.tensors}
+        self.remembered = list(state.entries)
 
     def memory(self) -> list[Memory]:
         """Return the memory of each worker."""
-        workers = range(len(self._pool))
+        workers = self._pool.present
         answers = raise_first([self._pool.post(worker, [Ask("memory")], answer=True) for worker in workers])
         return [result for answer in answers for result in answer.results if isinstance(result, Memory)]
 
     def free(self) -> None:
         """Free everything that has a number of :meth:`new_number`, on all workers."""
         free = Free(tuple(self._ledger), tuple(self._ledger))
-        for worker in range(len(self._pool)):
+        for worker in self._pool.present:
             self._pool.post(worker, [free])

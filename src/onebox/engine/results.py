@@ -71,21 +71,34 @@ class StepLoss:
     """The loss of a training step: a number that arrives later. Asking for it waits.
 
     ``float(loss)``, ``loss.item()`` and formatting (``f"{loss:.3f}"``) all wait for the step to end.
+
+    Args:
+        step: The step.
+        failed: Called when it has failed; returns when the step is on its way again, else raises why it is not.
     """
 
-    def __init__(
-        self,
-        step: int,
-        futures: list[Future[Answer]],
-        finish: Callable[[list[Answer]], StepValues],
-        failed: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, step: int, failed: Callable[[Exception], None]) -> None:
         self.step = step
-        self._futures = futures
-        self._finish = finish
         self._failed = failed
+        self._futures: list[Future[Answer]] = []
+        self._finish: Callable[[list[Answer]], StepValues] | None = None
         self._values: StepValues | None = None
         self._error: BaseException | None = None
+
+    def expect(self, futures: list[Future[Answer]], finish: Callable[[list[Answer]], StepValues]) -> None:
+        """Wait for these answers from now on; a step that has been read stays as it was.
+
+        Args:
+            futures: What the workers answer.
+            finish: Puts it together.
+        """
+        if self._values is None:
+            self._futures, self._finish = futures, finish
+
+    @property
+    def ended(self) -> bool:
+        """Whether its values are known."""
+        return self._values is not None
 
     @property
     def done(self) -> bool:
@@ -100,15 +113,21 @@ class StepLoss:
         """
         if self._error is not None:
             raise self._error
-        if self._values is None:
+        while self._values is None:
+            assert self._finish is not None
             try:
                 self._values = self._finish(raise_first(self._futures))
             except Exception as error:
-                self._error = error
-                self._failed(error)
-                raise
-            self._futures = []
+                self._try_again(error)
+        self._futures, self._finish = [], None
         return self._values
+
+    def _try_again(self, error: Exception) -> None:
+        try:
+            self._failed(error)
+        except Exception as final:
+            self._error = final
+            raise
 
     def item(self) -> float:
         """Wait for the step to end and return its loss, the mean over the samples of the batch."""

@@ -163,8 +163,11 @@ def set_up(
     """Plan and compile, given the first batch."""
     plan = request.plan
     if plan is None:
-        devices = range(len(pool))
-        shares = resolve_shares(request.shares, pool, captures, batch, remote)
+        devices = pool.present
+        if pool.gone:
+            shares: Sequence[float] = [1.0] * len(devices)
+        else:
+            shares = resolve_shares(request.shares, pool, captures, batch, remote)
         plan = Plan.data_parallel(devices, shares, micro_batch=request.micro_batch, sync=request.sync)
     return Ready(plan, pool, captures, remote, batch, max_norm)
 
@@ -183,3 +186,15 @@ def check_settings(seed: int, precision: str, clip_grad_norm: float | None, chec
         raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
     if check_every < 0 or in_flight < 1:
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
+
+
+def check_recovery(pool: Pool, recover: bool, snapshot_every: int | None) -> None:
+    """Refuse what cannot be of recovery.
+
+    Raises:
+        UsageError: What, and what is allowed.
+    """
+    if snapshot_every is not None and (not recover or snapshot_every < 1):
+        raise UsageError(f"snapshot_every={snapshot_every}: at least 1 is allowed, and only with recover=True")
+    if recover and any(device.kind == "sim" for device in pool.devices):
+        raise UsageError("recover=True: sim devices have no values to keep; leave it out")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,25 +11,25 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from onebox.engine.batch import Batch, as_batch
+from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
-from onebox.engine.compiler import Captures, Compiled, Recipe
-from onebox.engine.evaluate import evaluate, step_message
+from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.evaluate import evaluate
+from onebox.engine.history import Recovery
+from onebox.engine.launch import Settings
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
-from onebox.engine.results import Evaluation, Event, StepLoss, StepTrace, StepValues, step_values
-from onebox.engine.setup import Ready, Request, check_settings, set_up
+from onebox.engine.results import Evaluation, Event, StepLoss
+from onebox.engine.run import TrainingRun
+from onebox.engine.setup import Request, check_recovery, check_settings
 from onebox.engine.state import OptimizerEntries
-from onebox.errors import OneboxError, ReplicasParted, UsageError
+from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync
-from onebox.pool import Answer, Pool
-from onebox.wire.messages import Instruction, Run
+from onebox.pool import Pool
 from onebox.wire.sayings import Memory
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
-
-_TRACED_STEPS = 200
 
 
 class Trainer:
@@ -61,6 +59,12 @@ class Trainer:
         check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
         in_flight: Steps that may be under way at once.
         trace: Whether workers time their instructions, for :meth:`events`.
+        recover: Whether to go on when a worker dies, hangs or cannot be reached any more: it is started again, or what
+            is left gets a new plan; all get the newest snapshot, and the steps since are done again. Each time a line
+            is logged and :attr:`recoveries` has one more. Snapshots and the batches since are kept in the memory of
+            this process. With the same plan the run ends with the bits of one in which nothing was lost.
+        snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
+            time.
 
     Raises:
         UsageError: An argument is wrong.
@@ -94,29 +98,24 @@ class Trainer:
         check_every: int = 100,
         in_flight: int = 2,
         trace: bool = True,
+        recover: bool = False,
+        snapshot_every: int | None = None,
     ) -> None:
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
+        check_recovery(pool, recover, snapshot_every)
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
         self.pool = pool
         self.seed = seed
-        self.steps_done = 0
         self.precision: Precision = precision
         self.clip_grad_norm = clip_grad_norm
-        self.plan: Plan | None = None
         self.extra: dict[str, Any] = {}
-        self._check_every = check_every
         self._in_flight = in_flight
-        self._trace = trace
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-        self._request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync)
-        self._request.check(pool)
+        request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync)
+        request.check(pool)
         self._metrics = dict(metrics or {})
-        self._ready: Ready | None = None
-        self._running: deque[StepLoss] = deque()
-        self._traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
-        self._error: Exception | None = None
         self._closed = False
         self._remote = RemoteState(model, loss, optimizer, pool)
         kinds = {device.kind for device in pool.devices}
@@ -129,6 +128,12 @@ class Trainer:
             trained=frozenset(self._remote.wanted),
         )
         self.captures = Captures(recipe)
+        settings = Settings(
+            seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
+        )
+        self._run = TrainingRun(
+            pool, request, self.captures, self._remote, settings, recover=recover, snapshot_every=snapshot_every
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -158,62 +163,9 @@ class Trainer:
         """
         self._require_open()
         batch = as_batch(inputs, targets)
-        ready = self._set_up(batch)
-        compiled = ready.compiler.step(batch)
-        self._wait(self._in_flight - 1)
-        changed = self._remote.changed_options()
+        result = self._run.step(batch)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
-        number = self.steps_done
-        check = bool(self._check_every) and (number + 1) % self._check_every == 0
-
-        def run(routine: int, bindings: tuple[int, ...]) -> Run:
-            return Run(routine, bindings, number, self.seed, changed, self._trace)
-
-        messages = {}
-        for worker in compiled.routines:
-            instructions, frames = step_message(self.pool, batch, compiled, worker, run)
-            asks = [ask for _, ask in ready.checks.get(worker, ())] if check else []
-            messages[worker] = ([*instructions, *asks], frames)
-        futures = self._post(number, messages)
-        result = StepLoss(number, futures, lambda answers: self._finish(number, compiled, answers), self._fail)
-        self._running.append(result)
-        self.steps_done += 1
         return result
-
-    def _post(self, step: int, messages: Mapping[int, tuple[Sequence[Instruction], Any]]) -> list[Future[Answer]]:
-        """Send each device its part of a step; when only some have got theirs, the step is void."""
-        try:
-            return [
-                self.pool.post(worker, instructions, frames, answer=True)
-                for worker, (instructions, frames) in messages.items()
-            ]
-        except OneboxError as error:
-            self._fail(error)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self._fail(
-                ReplicasParted(
-                    f"step {step} was interrupted when some devices had it and others not; make another trainer, or "
-                    "resume from the last checkpoint"
-                )
-            )
-            raise
-
-    def _finish(self, step: int, compiled: Compiled, answers: list[Answer]) -> StepValues:
-        """Put together what the workers answered."""
-        checks = self._ready.checks if self._ready else {}
-        values = step_values(step, compiled.micro_batches, compiled.routines, answers, checks)
-        if self._trace:
-            traced = {
-                worker: (routine.labels, answer.times_ns)
-                for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
-            }
-            self._traces.append(StepTrace(step=step, workers=traced))
-        return values
-
-    def _fail(self, error: Exception) -> None:
-        """Remember the first failure: the state on the workers is void, and every later call says why."""
-        self._error = self._error or error
 
     def wait(self) -> None:
         """Wait for all steps under way.
@@ -221,13 +173,22 @@ class Trainer:
         Raises:
             OneboxError: One of them failed.
         """
-        self._wait(0)
+        self._run.wait(0)
 
-    def _wait(self, most: int) -> None:
-        """Wait until so many steps at most are under way."""
-        while len(self._running) > most:
-            self._running[0].values()
-            self._running.popleft()
+    @property
+    def steps_done(self) -> int:
+        """Steps begun so far, those before a checkpoint included."""
+        return self._run.steps_done
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; ``None`` before the first step."""
+        return self._run.plan
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What was lost so far, and how the run went on."""
+        return tuple(self._run.guard.recoveries) if self._run.guard else ()
 
     # ---- evaluation
 
@@ -246,9 +207,10 @@ class Trainer:
         return evaluate(
             batches,
             pool=self.pool,
-            prepare=lambda batch: self._set_up(batch).compiler.evaluation(batch),
+            prepare=lambda batch: self._run.set_up(batch).compiler.evaluation(batch),
             metrics=list(self._metrics),
             in_flight=self._in_flight,
+            failed=self._run.recover,
         )
 
     # ---- state
@@ -267,13 +229,13 @@ class Trainer:
         """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
         self._require_open()
         self.wait()
-        return self._remote.tensors()
+        return self._run.surely(self._remote.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
         self._require_open()
         self.wait()
-        return self._remote.optimizer_state()
+        return self._run.surely(self._remote.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
@@ -293,15 +255,14 @@ class Trainer:
         """
         self._require_open()
         self.wait()
-        checkpoint = take(
-            self._remote,
-            step=self.steps_done,
-            seed=self.seed,
-            precision=self.precision,
-            clip_grad_norm=self.clip_grad_norm,
-            plan=self.plan,
-            extra=dict(extra or {}),
-        )
+        settings = {
+            "step": self.steps_done,
+            "seed": self.seed,
+            "precision": self.precision,
+            "clip_grad_norm": self.clip_grad_norm,
+            "extra": dict(extra or {}),
+        }
+        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan, **settings))
         return write(Path(path), checkpoint, keep=keep)
 
     @classmethod
@@ -341,7 +302,7 @@ class Trainer:
             **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
-        trainer.steps_done = manifest.step
+        trainer._run.steps_done = manifest.step
         trainer.extra = manifest.extra
         trainer._remote.remembered = remembered(checkpoint)
         return trainer
@@ -349,7 +310,7 @@ class Trainer:
     def memory(self) -> list[Memory]:
         """Return for each device the bytes used, the peak so far, and the quota."""
         self._require_open()
-        return self._remote.memory()
+        return self._run.surely(self._remote.memory)
 
     def predicted_memory(self, inputs: Any, targets: Any) -> dict[int, int]:
         """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
@@ -360,11 +321,11 @@ class Trainer:
         """
         self._require_open()
         batch = as_batch(inputs, targets)
-        return self._set_up(batch).peaks(batch)
+        return self._run.set_up(batch).peaks(batch)
 
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
-        return [event for trace in self._traces for event in trace.events()]
+        return [event for trace in self._run.traces for event in trace.events()]
 
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
@@ -372,22 +333,12 @@ class Trainer:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
-            if self._ready is not None:
-                self._ready.close()
-            self._remote.free()
+            self._run.close()
 
     # ---- setting up
 
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError("this trainer is closed; make another one on the pool")
-        if self._error is not None:
-            raise self._error
-
-    def _set_up(self, batch: Batch) -> Ready:
-        """Plan and compile, with the first batch."""
-        if self._ready is None:
-            clip = self.clip_grad_norm or 0.0
-            self._ready = set_up(self._request, self.pool, self.captures, self._remote, batch, clip)
-            self.plan = self._ready.plan
-        return self._ready
+        if self._run.error is not None:
+            raise self._run.error

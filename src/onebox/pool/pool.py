@@ -187,7 +187,8 @@ class Pool:
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
         for worker in workers:
-            self.post(worker, [LeaveGroup(group)])
+            if worker not in self.gone:
+                self.post(worker, [LeaveGroup(group)])
 
     def heal(self, *, patience_s: float = PATIENCE_S) -> Healing:
         """Go on after a loss: end the workers that are lost, start them again where that can be, keep the others.

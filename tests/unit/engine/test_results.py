@@ -20,7 +20,13 @@ def pending(count: int = 2) -> tuple[StepLoss, list[Future[Any]], list[Exception
     def finish(answers: list[Any]) -> StepValues:
         return StepValues(loss=sum(answers), gradient_norm=2.0)
 
-    return StepLoss(7, futures, finish, failures.append), futures, failures
+    def failed(error: Exception) -> None:
+        failures.append(error)
+        raise error
+
+    loss = StepLoss(7, failed)
+    loss.expect(futures, finish)
+    return loss, futures, failures
 
 
 def test_it_arrives_when_all_have_answered() -> None:
@@ -64,3 +70,20 @@ def test_what_fails_when_it_is_put_together_is_told_too() -> None:
         with pytest.raises(TypeError):
             float(loss)
     assert len(failures) == 1
+
+
+def test_a_step_that_is_begun_again_waits_for_its_new_answers() -> None:
+    lost, again = Future[Any](), Future[Any]()
+    lost.set_exception(CAUSE)
+    again.set_result(5.0)
+    calls: list[Exception] = []
+
+    def failed(error: Exception) -> None:
+        calls.append(error)
+        loss.expect([again], lambda answers: StepValues(loss=answers[0], gradient_norm=None))
+
+    loss = StepLoss(7, failed)
+    loss.expect([lost], lambda answers: StepValues(loss=answers[0], gradient_norm=None))
+    assert (loss.item(), loss.ended, calls) == (5.0, True, [CAUSE])
+    loss.expect([lost], lambda answers: StepValues(loss=0.0, gradient_norm=None))
+    assert loss.item() == 5.0

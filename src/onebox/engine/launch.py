@@ -1,0 +1,95 @@
+"""A training step on its way: what it is given, and the messages that bring each worker its part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Compiled
+from onebox.engine.evaluate import step_message
+from onebox.engine.holdings import Members
+from onebox.engine.results import StepLoss
+from onebox.pool import Answer, Pool
+from onebox.wire.messages import Ask, Instruction, Options, Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a training step is given; enough to do it again.
+
+    Args:
+        number: The step, part of the seed of everything random in it.
+        batch: Its batch.
+        options: The optimizer's options of each parameter group.
+        loss: What the user got for it.
+    """
+
+    number: int
+    batch: Batch
+    options: tuple[Options, ...]
+    loss: StepLoss
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the batch."""
+        return sum(leaf.nbytes for leaf in self.batch.leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is the same for all steps of a trainer.
+
+    Args:
+        seed: The run's seed.
+        trace: Whether workers time their instructions.
+        check_every: Every so many steps replicas compare hashes; 0 for never.
+        in_flight: Steps that may be under way at once.
+        max_norm: For clipping; 0 for none.
+    """
+
+    seed: int
+    trace: bool
+    check_every: int
+    in_flight: int
+    max_norm: float
+
+
+def launch(
+    pool: Pool,
+    settings: Settings,
+    work: Work,
+    compiled: Compiled,
+    checks: Mapping[int, Sequence[tuple[Members, Ask]]],
+    changed: tuple[Options, ...],
+) -> dict[int, Future[Answer]]:
+    """Send each worker its part of a step and return its answers to come.
+
+    Args:
+        pool: The pool.
+        settings: What is the same for all steps.
+        work: The step.
+        compiled: Its routines.
+        checks: What each worker is asked when replicas are compared.
+        changed: The optimizer's options, if they are others than those of the step before.
+
+    Raises:
+        OneboxError: The pool is broken or closed; some workers may have got their part.
+    """
+    every = settings.check_every
+    check = bool(every) and (work.number + 1) % every == 0
+
+    def run(routine: int, bindings: tuple[int, ...]) -> Run:
+        return Run(routine, bindings, work.number, settings.seed, changed, settings.trace)
+
+    messages: dict[int, tuple[list[Instruction], list[Any]]] = {}
+    for worker in compiled.routines:
+        instructions, frames = step_message(pool, work.batch, compiled, worker, run)
+        asks = [ask for _, ask in checks.get(worker, ())] if check else []
+        messages[worker] = ([*instructions, *asks], frames)
+    return {
+        worker: pool.post(worker, instructions, frames, answer=True)
+        for worker, (instructions, frames) in messages.items()
+    }

@@ -1,0 +1,212 @@
+"""A run: a trainer's plan, programs and state on the workers, the steps under way, and how it goes on after a loss."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TypeVar
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures, Compiled
+from onebox.engine.guard import LOSSES, Guard
+from onebox.engine.launch import Settings, Work, launch
+from onebox.engine.reading import State
+from onebox.engine.remote import RemoteState
+from onebox.engine.replan import plan_without
+from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
+from onebox.engine.setup import Ready, Request, set_up
+from onebox.engine.state import options_of
+from onebox.errors import OneboxError, ReplicasParted
+from onebox.plan import Plan
+from onebox.pool import Answer, Pool
+
+_T = TypeVar("_T")
+
+_TRACED_STEPS = 200
+
+
+class TrainingRun:
+    """What a trainer has on a pool.
+
+    Args:
+        pool: The pool.
+        request: What the user asked for.
+        captures: The captured model.
+        remote: The state on the workers.
+        settings: What is the same for all steps.
+        recover: Whether to go on after a loss.
+        snapshot_every: Steps between snapshots; ``None`` for as many as keep their cost low.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        request: Request,
+        captures: Captures,
+        remote: RemoteState,
+        settings: Settings,
+        *,
+        recover: bool,
+        snapshot_every: int | None,
+    ) -> None:
+        self.steps_done = 0
+        self.plan: Plan | None = None
+        self.error: Exception | None = None
+        self.traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
+        self.guard: Guard | None = None
+        self._pool = pool
+        self._request = request
+        self._captures = captures
+        self._remote = remote
+        self._settings = settings
+        self._ready: Ready | None = None
+        self._first: Batch | None = None
+        self._running: deque[StepLoss] = deque()
+        if recover:
+            self.guard = Guard(pool, remote, self, every=snapshot_every, in_flight=settings.in_flight)
+
+    # ---- steps
+
+    def step(self, batch: Batch) -> StepLoss:
+        """Begin a step; see :meth:`Trainer.step`."""
+        self.surely(lambda: self.set_up(batch).compiler.step(batch))
+        self.wait(self._settings.in_flight - 1)
+        number, guard = self.steps_done, self.guard
+        kept = guard.keep(batch) if guard else batch
+        result = StepLoss(number, self._failed)
+        work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result)
+        if guard is None:
+            self._post(work)
+            self._begun(result)
+            return result
+        guard.record(work)
+        self._begun(result)
+        try:
+            guard.posted(self._post(work))
+        except LOSSES as error:
+            self.recover(error)  # which begins this step, too
+        return result
+
+    def _begun(self, loss: StepLoss) -> None:
+        self._running.append(loss)
+        self.steps_done += 1
+
+    def wait(self, most: int) -> None:
+        """Wait until so many steps at most are under way.
+
+        Raises:
+            OneboxError: One of them failed.
+        """
+        while len(self._running) > most:
+            self._running[0].values()
+            self._running.popleft()
+
+    def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
+        """Begin a step, or begin it again; see :class:`~onebox.engine.guard.Run`."""
+        ready = self.set_up(work.batch)
+        compiled = ready.compiler.step(work.batch)
+        changed = self._remote.changed_options(work.options)
+        answers = launch(self._pool, self._settings, work, compiled, ready.checks, changed)
+        work.loss.expect(list(answers.values()), lambda found: self._finish(work.number, compiled, ready, found))
+        return answers
+
+    def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
+        """Send each device its part of a step; when only some have got theirs, the step is void."""
+        try:
+            return self.launch(work)
+        except OneboxError as error:
+            if self.guard is None or not isinstance(error, LOSSES):
+                self.fail(error)
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self.fail(
+                ReplicasParted(
+                    f"step {work.number} was interrupted when some devices had it and others not; make another "
+                    "trainer, or resume from the last checkpoint"
+                )
+            )
+            raise
+
+    def _finish(self, step: int, compiled: Compiled, ready: Ready, answers: list[Answer]) -> StepValues:
+        """Put together what the workers answered."""
+        values = step_values(step, compiled.micro_batches, compiled.routines, answers, ready.checks)
+        if self.guard is not None:
+            self.guard.ended(step)
+        if self._settings.trace:
+            traced = {
+                worker: (routine.labels, answer.times_ns)
+                for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
+            }
+            self.traces.append(StepTrace(step=step, workers=traced))
+        return values
+
+    # ---- failures and losses
+
+    def fail(self, error: Exception) -> None:
+        """Remember the first failure: the state on the workers is void, and every later call says why."""
+        self.error = self.error or error
+
+    def _failed(self, error: Exception) -> None:
+        if self.guard is None or not isinstance(error, LOSSES):
+            self.fail(error)
+        self.recover(error)
+
+    def recover(self, error: Exception) -> None:
+        """Go on after a loss, or raise why that cannot be."""
+        if self.guard is None or not isinstance(error, LOSSES):
+            raise error
+        try:
+            self.guard.recover(error)
+        except Exception as final:
+            self.fail(final)
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self.fail(ReplicasParted("a recovery was interrupted; resume from the last checkpoint"))
+            raise
+
+    def surely(self, action: Callable[[], _T]) -> _T:
+        """Do something, again after each loss that the run can go on after."""
+        while True:
+            try:
+                return action()
+            except LOSSES as error:
+                self.recover(error)
+
+    def rebuild(self, state: State) -> str | None:
+        """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
+        if self._ready is not None:
+            with contextlib.suppress(OneboxError):
+                self._ready.close()
+            self._ready = None
+        self._remote.reset(state)
+        if self.plan is None or self._first is None:
+            return None
+        idle = [device for device in self._pool.present if device not in self.plan.devices]
+        plan = plan_without(self.plan, self._pool.gone, idle, self._first.size)
+        new = None if plan is self.plan else plan.describe()
+        self._request = dataclasses.replace(self._request, plan=plan)
+        self.set_up(self._first)
+        return new
+
+    # ---- setting up
+
+    def set_up(self, batch: Batch) -> Ready:
+        """Plan and compile, with the first batch."""
+        if self._ready is None:
+            if self.guard is not None:
+                self.guard.begin(self.steps_done)
+            self._ready = set_up(
+                self._request, self._pool, self._captures, self._remote, batch, self._settings.max_norm
+            )
+            self._first, self.plan = self._first or batch, self._ready.plan
+            self._request = dataclasses.replace(self._request, plan=self.plan)
+        return self._ready
+
+    def close(self) -> None:
+        """Free everything on the workers."""
+        if self._ready is not None:
+            self._ready.close()
+        self._remote.free()

@@ -1,0 +1,193 @@
+"""What is kept for a recovery: the newest snapshot, the steps since, and how far apart snapshots are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.engine.history import FIRST_AFTER, MOST_APART, SHARE, Cadence, History, Recovery
+
+Kept = History[str, int]
+
+
+def begun(history: Kept, count: int) -> None:
+    for _ in range(count):
+        history.begin(history.steps, 1)
+
+
+def test_at_first_all_steps_are_done_again_from_the_beginning() -> None:
+    history: Kept = History(3, "start", limit_bytes=1000)
+    begun(history, 4)
+    restart = history.restart()
+    assert (restart.step, restart.snapshot, restart.replay) == (3, "start", (3, 4, 5, 6))
+
+
+def test_a_snapshot_counts_only_when_it_has_come() -> None:
+    history: Kept = History(0, "start", limit_bytes=1000)
+    begun(history, 4)
+    history.ask()
+    begun(history, 2)
+    assert history.asked
+    assert history.snapshot_step == 0
+    history.arrive("four")
+    assert not history.asked
+    restart = history.restart()
+    assert (restart.step, restart.snapshot, restart.replay) == (4, "four", (4, 5))
+
+
+@pytest.mark.parametrize("end", ["fail", "restart"])
+def test_after_a_snapshot_that_did_not_come_the_one_before_is_whole(end: str) -> None:
+    history: Kept = History(0, "start", limit_bytes=1000)
+    begun(history, 2)
+    history.ask()
+    history.arrive("two")
+    begun(history, 2)
+    history.ask()
+    getattr(history, end)()
+    assert not history.asked
+    restart = history.restart()
+    assert (restart.step, restart.snapshot, restart.replay) == (2, "two", (2, 3))
+
+
+def test_a_snapshot_is_due_after_so_many_steps_and_one_at_a_time() -> None:
+    history: Kept = History(0, "start", limit_bytes=1000)
+    found = []
+    for _ in range(5):
+        begun(history, 1)
+        found.append(history.due(3))
+    assert found == [False, False, True, True, True]
+    history.ask()
+    begun(history, 9)
+    assert not history.due(3)
+    history.arrive("five")
+    assert history.due(3)
+
+
+def test_a_snapshot_is_due_when_the_batches_since_take_too_much() -> None:
+    history: Kept = History(0, "start", limit_bytes=10)
+    history.begin(0, 10)
+    assert not history.due(100)
+    history.begin(1, 1)
+    assert history.due(100)
+
+
+def test_steps_wait_for_a_snapshot_that_falls_behind() -> None:
+    history: Kept = History(0, "start", limit_bytes=1000)
+    begun(history, 3)
+    assert not history.must_wait(3)
+    history.ask()
+    begun(history, 2)
+    assert not history.must_wait(3)
+    begun(history, 1)
+    assert history.must_wait(3)
+    history.arrive("three")
+    assert not history.must_wait(3)
+
+
+def test_another_form_of_a_snapshot_stays_until_the_next() -> None:
+    history: Kept = History(0, "start", limit_bytes=1000)
+    begun(history, 2)
+    history.settle("put together")
+    assert history.restart().snapshot == "put together"
+    assert history.restart().replay == (0, 1)
+
+
+@given(
+    st.lists(st.sampled_from(["step", "arrive", "fail", "restart"]), max_size=60),
+    st.integers(1, 5),
+    st.integers(0, 100),
+)
+def test_whatever_happens_nothing_is_missing_and_what_is_kept_has_a_bound(
+    events: list[str], every: int, first: int
+) -> None:
+    history: Kept = History(first, f"after {first}", limit_bytes=1 << 40)
+    asked = -1
+    for event in events:
+        if event == "step":
+            if history.must_wait(every):
+                history.arrive(f"after {asked}")
+            history.begin(history.steps, 1)
+            if history.due(every):
+                history.ask()
+                asked = history.steps
+        elif event == "restart":
+            history.restart()
+        elif history.asked:
+            if event == "arrive":
+                history.arrive(f"after {asked}")
+            else:
+                history.fail()
+        assert history.steps - history.snapshot_step <= every * (2 + events.count("fail") + events.count("restart"))
+    restart = history.restart()
+    assert restart.snapshot == f"after {restart.step}"
+    assert restart.replay == tuple(range(restart.step, history.steps))
+
+
+def test_until_costs_are_known_a_snapshot_comes_early() -> None:
+    cadence = Cadence()
+    assert cadence.every == FIRST_AFTER
+    cadence.step_took(0.1)
+    assert cadence.every == FIRST_AFTER
+
+
+@given(st.floats(1e-4, 10), st.floats(1e-5, 100))
+def test_snapshots_take_their_share_of_the_time_at_most(step_s: float, cost_s: float) -> None:
+    cadence = Cadence()
+    cadence.step_took(step_s)
+    cadence.snapshot_took(cost_s)
+    every = cadence.every
+    assert 1 <= every <= MOST_APART
+    if every < MOST_APART:
+        assert cost_s <= SHARE * step_s * every * (1 + 1e-9)
+    if every > 1:
+        assert cost_s > SHARE * step_s * (every - 1) * (1 - 1e-9) or every == MOST_APART
+
+
+def test_dearer_snapshots_are_further_apart() -> None:
+    found = []
+    for cost_s in (0.001, 0.01, 0.1):
+        cadence = Cadence()
+        cadence.step_took(0.1)
+        cadence.snapshot_took(cost_s)
+        found.append(cadence.every)
+    assert all(before < after for before, after in pairwise(found))
+
+
+def test_what_the_user_says_holds() -> None:
+    cadence = Cadence(7)
+    cadence.step_took(0.1)
+    cadence.snapshot_took(100.0)
+    assert cadence.every == 7
+
+
+def test_a_story_is_one_line() -> None:
+    story = Recovery(
+        at_s=0.0,
+        failure="WorkerDied: worker 1 was ended by signal 9",
+        lost=(1, 2),
+        replaced=(1,),
+        gone=(2,),
+        plan="1 stage",
+        step=40,
+        snapshot_step=31,
+        redone=9,
+        attempts=2,
+        seconds=1.25,
+    )
+    line = str(story)
+    assert "\n" not in line
+    for part in (
+        "step 40",
+        "1.2 s",
+        "2 attempts",
+        "workers 1, 2",
+        "started worker 1 again",
+        "worker 2 gone",
+        "1 stage",
+    ):
+        assert part in line
+    assert "redid 9 steps from the snapshot after step 31" in line
+    assert "was ended by signal 9" in line
