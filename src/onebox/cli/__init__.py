@@ -120,8 +120,10 @@ def _interruptible(*, ends: bool) -> Iterator[None]:
 
 
 def _tell(status: int, message: object) -> int:
+    """Print a message, which may quote what another machine said: that must not steer the terminal."""
+    text = "".join(each if each.isprintable() or each in "\n\t" else f"\\u{ord(each):04x}" for each in str(message))
     with contextlib.suppress(OSError):
-        print(f"onebox: {message}", file=sys.stderr, flush=True)
+        print(f"onebox: {text}", file=sys.stderr, flush=True)
     return status
 
 

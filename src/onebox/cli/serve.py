@@ -6,6 +6,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 
@@ -69,6 +70,9 @@ def _limits(config: ServeConfig) -> Limits:
 @contextlib.contextmanager
 def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let Ctrl-C, SIGTERM, and the end of the terminal end the agent in order, however often they come."""
+    if threading.current_thread() is not threading.main_thread():  # which has no handlers, and is ended otherwise
+        yield
+        return
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signals.append(signal.SIGHUP)
