@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.keyring import KnownAgent, identity, known_agent
+from onebox.pool.liveness import SILENCE_S
 from onebox.pool.member import Member
 from onebox.pool.remote import AgentLine, Busy
 from onebox.pool.spec import GRAMMAR, AgentPart, wants
@@ -90,6 +91,11 @@ class AgentSource:
         assert self._line is not None
         return self._line.key
 
+    @property
+    def patience_s(self) -> float:
+        """For how long its workers may give no sign of life: a little longer than the agent may."""
+        return max(SILENCE_S, self._grace_s + SILENCE_S - GRACE_S)
+
     def connect(self) -> None:
         """Connect to the agent, and find out what to lease.
 
@@ -161,6 +167,8 @@ class AgentSource:
         with self._lock:
             self._closed = True
             line = self._line
+        for member in self._members:
+            member.close(grace_s=0.0)
         if line is not None:
             line.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SILENCE_S = 3.5
@@ -16,8 +17,14 @@ _PAUSE_S = 1.5
 
 @dataclass
 class Liveness:
-    """Watches the signs of life of the workers of a pool."""
+    """Watches the signs of life of the workers of a pool.
 
+    Args:
+        patience_s: For how long a worker may give none, by its number, where that is longer than usual: because it may
+            be cut off for so long.
+    """
+
+    patience_s: Mapping[int, float] = field(default_factory=dict)
     _last_s: dict[int, float] = field(default_factory=dict)
     _stalled: dict[int, tuple[float, str]] = field(default_factory=dict)
     _checked_s: float | None = None
@@ -40,7 +47,7 @@ class Liveness:
         verdicts: dict[int, str] = {}
         for worker, last_s in self._last_s.items():
             stalled_s, doing = self._stalled[worker]
-            if now_s - last_s > SILENCE_S:
+            if now_s - last_s > self.patience_s.get(worker, SILENCE_S):
                 verdicts[worker] = f"gave no sign of life for {now_s - last_s:.1f} s"
             elif stalled_s > STALL_S:
                 verdicts[worker] = f"has made no progress with its {doing} instruction for {stalled_s:.1f} s"

@@ -57,7 +57,8 @@ def open_pool(
         channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
             signs of life are not held up. Emulated likewise.
         faults: For tests: what goes wrong on which worker of this machine.
-        grace_s: How long this process, or the way to another host, may be gone before the leases there end.
+        grace_s: How long the way to another host may be cut, or this process be gone, before the leases there end and
+            its workers are given up; that a host has failed is noticed only then.
         wait: Whether to queue for devices that others have leased; the place in the queue is logged.
 
     Returns:
@@ -143,10 +144,14 @@ def connect_pool(
         agents = [source for source in sources if isinstance(source, AgentSource)]
         if agents:
             acquire_all(agents, mine.public, wait=wait)
+        patience_s: dict[int, float] = {}
         for source in sources:
-            started += source.start(len(started), mine.public)
+            made = source.start(len(started), mine.public)
+            if isinstance(source, AgentSource):
+                patience_s |= {member.place.worker: source.patience_s for member, _ in made}
+            started += made
         members = [member for member, _ in started]
-        switchboard = Switchboard(mine, channel_latency_s, len(members))
+        switchboard = Switchboard(mine, channel_latency_s, len(members), patience_s)
         undo.callback(switchboard.stop)
         hellos = [switchboard.connect(member, key) for member, key in started]
         switchboard.start()

@@ -191,6 +191,8 @@ class AgentLine:
         with self._lock:
             if self._stopping:
                 return
+            for number in [number for number, asked in self._asked.items() if isinstance(asked.request, Lease)]:
+                self._leave(number)
             self._stopping = True
             os.eventfd_write(self._bell, 1)
         self._thread.join(_JOIN_S)
@@ -254,12 +256,16 @@ class AgentLine:
             number = asked.request.number
             waiting = self._asked.pop(number, None) is not None
             if waiting and not self._stopping:
-                self._numbers += 1
-                self._post(Release(self._numbers, request=number))
+                self._leave(number)
         for member in asked.members:
             member.close(grace_s=0.0)
         for lease in {member.lease for member in asked.members}:
             self.release(lease)
+
+    def _leave(self, number: int) -> None:
+        """Leave the queue with a request; called with the lock held."""
+        self._numbers += 1
+        self._post(Release(self._numbers, request=number))
 
     # ---- the thread
 

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -47,9 +47,12 @@ class Switchboard:
         keys: The client's keys.
         latency_s: Seconds that every message is held back, each way; for experiments.
         workers: How many there will be: tensors to and from several are encrypted by several threads.
+        patience_s: See :class:`Liveness`.
     """
 
-    def __init__(self, keys: KeyPair, latency_s: float = 0.0, workers: int = 1) -> None:
+    def __init__(
+        self, keys: KeyPair, latency_s: float = 0.0, workers: int = 1, patience_s: Mapping[int, float] | None = None
+    ) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._lines: dict[int, Line] = {}
@@ -61,7 +64,7 @@ class Switchboard:
         self._numbers = 0
         self._stopping = False
         self._closed = False
-        self._liveness = Liveness()
+        self._liveness = Liveness(patience_s or {})
         self._complaints = Complaints()
         self._key_values = KeyValues()
         self._sums = ClientSums()

@@ -10,7 +10,7 @@ import zmq
 
 from onebox.pool.remote import AgentLine
 from onebox.pool.versions import own_versions
-from onebox.wire import configure, new_keys
+from onebox.wire import KeyPair, configure, new_keys
 from onebox.wire.agents import (
     AgentSaying,
     Done,
@@ -43,10 +43,17 @@ class ScriptedAgent:
         answer: Returns what to say instead, or ``None``.
         port: Where to listen; 0 for any.
         host: Likewise; IPv6 in brackets.
+        keys: Its own.
     """
 
-    def __init__(self, answer: Answer = lambda request: None, port: int = 0, host: str = "127.0.0.1") -> None:
-        self.keys = KEYS
+    def __init__(
+        self,
+        answer: Answer = lambda request: None,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        keys: KeyPair = KEYS,
+    ) -> None:
+        self.keys = keys
         self.answer = answer
         self.heard: list[Request] = []
         self.leases: list[int] = []
@@ -122,9 +129,9 @@ class ScriptedAgent:
 
 
 @contextlib.contextmanager
-def scripted(answer: Answer = lambda request: None) -> Iterator[ScriptedAgent]:
+def scripted(answer: Answer = lambda request: None, keys: KeyPair = KEYS) -> Iterator[ScriptedAgent]:
     """Run such an agent."""
-    agent = ScriptedAgent(answer)
+    agent = ScriptedAgent(answer, keys=keys)
     try:
         yield agent
     finally:

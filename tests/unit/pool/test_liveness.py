@@ -24,6 +24,17 @@ def test_a_worker_that_is_silent_for_too_long_is_hung() -> None:
     assert "no sign of life" in verdicts[0]
 
 
+def test_a_worker_that_may_be_cut_off_for_longer_is_waited_for() -> None:
+    liveness = Liveness({1: 20.0})
+    liveness.beat(0, 0.0)
+    liveness.beat(1, 0.0)
+    hung_s: dict[int, float] = {}
+    for tick in range(1, 60):
+        for worker in liveness.hung(0.5 * tick):
+            hung_s.setdefault(worker, 0.5 * tick)
+    assert hung_s == {0: 4.0, 1: 20.5}
+
+
 def test_a_worker_that_stands_still_is_hung_though_it_beats() -> None:
     liveness = Liveness()
     liveness.beat(0, 1.0, stalled_s=STALL_S, doing="call")

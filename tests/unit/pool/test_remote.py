@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -16,6 +18,7 @@ from onebox.errors import PoolError, UsageError
 from onebox.pool import agent_source, remote
 from onebox.pool.agent_socket import own_address, resolve, split
 from onebox.pool.agent_source import AgentSource, acquire_all
+from onebox.pool.liveness import SILENCE_S
 from onebox.pool.remote import AgentLine, Busy, RemoteMember
 from onebox.pool.spec import AgentPart
 from onebox.pool.versions import own_versions
@@ -382,6 +385,58 @@ def test_of_several_agents_all_are_leased_or_none_is_held_while_another_is_waite
         finally:
             for each in sources:
                 each.close()
+
+
+def test_who_waits_for_several_agents_waits_in_the_order_of_their_keys() -> None:
+    """In whatever order they stand in a specification: else two clients could wait for each other."""
+    first, second = sorted((new_keys(), new_keys()), key=lambda keys: keys.public)
+    waited: list[str] = []
+
+    def busy(name: str) -> Callable[[Request], Sequence[AgentSaying] | None]:
+        def answer(request: Request) -> Sequence[AgentSaying] | None:
+            if isinstance(request, Lease) and request.wait:
+                waited.append(name)
+            return [Refused(request.number, "busy", "bo")] if isinstance(request, Lease) and not request.wait else None
+
+        return answer
+
+    with scripted(busy("first"), first) as one, scripted(busy("second"), second) as other:
+        for agents in ([one, other], [other, one]):
+            sources = [source(each, "cpu") for each in agents]
+            try:
+                acquire_all(sources, CLIENT)
+            finally:
+                for each in sources:
+                    each.close()
+    assert waited == ["first", "second"] * 2
+
+
+def test_ctrl_c_ends_the_wait_for_agents(agent: ScriptedAgent) -> None:
+    def answer(request: Request) -> Sequence[AgentSaying] | None:
+        if not isinstance(request, Lease):
+            return None
+        os.kill(os.getpid(), signal.SIGINT)
+        return [Queued(request.number, 1, "bo")]
+
+    agent.answer = answer
+    waiting = source(agent, "cpu")
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        acquire_all([waiting], CLIENT)
+    waiting.close()
+    assert threading.active_count() == threads
+    (asked,) = [request for request in agent.heard if isinstance(request, Lease)]
+    end_s = time.monotonic() + 5
+    while agent.kinds()[-1] != "Release" and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert [request.request for request in agent.heard if isinstance(request, Release)] == [asked.number]
+
+
+def test_workers_are_waited_for_as_long_as_their_host_may_be_cut_off() -> None:
+    part = AgentPart(address="lab", devices=("cpu",))
+    assert AgentSource(part).patience_s == SILENCE_S
+    assert AgentSource(part, grace_s=1.0).patience_s == SILENCE_S
+    assert AgentSource(part, grace_s=30.0).patience_s > 30.0
 
 
 def test_one_agent_that_refuses_ends_what_the_others_are_asked(agent: ScriptedAgent) -> None:
