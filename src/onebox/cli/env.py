@@ -24,10 +24,14 @@ _PACKAGES = (
     "tyro",
     "rich",
     "psutil",
+    "prometheus-client",
     "scikit-learn",
     "pillow",
 )
-_EXTRAS = {"transformers": "the tests train its models; install onebox[test]"}
+_EXTRAS = {
+    "ray": "pools on a Ray cluster need it; install onebox[cluster]",
+    "transformers": "the tests train its models; install onebox[test]",
+}
 
 
 def show_environment(config: EnvConfig) -> None:

@@ -34,7 +34,7 @@ def serve(config: ServeConfig) -> None:
     with Journal(config.journal, sys.stdout) as journal, contextlib.ExitStack() as stack:
         agent = Agent(
             keys=keys,
-            name_of=clients.name,
+            name_of=_names(clients, journal),
             bind=config.bind,
             port=config.port,
             advertise=config.advertise or _advertised(config.bind),
@@ -56,6 +56,21 @@ def serve(config: ServeConfig) -> None:
         _say(f"agent at {agent.endpoint.removeprefix('tcp://')}, fingerprint {fingerprint(keys.public)}")
         _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
         agent.run()
+
+
+def _names(clients: AllowedClients, journal: Journal) -> Callable[[str], str | None]:
+    """Return how a client's name is found; a file that nobody can be found in any more is told of, once."""
+    told: str | None = None
+
+    def name_of(key: str) -> str | None:
+        nonlocal told
+        name = clients.name(key)
+        if clients.problem != told:
+            told = clients.problem
+            journal.tell("clients-unreadable" if told else "clients-readable", reason=told)
+        return name
+
+    return name_of
 
 
 def _limits(config: ServeConfig) -> Limits:

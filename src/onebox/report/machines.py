@@ -74,7 +74,7 @@ def status_table(hosts: Sequence[HostState]) -> Table:
                 _plain(offer.device),
                 _plain(_named(offer)),
                 f"{memory_text(offer.free_bytes)} of {memory_text(offer.memory_bytes)}",
-                _plain(_held(offer.holders)),
+                _held(offer.holders),
                 load_text(offer.load),
                 _plain(_waiting(state.stock.queue) if first else ""),
             )
@@ -98,11 +98,12 @@ def offer_table(rows: Iterable[OfferRow]) -> Table:
     table.add_column("load", justify="right")
     for row in rows:
         offer = row.offer
-        what = ["any that is free", "", "", ""]
-        if offer is not None:
-            memory = f"{memory_text(offer.free_bytes)} of {memory_text(offer.memory_bytes)}"
-            what = [_named(offer), memory, _held(offer.holders), load_text(offer.load)]
-        table.add_row(*(_plain(cell) for cell in (str(row.number), row.address, row.device, *what)))
+        cells = [_plain(text) for text in (str(row.number), row.address, row.device)]
+        if offer is None:
+            table.add_row(*cells, "any that is free", "", "", "")
+            continue
+        memory = f"{memory_text(offer.free_bytes)} of {memory_text(offer.memory_bytes)}"
+        table.add_row(*cells, _plain(_named(offer)), memory, _held(offer.holders), load_text(offer.load))
     return table
 
 
@@ -147,11 +148,11 @@ def _named(offer: Offer) -> str:
     return f"{offer.name}, {offer.threads} cores" if offer.device == "cpu" else offer.name
 
 
-def _held(holders: Sequence[Holder]) -> str:
+def _held(holders: Sequence[Holder]) -> Text:
     lines = [f"{each.client}, {memory_text(each.memory_bytes)}, {span_text(each.since_s)}" for each in holders[:_NAMED]]
     if len(holders) > _NAMED:
         lines.append(f"and {len(holders) - _NAMED} more")
-    return "; ".join(lines) or "-"
+    return Text("\n".join(map(printable, lines)) or "-")
 
 
 def _waiting(queue: Sequence[str]) -> str:

@@ -199,6 +199,12 @@ def test_who_is_let_in_no_longer(
         allow_client("ana@desk", key)
     monkeypatch.setenv("ONEBOX_CONFIG", str(as_client.client))
     said(capsys, "devices", "--pool", as_client.address)
+    clients = as_client.owner / "clients.json"
+    clients.chmod(0o666)  # now anybody could have put a key in it: nobody is let in, and the log says why
+    assert "pair" in said(capsys, "devices", "--pool", as_client.address, status=1)
+    clients.chmod(0o600)
+    log = said(capsys, "logs", as_client.address)
+    assert log.index("clients-unreadable") < log.index("chmod 600") < log.index("clients-readable")
 
 
 def test_training_over_it_and_its_end(as_client: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
