@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zmq.utils import z85
+
 from onebox.errors import UsageError
-from onebox.wire.agents import GRACE_S, Want
+from onebox.wire.agents import GRACE_S, Lease, Want
 
 WANTS = 256
 """The most devices of one request."""
@@ -178,6 +181,21 @@ def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str
     return frozenset(device for want in wants for device in (gpus if want.device == "cuda" else [want.device]))
 
 
+def what_is_wrong(request: Lease) -> str | None:
+    """Say what is wrong with a request, apart from what it asks for; None if nothing is."""
+    try:
+        key = z85.decode(request.key) if len(request.key) == 40 else b""
+    except (ValueError, KeyError, struct.error) as error:
+        return f"a key that is none: {type(error).__name__}"
+    if len(key) != 32:
+        return f"a key of {len(request.key)} characters; a public CURVE key has 40 of Z85"
+    if not 0 < request.speed <= 1:
+        return f"a speed of {request.speed}; allowed is more than 0 and up to 1"
+    if request.speed < 1 and any(want.device != "cpu" for want in request.wants):
+        return f"a speed of {request.speed} for a GPU; only cpu workers can be slowed down"
+    return None
+
+
 def _check(want: Want, offers: Mapping[str, Offered]) -> None:
     """Require that a want is one that could be had."""
     if not _DEVICE.fullmatch(want.device):
@@ -236,4 +254,16 @@ def _listing(offers: Mapping[str, Offered]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-__all__ = ["WANTS", "Limits", "Offered", "Room", "Share", "all_room", "fit", "reach", "settled", "taken"]
+__all__ = [
+    "WANTS",
+    "Limits",
+    "Offered",
+    "Room",
+    "Share",
+    "all_room",
+    "fit",
+    "reach",
+    "settled",
+    "taken",
+    "what_is_wrong",
+]

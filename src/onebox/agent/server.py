@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import zmq
-from zmq.utils import z85
 
-from onebox.agent.demand import Limits, Offered
+from onebox.agent.demand import Limits, Offered, what_is_wrong
 from onebox.agent.door import Door, Tell
 from onebox.agent.host import Load
 from onebox.agent.leases import Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
@@ -257,7 +255,7 @@ class Agent:
         self._say(client, Introduced(request.number, mine, self._host, self._advertise))
 
     def _lease(self, client: Client, request: Lease, now_s: float) -> None:
-        wrong = _what_is_wrong(request)
+        wrong = what_is_wrong(request)
         if wrong is not None:
             self._apply([Refuse(client, request.number, "usage", wrong)], now_s)
             return
@@ -400,18 +398,3 @@ class Agent:
             self._socket.send_multipart([client.session, encode_agent(saying)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._tell("unsaid", client=client.name, what=type(saying).__name__, reason=str(error))
-
-
-def _what_is_wrong(request: Lease) -> str | None:
-    """Say what is wrong with a request, apart from what it asks for; None if nothing is."""
-    try:
-        key = z85.decode(request.key) if len(request.key) == 40 else b""
-    except (ValueError, KeyError, struct.error) as error:
-        return f"a key that is none: {type(error).__name__}"
-    if len(key) != 32:
-        return f"a key of {len(request.key)} characters; a public CURVE key has 40 of Z85"
-    if not 0 < request.speed <= 1:
-        return f"a speed of {request.speed}; allowed is more than 0 and up to 1"
-    if request.speed < 1 and any(want.device != "cpu" for want in request.wants):
-        return f"a speed of {request.speed} for a GPU; only cpu workers can be slowed down"
-    return None

@@ -40,13 +40,20 @@ class Raw:
 
     def __init__(self, endpoint: str, agent_key: str, keys: KeyPair) -> None:
         self.keys = keys
+        self.endpoint = endpoint
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         configure(self.socket, keys, server_key=agent_key)
         self.socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
-        self.socket.connect(endpoint)
+        self.connect()
         self.numbers = 0
         self.heard: list[AgentSaying] = []
+
+    def connect(self) -> None:
+        self.socket.connect(self.endpoint)
+
+    def disconnect(self) -> None:
+        self.socket.disconnect(self.endpoint)
 
     def say(self, request: Request | bytes) -> None:
         self.socket.send(request if isinstance(request, bytes) else encode_agent(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,13 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from onebox.agent import Limits, Offered
+from onebox.agent.sessions import CUT_S
+from onebox.pool.versions import own_versions
 from onebox.wire import new_keys
 from onebox.wire.agents import (
     Done,
     Inspect,
+    Introduce,
+    Introduced,
+    Lease,
     Leased,
     LeaseEnded,
     LogLines,
@@ -29,6 +36,7 @@ from onebox.wire.agents import (
     Stock,
     Want,
     WorkerEnded,
+    encode_agent,
 )
 from tests.process.agent.raw import House, Raw, gone, greeted, house
 
@@ -119,27 +127,44 @@ def test_a_worker_that_does_not_start_fails_the_lease_and_frees_what_it_had() ->
         assert offer.holders == ()
 
 
-def test_an_agent_that_is_told_to_end_ends_its_workers(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("serving.py")
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[subprocess.Popen[str], Raw]]:
+    """Run an agent in a process of its own, with one client."""
     keys, agent_keys = new_keys(), new_keys()
-    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(f"{agent_keys.public}\n{agent_keys.secret}\n{keys.public}\n")
-        process.stdin.flush()
-        client = Raw(process.stdout.readline().strip(), agent_keys.public, keys)
-        client.introduce()
+    script = Path(__file__).with_name("serving.py")
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(f"{agent_keys.public}\n{agent_keys.secret}\n{keys.public}\n")
+            process.stdin.flush()
+            client = Raw(process.stdout.readline().strip(), agent_keys.public, keys)
+            client.introduce()
+            yield process, client
+            client.close()
+        finally:
+            process.kill()
+
+
+def test_an_agent_that_is_told_to_end_ends_its_workers() -> None:
+    with serving() as (process, client):
         leased = client.lease(HALF)
         process.send_signal(signal.SIGTERM)
         assert client.take(LeaseEnded).lease == leased.lease
         assert process.wait(20) == 0
         assert gone([leased.workers[0].process])
-        client.close()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
+
+
+def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None:
+    with serving() as (process, client):
+        leased = client.lease(HALF, grace_s=1.0)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)
+        process.send_signal(signal.SIGCONT)
+        client.heard.clear()
+        client.say(Renew(client.number()))
+        assert client.take(Renewed).leases == (leased.lease,)
 
 
 def test_limits_hold_for_all_connections_of_a_client() -> None:
@@ -150,6 +175,96 @@ def test_limits_hold_for_all_connections_of_a_client() -> None:
         second.ask(HALF)
         assert "2 devices; allowed are 1" in second.take(Refused).reason
         assert "time is over" in first.take(LeaseEnded).why
+
+
+def test_whom_the_agent_does_not_know_gets_nothing(shared: House) -> None:
+    stranger = shared.raw(None)
+    stranger.say(Introduce(1, own_versions(), "ana"))
+    shared.until("handshake-refused")
+    assert not stranger.socket.poll(500)
+    assert shared.told("handshake-refused")[0]["address"] == "127.0.0.1"
+    stranger.close()
+
+
+def test_who_is_no_longer_known_loses_what_it_has() -> None:
+    with house() as made:
+        client = made.client("ana")
+        client.ask(HALF, grace_s=1.0)
+        made.until("leased")
+        del made.known[client.keys.public]
+        client.heard.clear()
+        client.say(Inspect(client.number()))
+        made.until("expired")
+        made.until("freed")
+        assert not any(isinstance(saying, Stock) for saying in client.heard)
+
+
+def test_other_versions_are_refused_and_both_named(shared: House) -> None:
+    old = shared.raw("ben")
+    old.say(Inspect(1))
+    assert old.take(Refused) == Refused(1, "versions", "introduce yourself first: say your versions")
+    mine = own_versions()
+    old.say(Introduce(2, msgspec.structs.replace(mine, torch="1.0.0"), "ben"))
+    refused = old.take(Refused)
+    assert (refused.number, refused.kind) == (2, "versions")
+    assert "torch 1.0.0" in refused.reason and f"torch {mine.torch}" in refused.reason
+    old.say(Lease(3, (HALF,), old.keys.public))
+    assert old.take(Refused).kind == "versions"
+    old.say(Introduce(4, msgspec.structs.replace(mine, torch=mine.torch.split("+")[0] + "+other"), "ben"))
+    assert old.take(Introduced).number == 4
+
+
+def test_what_is_no_request_is_refused_and_the_agent_goes_on(shared: House) -> None:
+    client = shared.client("ana")
+    for frame in (b"", b"\x93\x01", bytes(1000), encode_agent(Done(1))):
+        client.say(frame)
+        assert client.take(Refused).number == 0
+    client.socket.send_multipart([b"one", b"two"])  # no answer: it is not even a message
+    for bad, why in (
+        ({"key": '"' * 40}, "key"),
+        ({"key": "~" * 40}, "key"),
+        ({"key": ""}, "key"),
+        ({"speed": 0.0}, "speed"),
+        ({"speed": float("nan")}, "speed"),
+        ({"grace_s": 1e9}, "grace"),
+        ({"wants": ()}, "0 devices"),
+        ({"wants": (Want("cuda"),)}, "cuda is not offered; offered is cpu"),
+    ):
+        number = client.number()
+        client.say(msgspec.structs.replace(Lease(number, (HALF,), client.keys.public), **bad))
+        refused = client.take(Refused)
+        assert (refused.number, refused.kind) == (number, "usage") and why in refused.reason
+    assert client.introduce()
+
+
+def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House) -> None:
+    client = shared.client("ana")
+    leased = client.lease(HALF, grace_s=30.0)
+    client.disconnect()
+    os.kill(leased.workers[0].process, signal.SIGKILL)
+    shared.until("worker-ended", len(shared.told("worker-ended")) + 1)
+    time.sleep(CUT_S)
+    client.connect()
+    assert client.take(WorkerEnded).lease == leased.lease
+    client.say(Renew(client.number()))
+    assert client.take(Renewed).leases == (leased.lease,)
+    release(client, leased.lease)
+
+
+def test_renewals_are_answered_while_workers_start(shared: House) -> None:
+    client, other = shared.client("ana"), shared.client("ben")
+    client.ask(HALF)
+    for _ in range(3):
+        other.say(Renew(other.number()))
+        other.take(Renewed, within_s=1.5)
+    release(client, client.take(Leased).lease)
+
+
+def test_workers_end_with_an_agent_that_is_killed() -> None:
+    with serving() as (process, client):
+        leased = client.lease(HALF)
+        process.kill()
+        assert gone([leased.workers[0].process])
 
 
 def test_the_log_can_be_read_by_clients(shared: House) -> None:

@@ -1,0 +1,151 @@
+"""The workers of leases, with pipes in the place of processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from onebox.agent import workers as module
+from onebox.agent.demand import Share
+from onebox.agent.workers import Died, Gone, NotStarted, Ready, Workers
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.failures import Place
+from onebox.pool.process import START_S
+from onebox.wire import new_keys
+from onebox.worker import Ports, WorkerConfig
+
+SHARE = Share(device="cpu", threads=1, memory_bytes=64)
+
+
+class Fake:
+    """Stands in for a worker's process."""
+
+    made: list[Fake]
+    ports_found: Ports | None = None
+    ended = False
+    killed = 0
+
+    def __init__(self, place: Place, config: WorkerConfig) -> None:
+        if len(self.made) >= 3:
+            raise OSError(11, "Resource temporarily unavailable")
+        self.place, self.config = place, config
+        self.pid = 1000 + len(self.made)
+        self.descriptor, self.outlet = os.eventfd(0), os.eventfd(0)
+        self.bad = False
+        self.made.append(self)
+
+    def ports(self) -> Ports:
+        if self.bad:
+            raise PoolError("it said nonsense")
+        return Ports(f"tcp://0.0.0.0:{self.pid}", f"tcp://[::]:{self.pid + 1}")
+
+    def death(self) -> WorkerDied:
+        return WorkerDied("it died", exit_status=-9, last_words="alas")
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def bury(self) -> None:
+        self.ended = True
+
+    def close(self, *, grace_s: float) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
+    monkeypatch.setattr(Fake, "made", [], raising=False)
+    monkeypatch.setattr(module, "LeasedWorker", Fake)
+    yield Fake.made
+    for fake in Fake.made:
+        os.close(fake.descriptor)
+        os.close(fake.outlet)
+
+
+def started(count: int, **changes: Any) -> Workers:
+    made = Workers(**{"host": "lab", "bind": "0.0.0.0", "advertise": "192.0.2.7", **changes})
+    assert made.start(1, [SHARE] * count, new_keys().public, 1.0, 0.0) is None
+    return made
+
+
+def test_a_lease_is_ready_when_all_its_workers_are(fakes: list[Fake]) -> None:
+    workers = started(2)
+    one, two = fakes
+    assert (one.config.address, one.config.quota_bytes, one.config.owner) == ("0.0.0.0", 64, os.getpid())
+    assert one.config.secret not in repr(workers) and one.config.public != two.config.public
+    assert set(workers.descriptors()) == {one.descriptor, one.outlet, two.descriptor, two.outlet}
+    assert workers.attend({two.outlet}, 1.0) == []
+    assert set(workers.descriptors()) == {one.descriptor, one.outlet, two.descriptor}
+    (ready,) = workers.attend({one.outlet}, 2.0)
+    assert isinstance(ready, Ready)
+    assert [(each.process, each.commands) for each in ready.workers] == [
+        (1000, "tcp://192.0.2.7:1000"),
+        (1001, "tcp://192.0.2.7:1001"),
+    ]
+    assert [each.key for each in ready.workers] == [one.config.public, two.config.public]
+    assert workers.attend(set(), START_S + 1) == []
+
+
+def test_an_address_of_ipv6_is_advertised_in_brackets(fakes: list[Fake]) -> None:
+    workers = started(1, advertise="2001:db8::7")
+    (ready,) = workers.attend({fakes[0].outlet}, 1.0)
+    assert isinstance(ready, Ready) and ready.workers[0].beats == "tcp://[2001:db8::7]:1001"
+
+
+def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]) -> None:
+    workers = started(2)
+    one, two = fakes
+    workers.attend({one.outlet, two.outlet}, 1.0)
+    assert workers.attend({two.descriptor}, 2.0) == [Died(1, 1, -9, "alas")]
+    assert set(workers.descriptors()) == {one.descriptor}
+    workers.end(1, 0.0, 3.0)
+    assert (one.killed, two.killed) == (1, 0)
+    assert workers.attend({one.descriptor}, 3.0) == [Gone(1)]
+
+
+@pytest.mark.parametrize("how", ["dies", "nonsense", "late"])
+def test_a_worker_that_does_not_start_is_news_once(fakes: list[Fake], how: str) -> None:
+    workers = started(2)
+    one, two = fakes
+    one.bad = how == "nonsense"
+    ready = {"dies": {one.descriptor, two.descriptor}, "nonsense": {one.outlet, two.outlet}, "late": {one.outlet}}[how]
+    if how == "late":
+        assert workers.attend(ready - {one.outlet}, START_S - 1) == []
+    (news,) = workers.attend(ready, START_S + 1)
+    assert isinstance(news, NotStarted)
+    assert {"dies": "it died", "nonsense": "it said nonsense", "late": "within 90 s"}[how] in news.why
+    assert workers.attend(ready, START_S + 2) == []
+    workers.end(1, 0.0, START_S + 2)
+    assert workers.attend({one.descriptor, two.descriptor}, START_S + 2) == [Gone(1)]
+
+
+def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) -> None:
+    workers = started(2)
+    one, two = fakes
+    workers.attend({one.outlet, two.outlet}, 1.0)
+    workers.end(1, 1.0, 5.0)
+    assert workers.attend({one.descriptor}, 5.5) == []
+    assert (one.killed, two.killed) == (0, 0)
+    assert workers.attend(set(), 6.0) == []
+    assert (one.killed, two.killed) == (0, 1)
+    assert workers.attend({two.descriptor}, 6.1) == [Gone(1)]
+    assert list(workers.descriptors()) == []
+
+
+def test_when_the_host_has_no_room_for_a_process_what_was_started_ends(fakes: list[Fake]) -> None:
+    workers = Workers(host="lab", bind="127.0.0.1", advertise="127.0.0.1")
+    why = workers.start(1, [SHARE] * 4, new_keys().public, 1.0, 0.0)
+    assert why == "cpu on lab: no worker could be started: Resource temporarily unavailable"
+    workers.end(1, 0.0, 0.0)
+    assert [fake.killed for fake in fakes] == [1, 1, 1]
+    assert workers.attend({fake.descriptor for fake in fakes}, 0.1) == [Gone(1)]
+
+
+def test_closing_ends_all(fakes: list[Fake]) -> None:
+    workers = started(2)
+    workers.close()
+    workers.close()
+    assert all(fake.ended and fake.killed == 1 for fake in fakes)
