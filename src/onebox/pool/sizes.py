@@ -30,6 +30,6 @@ def parse_size(what: str, text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip().lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size < 1:
+    if not 1 <= size < 1 << 63:
         raise UsageError(f"{what} {text!r}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
     return size

@@ -211,7 +211,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size("memory", text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "2XB", "0.1", "1e9", "²"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "2XB", "0.1", "1e9", "²", "99999999T"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError, match=r"memory .*: allowed are bytes from 1 up"):
         parse_size("memory", text)
