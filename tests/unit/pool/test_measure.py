@@ -178,7 +178,7 @@ def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.M
     links = {(0, 1): Link(latency_s=0.03, bandwidth_bps=5e6), (1, 0): Link(latency_s=0.01, bandwidth_bps=2e6)}
     found = open_pool(2, memory_bytes=SMALL_BYTES, links=links).profile(cache=False)
     for (source, target), link in links.items():
-        assert 0.018 < found.latency_s[source][target] < 0.05
+        assert 0.01 < found.latency_s[source][target] < 0.1
         assert link.bandwidth_bps / 2 < found.bandwidth_bps[source][target] < 1.3 * link.bandwidth_bps
 
 
