@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BENCHMARKS := $(patsubst %,benchmarks/%.py,remote eager coverage scaling memory prediction pipeline)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,6 +27,10 @@ lint: $(VENV)/.stamp-test
 
 bench: $(VENV)/.stamp-test
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# For the night: half an hour and more.
+soak: $(VENV)/.stamp-test
+	$(BIN)/python benchmarks/soak.py
 
 clean:
 	rm -rf $(VENV) dist runs .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
