@@ -16,6 +16,8 @@ from onebox.pool.ray_spec import RayNode
 REACH_S = 5.0
 """How long the head of a cluster may take to accept a connection."""
 
+_LINE = 500
+
 _lock = threading.Lock()
 _pools = 0
 _mine: str | None = None
@@ -101,14 +103,17 @@ def _reach(address: tuple[str, int] | None) -> None:
 
 
 def _initialize(ray: Any, address: str) -> None:
+    quiet = {"log_to_driver": False} if address == "auto" else {}  # a client would be told that it is handed on
     with _own_signals():
         try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            ray.init(address=address, configure_logging=False, **quiet)
         except Exception as error:  # of many types, builtin ones among them
+            with contextlib.suppress(Exception):
+                ray.shutdown()  # else the next attempt of this process goes the same way, whatever the address
             where = "this machine" if address == "auto" else address
             raise PoolError(
-                f"no Ray cluster can be reached from {where}: {_first_line(error)}\n"
-                "  start one with 'ray start --head', join it with 'ray start --address=HEAD:6379', or name its head: ray://HOST:10001"
+                f"no Ray cluster can be reached from {where}: {what(error)}\n  start one with 'ray start --head', "
+                "let this machine join it with 'ray start --address=HEAD:6379', or name its head: ray://HOST:10001"
             ) from None
 
 
@@ -138,10 +143,7 @@ def nodes(ray: Any) -> list[RayNode]:
 
 
 def what(error: BaseException) -> str:
-    """Say in a line what an error of Ray's is about."""
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
+    """Say in a line what an error of Ray's is about: its first line and, of a traceback, the last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:500]
+    ends = dict.fromkeys(line[:_LINE] for line in (lines[:1] + lines[-1:] if "Traceback" in str(error) else lines[:1]))
+    return f"{type(error).__name__}: {' … '.join(ends)}"
