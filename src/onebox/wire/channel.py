@@ -154,18 +154,14 @@ def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: boo
     socket.send_multipart(cut(frames), flags, copy=copy)
 
 
-def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Any]:
+def receive(socket: zmq.Socket[bytes]) -> list[Any]:
     """Receive a message and return its frames, put together from their parts.
 
-    Args:
-        socket: Where from.
-        flags: ``zmq.NOBLOCK``, or none.
-
     Raises:
-        zmq.Again: There is none.
+        zmq.Again: There is none within the socket's limit of time.
         WireError: It ends in the middle of a frame.
     """
-    return join([part.buffer for part in socket.recv_multipart(flags, copy=False)])
+    return join([part.buffer for part in socket.recv_multipart(copy=False)])
 
 
 def cut(frames: Frames) -> list[Any]:

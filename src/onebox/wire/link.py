@@ -76,18 +76,15 @@ class Link:
         if self.due_s <= now_s:
             self._flush(now_s)
 
-    def receive(self, flags: int = 0) -> list[Frames]:
+    def receive(self) -> list[Frames]:
         """Receive from the socket and return the messages that are next in order, if any.
 
-        Args:
-            flags: ``zmq.NOBLOCK``, or none.
-
         Raises:
-            zmq.Again: There is nothing to receive.
+            zmq.Again: There is nothing to receive within the socket's limit of time.
             Restarted: The other side is not the one that it was.
             WireError: What came breaks the protocol.
         """
-        frames = receive(self._socket, flags)
+        frames = receive(self._socket)
         return [frames] if self._reliable is None else self._reliable.take(frames, time.monotonic())
 
     def _flush(self, now_s: float) -> None:

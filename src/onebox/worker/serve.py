@@ -202,14 +202,16 @@ class Server:
         """
         link = self._link
         while True:
-            link.flush(time.monotonic())
-            at_ease = end_s == math.inf == link.due_s
+            now_s = time.monotonic()
+            link.flush(now_s)
+            until_s = min(end_s, link.due_s)
+            patience_ms = -1 if until_s == math.inf else max(0, math.ceil((until_s - now_s) * 1000))
+            self._socket.setsockopt(zmq.RCVTIMEO, patience_ms)  # cheaper than to poll and then to receive
             try:
-                for parts in link.receive(0 if at_ease else zmq.NOBLOCK):
+                for parts in link.receive():
                     self._sort(*decode_envelope(parts))
             except zmq.Again:
-                wait_s = min(end_s, link.due_s) - time.monotonic()
-                if self._socket.poll(max(0, math.ceil(wait_s * 1000))) or time.monotonic() < end_s:
+                if time.monotonic() < end_s:
                     continue
                 return False
             except WireError as error:
