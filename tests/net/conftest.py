@@ -15,23 +15,11 @@ MACHINES = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="session")
-def allowed() -> None:
-    """Skip where there can be no networks."""
+def network() -> Iterator[Network]:
+    """Hosts red, green and blue, and one named client."""
     why = unavailable()
     if why:
         pytest.skip(why)
-
-
-@pytest.fixture(scope="session")
-def network(allowed: None) -> Iterator[Network]:
-    """Hosts red, green and blue, and one named client; for tests that leave them whole."""
-    with Network([*MACHINES, "client"]) as made:
-        yield made
-
-
-@pytest.fixture
-def own_network(allowed: None) -> Iterator[Network]:
-    """The same for one test, which may do what it likes."""
     with Network([*MACHINES, "client"]) as made:
         yield made
 

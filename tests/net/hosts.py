@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ class Host:
     def start(
         self, *command: str, env: Mapping[str, str] | None = None, output: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a process on this host, with a pipe to its input; its output goes to a file, or nowhere.
+        """Start a process on this host, without input; its output goes to a file, or nowhere.
 
         Whoever starts it ends it; what is left when the network is closed is killed.
         """
@@ -85,7 +86,7 @@ class Host:
             out = stack.enter_context(output.open("ab")) if output else subprocess.DEVNULL
             return subprocess.Popen(
                 self.command(*command),
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT if output else subprocess.DEVNULL,
                 env={**os.environ, **(env or {})},
@@ -206,6 +207,25 @@ class Network:
         tool("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
         tool("ip", "-n", space, "link", "set", "eth0", "up")
         return Host(name, space, address, switch, port)
+
+
+@contextlib.contextmanager
+def cut(host: Host, for_s: float) -> Iterator[threading.Thread]:
+    """Pull a host's cable, and put it back after a while from a thread; it is in again in any case afterwards."""
+
+    def mend() -> None:
+        ended.wait(for_s)
+        host.plug(True)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=mend)
+    host.plug(False)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _enter(descriptor: int) -> None:

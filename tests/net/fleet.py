@@ -1,0 +1,123 @@
+"""Agents on the hosts of a test's network, run as users run them, and a client that was paired with them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from onebox.pool.agent_source import connect_agent
+from onebox.pool.keyring import KnownAgent, allow_client, identity, remember_agent
+from onebox.pool.remote import AgentLine
+from tests.net.hosts import Network
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 7171
+START_S = 60.0
+
+
+class Fleet:
+    """Agents by their hosts, each with a folder of its own; a context manager.
+
+    Args:
+        network: With a host named client.
+        folder: For keys, journals and what agents print.
+    """
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network = network
+        self.folder = folder
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents.values():
+            agent.send_signal(signal.SIGCONT)
+            agent.send_signal(signal.SIGTERM)
+        for agent in self.agents.values():
+            try:
+                agent.wait(10)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+    def pair(self, name: str, client: str = "client", port: int = PORT) -> str:
+        """Let a client and a host's agent know each other, and return the agent's address with its port.
+
+        Args:
+            name: The host.
+            client: The folder of the client's keys.
+            port: The agent's.
+        """
+        address = f"{self.network[name].address}:{port}"
+        with self._config(client):
+            mine = identity("client").public
+        with self._config(name):
+            public = identity("agent").public
+            allow_client(f"{client}@client", mine)
+        with self._config(client):
+            remember_agent(KnownAgent(address, public, name))
+        return address
+
+    def start(self, names: Sequence[str], *options: str) -> None:
+        """Start the agents of some hosts, and wait until they serve."""
+        for name in names:
+            bind = () if "--bind" in options else ("--bind", self.network[name].address)
+            journal = ("--journal", str(self.folder / f"{name}.jsonl"))
+            self.agents[name] = self.command(name, "serve", *bind, *journal, *options)
+        for name in names:
+            end_s = time.monotonic() + START_S
+            while '"started"' not in self.printed(name).rpartition('"stopped"')[2]:
+                assert self.agents[name].poll() is None and time.monotonic() < end_s, self.printed(name)
+                time.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        """Kill a host's agent, and let what it printed be forgotten."""
+        agent = self.agents.pop(name)
+        agent.kill()
+        agent.wait(10)
+        (self.folder / f"{name}.out").unlink()
+
+    def command(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a command of onebox on a host."""
+        return self.python(name, name, "-m", "onebox", *arguments)
+
+    def python(self, name: str, who: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start Python on a host, for somebody whose keys are in the folder of that name."""
+        env = {"ONEBOX_CONFIG": str(self.folder / who), "PYTHONPATH": str(ROOT / "src")}
+        return self.network[name].start(sys.executable, *arguments, env=env, output=self.folder / f"{who}.out")
+
+    def printed(self, name: str) -> str:
+        """Return what the commands on a host have printed."""
+        return (self.folder / f"{name}.out").read_text()
+
+    def told(self, name: str) -> list[str]:
+        """Return the events of an agent's journal."""
+        lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line)["event"] for line in lines]
+
+    @contextlib.contextmanager
+    def _config(self, name: str) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ONEBOX_CONFIG", str(self.folder / name))
+            yield
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[None]:
+        """Let this thread be on the client's host, with the client's keys."""
+        with self._config("client"), self.network["client"].inside():
+            yield
+
+    def line(self, name: str, client: str = "client", port: int = PORT) -> AgentLine:
+        """Return a client's line to a host's agent."""
+        with self._config(client), self.network["client"].inside():
+            return connect_agent(f"{self.network[name].address}:{port}")
