@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -72,6 +73,11 @@ def line_with(stream: Any, pattern: str) -> str:
     raise AssertionError(f"the process ended before it said {pattern!r}: {seen}")
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
     """Run a command in this process and return what it printed."""
     capsys.readouterr()
@@ -115,8 +121,7 @@ def as_client(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> Serving:
 
 def test_pairing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     owner, client = tmp_path / "owner", tmp_path / "client"
-    with socket_port() as port:
-        pass
+    port = free_port()
     line = ["pair", "--accept", "--bind", "127.0.0.1", "--pairing-port", str(port)]
     with ended(start(line, owner, tmp_path, stdout=subprocess.PIPE)) as accepting:
         print_of_agent = line_with(accepting.stdout, r"fingerprint of the agent .*:  (\S+)$")
@@ -139,14 +144,6 @@ def test_pairing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert f"ana@desk  {print_of_client}" in said(capsys, "pair", "--list")
     assert "no longer" in said(capsys, "pair", "--remove", "ana@desk")
     assert "ana@desk" not in said(capsys, "pair", "--list")
-
-
-@contextlib.contextmanager
-def socket_port() -> Iterator[int]:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        yield free.getsockname()[1]
 
 
 def test_devices_and_status_and_logs(as_client: Serving, capsys: pytest.CaptureFixture[str]) -> None:
