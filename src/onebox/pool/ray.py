@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-import onebox
 from onebox.errors import PoolError
 from onebox.pool import ray_line
 from onebox.pool.failures import Place
@@ -205,7 +204,7 @@ class RaySource:
                 raise late from None
             except (self._ray.exceptions.RayError, ConnectionError) as error:
                 raise PoolError(
-                    f"{named} did not start: {what(error)}\n  every node needs onebox {onebox.__version__} in the "
+                    f"{named} did not start: {what(error)}\n  every node needs onebox {own_versions().onebox} in the "
                     "Python that Ray runs there: pip install 'onebox[cluster]'"
                 ) from None
 
