@@ -1,13 +1,16 @@
-"""Workers of a pool hold no privileges."""
+"""Workers of a pool hold no privileges, and take no more memory than they may."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from onebox.errors import OneboxError
 from onebox.pool import open_pool
-from onebox.wire import TensorSpec, to_frame
+from onebox.wire import DType, Hole, Items, Kernel, Strided, TensorSpec, to_frame
+from onebox.wire.eager import Perform
 from onebox.wire.messages import Ask, Put, Reduce
 from onebox.worker import seccomp
 
@@ -27,3 +30,14 @@ def test_no_thread_of_a_worker_has_a_privilege_and_groups_form_all_the_same() ->
                 assert status["NoNewPrivs"] == "1"
                 if seccomp.supported():
                     assert status["Seccomp"] == "2", "filtered"
+
+
+def test_an_operator_that_makes_more_than_it_says_fails_and_the_worker_goes_on() -> None:
+    small = Strided("float32", (2, 3), (3, 1), 0, 24)
+    shape = Items((1 << 15, 1 << 17))  # 16 GiB
+    full = Kernel("aten.full.default", (shape, Hole(0)), {"dtype": DType("float32")}, 0, 1, (small,))
+    with open_pool("cpu", threads=1, memory_bytes=64 << 20) as pool:
+        with pytest.raises(OneboxError, match=r"aten\.full"):
+            pool.post(0, [Perform(full, (), (1.0,), 1)], answer=True).result(60)
+        (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
+        assert memory.used_bytes == 0

@@ -20,6 +20,11 @@ from onebox.worker import landlock, seccomp
 PORTS = range(1024, 1 << 16)
 """Ports of TCP that stay reachable: those of other workers, which the systems of their hosts choose, are among them."""
 
+SPARE_BYTES = 1 << 30
+THREAD_BYTES = 128 << 20
+"""What a worker may take besides its buffers: what an operator needs in passing, messages that come in, and for each
+thread an arena of the allocator and a stack."""
+
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 39, 47
 _CLEAR_AMBIENT = 4
 _CAPABILITIES = 64
@@ -49,12 +54,15 @@ _GPU_DEVICES = ("/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels", "/dev/dxg"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(device: str, address: str) -> dict[str, str]:
+def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 1) -> dict[str, str]:
     """Give up what a worker does not need; of this thread, and of all that it starts from now on.
 
     Args:
         device: ``cpu``, ``sim`` or ``cuda:K``, which needs its driver's files.
         address: Where its sockets will be bound: an IP address, or a folder.
+        memory_bytes: The most bytes of its buffers, 0 for no limit. What a CPU's worker takes in all is limited to
+            twice as much, :data:`SPARE_BYTES`, and :data:`THREAD_BYTES` for each thread.
+        threads: Threads of its operators.
 
     Returns:
         For each part what has become of it: ``on``, or why it is not.
@@ -62,7 +70,9 @@ def confine(device: str, address: str) -> dict[str, str]:
     gpu = device.startswith("cuda")
     tempfile.gettempdir()  # which looks for a folder that can be written to, once
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # so does torch, to make its own; nothing is compiled here
+    most_bytes = 2 * memory_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
     return {
+        "memory": _attempt(lambda: _limit_memory(most_bytes)),
         "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
         "new privileges": _attempt(_no_new_privileges),
         "capabilities": _attempt(_drop_capabilities),
@@ -87,6 +97,7 @@ def confinement() -> dict[str, str]:
     abi = landlock.version()
     none = "off: this kernel has no Landlock, or it is switched off (Linux 5.13 and later can have it)"
     return {
+        "memory": "on: of a CPU's worker twice that of its buffers, and some; of a GPU's that of its buffers only",
         "core files": "on: none are written",
         "new privileges": _new_privileges(),
         "capabilities": "on: none",
@@ -119,6 +130,20 @@ def _attempt(part: Callable[[], object]) -> str:
     except (OSError, ValueError) as error:
         return f"off: {error}"
     return "on"
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Let allocations fail beyond what is taken now and so much more; 0 for no limit.
+
+    Memory that processes share does not count, nor does address space that is only reserved.
+    """
+    if not most_bytes:
+        return
+    taken = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    limit = int(taken) * 1024 + most_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _no_new_privileges() -> None:

@@ -273,7 +273,9 @@ def main() -> None:
     if config.owner not in (0, os.getppid()):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not hold.
-    for failure in failures(confine(config.device, config.address)):
+    memory_bytes = 0 if config.device == "sim" else config.quota_bytes
+    done = confine(config.device, config.address, memory_bytes=memory_bytes, threads=config.threads)
+    for failure in failures(done):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = Server(config, lifelines)
     gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step

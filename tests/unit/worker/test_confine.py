@@ -18,7 +18,7 @@ import pytest
 from onebox.worker import confine, landlock, seccomp
 
 SCRIPT = """
-import ctypes, json, os, resource, socket, subprocess, sys, threading
+import ctypes, json, mmap, os, resource, socket, subprocess, sys, threading
 from onebox.worker.confine import confine
 
 private, writable, folder = sys.argv[1:]
@@ -26,7 +26,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 open_before = open(writable, "w")
 started, go_on = threading.Event(), threading.Event()
 threads = len(os.listdir("/proc/self/task"))
-found = {"done": confine("cpu", folder)}
+found = {"done": confine("cpu", folder, memory_bytes=1 << 20)}
 
 def attempt(name, action):
     try:
@@ -91,6 +91,8 @@ attempt("connect", lambda: socket.create_connection(listener.getsockname()).clos
 attempt("connect to 22", lambda: socket.create_connection(("127.0.0.1", 22)).close())
 attempt("listen", lambda: socket.create_server(("127.0.0.1", 0)).close())
 attempt("listen on 22", lambda: socket.create_server(("127.0.0.1", 22)).close())
+attempt("take a little", lambda: mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE))
+attempt("take much", lambda: mmap.mmap(-1, 3 << 30, mmap.MAP_PRIVATE))
 found["core"] = resource.getrlimit(resource.RLIMIT_CORE)
 found["threads"] = threads
 found["status"] = dict(line.rstrip().split(":", 1) for line in open("/proc/self/status"))
@@ -165,6 +167,10 @@ def test_no_thread_is_there_before_it(found: dict[str, Any]) -> None:
 )
 def test_what_it_cannot(found: dict[str, Any], what: str) -> None:
     assert found[what] in (errno.EACCES, errno.EPERM)
+
+
+def test_memory_has_a_limit(found: dict[str, Any]) -> None:
+    assert (found["take a little"], found["take much"]) == (0, errno.ENOMEM)
 
 
 @needs(6)
