@@ -190,6 +190,11 @@ class Trainer:
         """What was lost so far, and how the run went on."""
         return tuple(self._run.guard.recoveries) if self._run.guard else ()
 
+    @property
+    def snapshots_apart(self) -> int:
+        """Steps from one snapshot to the next, as it is now; 0 without ``recover``."""
+        return self._run.guard.cadence.every if self._run.guard else 0
+
     # ---- evaluation
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Evaluation:

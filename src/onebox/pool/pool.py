@@ -208,6 +208,8 @@ class Pool:
                 again and again.
         """
         healing = heal(self._switchboard, self._members, self._replace, present=self.present, patience_s=patience_s)
+        for source in self._sources:
+            source.connected()
         self.gone |= set(healing.gone)
         self.devices = tuple(healing.devices.get(device.number, device) for device in self.devices)
         return healing

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import random
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +20,39 @@ from torch import Tensor
 
 import onebox
 from onebox.engine.history import Recovery
-from onebox.errors import OneboxError, PlanError
+from onebox.errors import OneboxError, PlanError, UsageError
 from onebox.plan import Plan
 from onebox.pool import Fault, open_pool
 from onebox.pool.local import LocalSource
 from tests.models import CASES, OPTIMIZERS
+from tests.process.faults.conftest import SETTLE_S, belongings
 from tests.process.stages import staged
 
 SEED = 5
 STEPS = 14
 SAMPLES = 8
 MICRO_BATCH = 2
+EVERY = 4
+"""Steps between snapshots."""
 
-Moment = tuple[int, str, str, int]
-"""A fault: worker, kind, instruction, its count."""
+Outcome = tuple[list[float], dict[str, Tensor], tuple[Recovery, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blow:
+    """A signal to a worker.
+
+    Args:
+        worker: Which.
+        signal: Which.
+        step: Before which step.
+        delay_s: How long after that.
+    """
+
+    worker: int
+    signal: signal.Signals
+    step: int
+    delay_s: float
 
 
 @functools.cache
@@ -42,18 +65,29 @@ def trainer_on(pool: onebox.Pool, plan: Plan, **options: Any) -> onebox.Trainer:
     """Return a trainer of a model with dropout."""
     case = CASES["dropping"]
     model = case.model()
-    arguments = {"seed": SEED, "check_every": 3, "plan": plan, "recover": True, "snapshot_every": 4, **options}
+    arguments = {"seed": SEED, "check_every": 3, "plan": plan, "recover": True, "snapshot_every": EVERY, **options}
     return onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments)
 
 
-def run(pool: onebox.Pool, plan: Plan) -> tuple[list[float], dict[str, Tensor], tuple[Recovery, ...]]:
+def run(pool: onebox.Pool, plan: Plan, blows: Sequence[Blow] = ()) -> Outcome:
     """Train, and return losses, weights and what was lost; the rate changes with the steps."""
+    timers: list[threading.Timer] = []
+
+    def strike(blow: Blow) -> None:
+        os.kill(pool.process_ids[blow.worker], blow.signal)
+
     with trainer_on(pool, plan) as trainer:
         losses = []
         for number, batch in enumerate(batches()):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + number // 3)
+            for blow in blows:
+                if blow.step == number:
+                    timers.append(threading.Timer(blow.delay_s, strike, (blow,)))
+                    timers[-1].start()
             losses.append(trainer.step(*batch))
+        for timer in timers:
+            timer.join()
         weights = trainer.tensors()
         return [float(loss) for loss in losses], weights, trainer.recoveries
 
@@ -66,35 +100,53 @@ def pipelined() -> Plan:
     return staged("dropping", [0, 1], micro_batch=MICRO_BATCH)
 
 
-def drawn(seed: int, kinds: Sequence[str], instructions: Sequence[str]) -> list[Moment]:
-    """Draw a moment for each kind of fault, each on a worker of its own, early in the run and late."""
+def drawn(seed: int, signals: Sequence[signal.Signals]) -> list[Blow]:
+    """Draw a moment for each signal, one after the other; the worker, too."""
     draw = random.Random(seed)
-    workers = draw.sample(range(2), len(kinds))
-    most = {"call": 40, "reduce": 9, "optimizerstep": 9, "send": 16, "receive": 16, "get": 3}
-    found = []
-    for worker, kind in zip(workers, kinds, strict=True):
-        instruction = draw.choice(instructions)
-        found.append((worker, kind, instruction, draw.randint(1, most[instruction])))
-    return found
+    steps = sorted(draw.sample(range(1, STEPS), len(signals)))
+    return [
+        Blow(worker=draw.randrange(2), signal=kind, step=step, delay_s=draw.uniform(0.0, 0.02))
+        for kind, step in zip(signals, steps, strict=True)
+    ]
 
 
-def disturbed(moments: Sequence[Moment], count: int = 2) -> onebox.Pool:
-    """Open a pool whose workers have faults."""
-    faults: dict[int, list[Fault]] = {}
-    for worker, kind, instruction, number in moments:
-        faults.setdefault(worker, []).append(Fault(kind, instruction, number))  # type: ignore[arg-type]
-    return open_pool(f"cpu*{count}", threads=1, faults={worker: tuple(found) for worker, found in faults.items()})
+def disturbed(faults: dict[int, list[Fault]]) -> onebox.Pool:
+    """Open a pool of two workers that have faults."""
+    return open_pool("cpu*2", threads=1, faults={worker: tuple(found) for worker, found in faults.items()})
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "workers": data_parallel,
+    "client": lambda: data_parallel(sync="client"),
+    "stages": pipelined,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left(warm: None) -> Iterator[None]:
+    """Fail if these tests leave something behind; a pool that heals is another one after each of them."""
+    before = belongings()
+    yield
+    end_s = time.monotonic() + SETTLE_S
+    while (after := belongings()) != before and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert after == before, (before.descriptors - after.descriptors, after.descriptors - before.descriptors)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
+def pool() -> Iterator[onebox.Pool]:
+    """A pool that every test leaves whole, because it heals."""
+    with open_pool("cpu*2", threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool: onebox.Pool) -> dict[str, Outcome]:
     """Losses and weights of runs in which nothing is lost."""
-    with open_pool("cpu*2", threads=1) as pool:
-        plans = {"workers": data_parallel(), "client": data_parallel(sync="client"), "stages": pipelined()}
-        return {name: run(pool, plan) for name, plan in plans.items()}
+    return {name: run(pool, plan()) for name, plan in PLANS.items()}
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found: Outcome, expected: Outcome) -> None:
     assert not expected[2]
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
@@ -102,91 +154,90 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(found[1][name], tensor), name
 
 
-PARALLEL = drawn(3, ["kill", "stop"], ["call", "reduce", "optimizerstep"])
-STAGES = drawn(4, ["stop", "kill"], ["call", "send", "receive", "optimizerstep"])
-
-CASES_OF_LOSS: dict[str, tuple[str, list[Moment]]] = {
-    "data parallel": ("workers", PARALLEL),
-    "pipeline": ("stages", STAGES),
-    "sums at the client": ("client", drawn(5, ["kill"], ["call", "reduce"])),
-    "during a snapshot": ("stages", [(1, "kill", "get", 2)]),
-    "both at once": ("workers", [(0, "kill", "reduce", 6), (1, "kill", "reduce", 6)]),
-    "while it begins": ("stages", [(0, "kill", "define", 2)]),
-}
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Any]:
-    """What each disturbed run ended with; three at a time, because they mostly wait."""
-
-    def outcome(name: str) -> Any:
-        kind, moments = CASES_OF_LOSS[name]
-        plan = {"workers": data_parallel(), "client": data_parallel(sync="client"), "stages": pipelined()}[kind]
-        with disturbed(moments) as pool:
-            return run(pool, plan)
-
-    batches()
-    pipelined()
-    with ThreadPoolExecutor(3) as threads:
-        return dict(zip(CASES_OF_LOSS, threads.map(outcome, CASES_OF_LOSS), strict=True))
-
-
-@pytest.mark.parametrize("name", CASES_OF_LOSS)
-def test_a_disturbed_run_ends_with_the_same_bits(
-    name: str, outcomes: dict[str, Any], undisturbed: dict[str, Any]
+@pytest.mark.parametrize(
+    ("plan", "seed", "signals"),
+    [
+        ("workers", 3, [signal.SIGKILL, signal.SIGSTOP]),
+        ("stages", 4, [signal.SIGSTOP, signal.SIGKILL]),
+        ("client", 5, [signal.SIGKILL]),
+    ],
+)
+def test_a_run_with_losses_ends_with_the_same_bits(
+    plan: str, seed: int, signals: list[signal.Signals], pool: onebox.Pool, undisturbed: dict[str, Outcome]
 ) -> None:
-    kind, moments = CASES_OF_LOSS[name]
-    assert_same(outcomes[name], undisturbed[kind])
-    stories = outcomes[name][2]
-    assert {worker for story in stories for worker in story.lost} == {moment[0] for moment in moments}, moments
+    blows = drawn(seed, signals)
+    found = run(pool, PLANS[plan](), blows)
+    assert_same(found, undisturbed[plan])
+    stories = found[2]
+    assert {worker for story in stories for worker in story.lost} == {blow.worker for blow in blows}, blows
     for story in stories:
         assert story.lost == story.replaced
         assert not story.gone
         assert story.plan is None
-        assert story.step - story.snapshot_step == story.redone <= 2 * 4 + 1
+        assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
+
+
+def test_all_workers_die_at_once(pool: onebox.Pool, undisturbed: dict[str, Outcome]) -> None:
+    blows = [Blow(worker=worker, signal=signal.SIGKILL, step=7, delay_s=0.0) for worker in range(2)]
+    found = run(pool, PLANS["stages"](), blows)
+    assert_same(found, undisturbed["stages"])
+    assert {worker for story in found[2] for worker in story.lost} == {0, 1}
+
+
+def test_workers_die_while_a_run_begins_and_during_a_snapshot(undisturbed: dict[str, Outcome]) -> None:
+    with disturbed({0: [Fault("kill", "define", 2)], 1: [Fault("kill", "get", 2)]}) as pool:
+        found = run(pool, PLANS["stages"]())
+    assert_same(found, undisturbed["stages"])
+    first, second = found[2]
+    assert (first.lost, first.snapshot_step) == ((0,), 0)
+    assert (second.lost, second.snapshot_step) == ((1,), EVERY)
 
 
 def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pool: onebox.Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    moments = [(1, "kill", "call", 3 * 8 + 2), (0, "kill", "get", 1)]
-    with disturbed(moments) as pool, caplog.at_level(logging.WARNING, "onebox"):
-        with trainer_on(pool, pipelined(), snapshot_every=100) as trainer:
-            for batch in batches()[:3]:
-                trainer.step(*batch)
-            found = trainer.evaluate(iter(batches()[:4]))
-            trainer.save(tmp_path)
-            assert len(trainer.recoveries) == 2
-            assert [str(story) for story in trainer.recoveries] == [record.getMessage() for record in caplog.records]
-        case = CASES["dropping"]
-        model = case.model()
-        optimizer = OPTIMIZERS["adamw"](model)
-        with onebox.Trainer.resume(tmp_path, model, case.loss, optimizer, pool=pool) as resumed:
-            assert resumed.steps_done == 3
-            assert resumed.evaluate(batches()[:4]) == found
+    def some() -> Iterator[Any]:
+        for number, batch in enumerate(batches()[:4]):
+            if number == 3:
+                os.kill(pool.process_ids[1], signal.SIGKILL)
+            yield batch
+
+    with caplog.at_level(logging.WARNING, "onebox"), trainer_on(pool, pipelined(), snapshot_every=100) as trainer:
+        for batch in batches()[:3]:
+            trainer.step(*batch)
+        found = trainer.evaluate(some())
+        os.kill(pool.process_ids[0], signal.SIGKILL)
+        trainer.save(tmp_path)
+        assert [story.lost for story in trainer.recoveries] == [(1,), (0,)]
+        assert [str(story) for story in trainer.recoveries] == [record.getMessage() for record in caplog.records]
+        assert trainer.evaluate(batches()[:4]) == found
+    case = CASES["dropping"]
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["adamw"](model), pool=pool) as resumed:
+        assert resumed.steps_done == 3
+        assert resumed.evaluate(batches()[:4]) == found
 
 
 def test_a_worker_that_dies_again_while_it_is_brought_back(
-    undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pool: onebox.Pool, undisturbed: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, again = LocalSource._start, [(Fault("kill", "put", 2),), (Fault("kill", "call", 3),)]
 
-    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, faults: Any) -> Any:
-        return start(self, number, request, key, folder, faults or (again.pop() if again else ()))
+    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+        return start(self, number, request, key, folder, again.pop() if again else ())
 
-    with disturbed([(1, "kill", "reduce", 6)]) as pool:
-        monkeypatch.setattr(LocalSource, "_start", faulty)
-        found = run(pool, data_parallel())
+    monkeypatch.setattr(LocalSource, "_start", faulty)
+    found = run(pool, data_parallel(), [Blow(worker=1, signal=signal.SIGKILL, step=6, delay_s=0.0)])
     assert_same(found, undisturbed["workers"])
     assert not again
     assert sum(story.attempts for story in found[2]) == 3
 
 
 def test_what_is_left_goes_on_with_the_same_micro_batches(
-    undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    undisturbed: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
-    with disturbed([(1, "kill", "reduce", 6)]) as pool:
+    with disturbed({1: [Fault("kill", "reduce", 6)]}) as pool:
         losses, weights, (story,) = run(pool, data_parallel())
         assert pool.present == (0,)
     assert (story.gone, story.replaced) == ((1,), ())
@@ -200,7 +251,7 @@ def test_a_stage_that_nobody_can_compute_any_more_is_one_error_and_the_checkpoin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
-    with disturbed([(1, "kill", "optimizerstep", 4)]) as pool:
+    with disturbed({1: [Fault("kill", "optimizerstep", 4)]}) as pool:
         trainer = trainer_on(pool, pipelined())
         for batch in batches()[:3]:
             trainer.step(*batch)
@@ -219,8 +270,7 @@ def test_a_stage_that_nobody_can_compute_any_more_is_one_error_and_the_checkpoin
             assert resumed.step(*batches()[3]).item() > 0
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
-    with open_pool("cpu*1", threads=1) as pool:
-        for options in ({"recover": False, "snapshot_every": 3}, {"snapshot_every": 0}):
-            with pytest.raises(onebox.errors.UsageError, match="snapshot_every"):
-                trainer_on(pool, data_parallel(1), **options)
+def test_settings_that_cannot_be_are_refused(pool: onebox.Pool) -> None:
+    for options in ({"recover": False, "snapshot_every": 3}, {"snapshot_every": 0}):
+        with pytest.raises(UsageError, match="snapshot_every"):
+            trainer_on(pool, data_parallel(), **options)
