@@ -190,15 +190,18 @@ def pair_with(host: str, port: int, code: Code, pair: Pair, *, within_s: float =
         PoolError: Nobody waits for a pairing there, the code is another one's, or the answer is none.
     """
     end_s = time.monotonic() + within_s
-    for address in _addresses(host, port):
+    addresses = _addresses(host, port)
+    answer: Paired | str = ""
+    for number, address in enumerate(addresses):
+        now_s = time.monotonic()
+        share_s = (end_s - now_s) / (len(addresses) - number)  # one that is mute leaves time for the others
         with _connected(address, port, code) as (channel, events):
-            channel.send(encode_agent(pair))
-            answer = _heard(channel, events, f"{host}:{port}", end_s)
-        if answer is not None:
+            with contextlib.suppress(zmq.Again):  # refused already, which the events tell
+                channel.send(encode_agent(pair), zmq.NOBLOCK)
+            answer = _heard(channel, events, f"{host}:{port}", now_s + share_s)
+        if isinstance(answer, Paired):
             return answer
-    raise PoolError(
-        f"nobody waits for a pairing at {host}:{port}: run onebox pair --accept there, and let its port through"
-    )
+    raise PoolError(answer)
 
 
 def _addresses(host: str, port: int) -> list[str]:
@@ -230,23 +233,26 @@ def _connected(address: str, port: int, code: Code) -> Iterator[tuple[zmq.Socket
         context.term()
 
 
-def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, end_s: float) -> Paired | None:
-    """Return the agent's answer; ``None`` where nobody listens."""
+def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, end_s: float) -> Paired | str:
+    """Return the agent's answer, or why there is nobody to give one.
+
+    Raises:
+        PoolError: There is somebody who does not take the code, or answers otherwise.
+    """
     poller = zmq.Poller()
     poller.register(channel, zmq.POLLIN)
     poller.register(events, zmq.POLLIN)
     ready = dict(poller.poll(_milliseconds(end_s)))
     if channel in ready:
         answer = channel.recv()
-        channel.send(b"")  # a sign that it was heard
+        with contextlib.suppress(zmq.Again):
+            channel.send(b"", zmq.NOBLOCK)  # a sign that it was heard
         channel.setsockopt(zmq.LINGER, _AWAY_MS)
         return _checked(answer, where)
     if events not in ready:
-        raise PoolError(
-            f"{where} does not answer: is it the right host, and is its port {where.rpartition(':')[2]} open?"
-        )
+        return f"{where} does not answer: is it the right host, and is its port {where.rpartition(':')[2]} open?"
     if parse_monitor_message(events.recv_multipart())["event"] == zmq.EVENT_CLOSED:
-        return None
+        return f"nobody waits for a pairing at {where}: run onebox pair --accept there, and let its port through"
     raise PoolError(
         f"{where} did not take the code: it is that of another host, was used already, or its time is over; begin "
         "again with onebox pair --accept there"

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import PoolError, UsageError
+from onebox.pool import pairing
 from onebox.pool.pairing import PairingDoor, pair_with
 from onebox.pool.pairing_code import Code, new_code, read_code
 from onebox.wire import configure, new_keys
@@ -214,6 +215,20 @@ def test_a_scan_of_ports_is_no_attempt() -> None:
 def test_who_listens_without_answering() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         assert "does not answer" in failed("127.0.0.1", mute.getsockname()[1], new_code(), within_s=0.3)
+
+
+def test_a_host_whose_first_address_is_mute_or_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = new_code()
+    with socket.create_server(("127.0.0.3", 0)) as mute, waiting(code) as door:
+        mute_port, real = mute.getsockname()[1], pairing._connected
+
+        def connected(address: str, port: int, code: Code) -> contextlib.AbstractContextManager[object]:
+            return real(address, mute_port if address == "127.0.0.3" else port, code)
+
+        places = [(None, None, None, "", (f"127.0.0.{last}", 0)) for last in (2, 3, 1)]  # .2 refuses
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: places)
+        monkeypatch.setattr(pairing, "_connected", connected)
+        assert pair_with("lab", door.port, code, CLIENT, within_s=3.0) == AGENT
 
 
 def test_there_is_no_such_host() -> None:
