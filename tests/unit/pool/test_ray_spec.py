@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,6 +22,10 @@ from onebox.pool.ray_spec import (
     host_names,
     parse_ray,
 )
+
+PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
+
+PARTS = {"cuda", "cpu", "pack", "spread", "type", "memory", "threads", "wait"}
 
 
 def node(cores: float, gpus: float = 0, gpu_type: str = "", host: str = "a", address: str = "10.0.0.1") -> RayNode:
@@ -101,6 +107,16 @@ def test_numbers_have_bounds(spec: str) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(UsageError):
         parse_ray("ray" + text)
+
+
+def test_the_page_about_clusters_names_pools_that_are_understood() -> None:
+    named = re.findall(r"(?:`|--pool )(ray(?:://[a-z0-9:]+)?(?:/[a-z0-9*+=]+)*)(?=[`\s])", PAGE.read_text())
+    assert {"ray", "ray/cuda*2/spread", "ray://head:10001/cuda*4"} <= set(named)
+    for spec in named:
+        parse_ray(spec)
+    for part in re.findall(r"^\| (`.*?`) \|", PAGE.read_text(), re.MULTILINE):
+        for each in re.findall("`(.*?)`", part):
+            parse_ray(f"ray/{each}" if each.split("=")[0].split("*")[0] in PARTS else "ray")
 
 
 # ---- what Ray is asked for
