@@ -103,10 +103,7 @@ class RayMember:
         try:
             answer = self._ray.get(reference, timeout=0)
         except self._ray.exceptions.ActorUnavailableError:
-            if self.node.node in {node.id for node in nodes(self._ray)}:
-                return None
-            self.lost(None, "Ray says that the node is dead")
-            return False
+            return None
         except (self._ray.exceptions.RayError, ConnectionError) as error:
             self.lost(None, what(error))
             return False
@@ -150,7 +147,7 @@ class Watch:
         self._ray = ray
         self._asked: dict[Any, RayMember] = {}
         self._new: list[RayMember] = []
-        self._missed: list[RayMember] = []
+        self._doubtful: set[RayMember] = set()
         self._watched: dict[int, RayMember] = {}
         self._liveness = Liveness()
         self._lock = threading.Lock()
@@ -175,7 +172,7 @@ class Watch:
             while not self._stopping.is_set():
                 self._turn()
         except Exception as error:  # Ray's connection may end under it, in ways of many types
-            for member in [*self._asked.values(), *self._missed, *self._new]:
+            for member in [*self._asked.values(), *self._new]:
                 member.lost(None, f"the connection with the cluster is lost: {what(error)}")
 
     def _turn(self) -> None:
@@ -183,9 +180,6 @@ class Watch:
             new, self._new = self._new, []
         for member in new:
             self._ask(member)
-        missed, self._missed = self._missed, []
-        for member in missed:  # it has given no sign of life
-            self._asked[member.ask()] = member
         if not self._asked:
             self._stopping.wait(_TICK_S)
             return
@@ -193,18 +187,28 @@ class Watch:
         for reference in ready:
             member = self._asked.pop(reference)
             runs = False if member.closed else member.heard(reference)
+            self._doubtful.discard(member)
             if runs:
                 self._ask(member)
-            elif runs is None:
-                self._missed.append(member)
+            elif runs is None:  # and that was no sign of life
+                self._doubtful.add(member)
+                self._asked[member.ask()] = member
                 self._stopping.wait(_TICK_S)
             elif self._watched[member.place.worker] is member:
                 self._liveness.forget(member.place.worker)
+        if self._doubtful:
+            alive = {node.id for node in nodes(self._ray)}
+            for member in [member for member in self._doubtful if member.node.node not in alive]:
+                self._give_up(member, "Ray says that the node is dead")
         for worker, why in self._liveness.hung(time.monotonic()).items():
-            self._liveness.forget(worker)
-            self._watched[worker].lost(None, f"the actor {why}")
-            self._missed = [member for member in self._missed if member.place.worker != worker]
-            self._asked = {ref: member for ref, member in self._asked.items() if member.place.worker != worker}
+            self._give_up(self._watched[worker], f"the actor {why}")
+
+    def _give_up(self, member: RayMember, why: str) -> None:
+        self._doubtful.discard(member)
+        self._asked = {reference: one for reference, one in self._asked.items() if one is not member}
+        if self._watched[member.place.worker] is member:
+            self._liveness.forget(member.place.worker)
+        member.lost(None, why)
 
     def _ask(self, member: RayMember) -> None:
         self._watched[member.place.worker] = member

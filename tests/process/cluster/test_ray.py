@@ -1,0 +1,122 @@
+"""Pools on a real Ray cluster: two nodes on this machine, each with an address of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from onebox.errors import PoolError, UsageError, WorkerDied, WorkerHung
+from onebox.plan import Plan
+from onebox.pool import open_pool
+from tests.process.cluster.conftest import HEAD, OTHER, Nodes
+from tests.process.faults.training import WITHIN_S, Stopwatch, fails, steps, train, trainer_on
+from tests.process.stages import reference, run, staged
+from tests.reference import assert_same
+
+SIZES = (8, 8, 5, 8)
+
+THIRD = "127.0.0.4"
+
+SOON_S = 15.0
+"""A cluster that is not there is reported within this time, on a loaded machine too."""
+
+
+def owner(process: int) -> psutil.Process:
+    """Return the parent of a worker: its actor."""
+    return psutil.Process(psutil.Process(process).ppid())
+
+
+def test_two_nodes_train_as_one_process_does_and_a_killed_worker_is_replaced(nodes: Nodes) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with open_pool("ray/cpu*2/spread/memory=512m", threads=1) as pool:
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert {device.address for device in pool.devices} == {HEAD, OTHER}
+        assert len({device.host for device in pool.devices}) == 2
+        assert [(device.memory_bytes, device.threads) for device in pool.devices] == [(512 << 20, 1)] * 2
+        assert all("WorkerActor" in " ".join(owner(process).cmdline()) for process in pool.process_ids)
+        replicas = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=3)
+        assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
+        stages = staged("mlp", [0, 1])
+        assert_same(run(pool, "mlp", stages, SIZES), reference("mlp", stages, SIZES))
+
+        with trainer_on(pool, "workers") as trainer:
+            steps(trainer, 2)
+            os.kill(pool.process_ids[1], signal.SIGKILL)
+            raised = fails(lambda: steps(trainer, 10_000))
+        assert raised.after_s < WITHIN_S
+        assert isinstance(raised.error, WorkerDied)
+        assert (raised.error.worker, raised.error.exit_status) == (1, -signal.SIGKILL)
+        assert raised.error.host == pool.devices[1].host
+        assert pool.heal().replaced == (1,)
+        assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
+        processes = pool.process_ids
+    assert not any(psutil.pid_exists(process) for process in processes)
+
+
+def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_actor_is_noticed(nodes: Nodes) -> None:
+    with open_pool("ray/cpu*2/spread") as pool:  # each has both cores of its node
+        with trainer_on(pool, "workers") as trainer:
+            steps(trainer, 2)
+            worker = [device.address for device in pool.devices].index(OTHER)
+            nodes.kill(OTHER)
+            raised = fails(lambda: steps(trainer, 10_000))
+            nodes.add(THIRD)
+        assert raised.after_s < WITHIN_S
+        assert isinstance(raised.error, WorkerDied | WorkerHung)  # whoever notices first, Ray or the pool
+        assert raised.error.worker == worker
+        assert pool.heal().replaced == (worker,)
+        assert pool.devices[worker].address == THIRD
+        train(pool, "workers", 2)
+
+        owner(pool.process_ids[worker]).kill()
+        raised = fails(lambda: train(pool, "workers", 10_000))
+        assert raised.after_s < WITHIN_S
+        assert isinstance(raised.error, WorkerDied | WorkerHung)
+        assert raised.error.worker == worker
+
+
+def test_a_client_that_is_killed_leaves_nothing(nodes: Nodes) -> None:
+    script = "import onebox, os; len(onebox.open('ray/cpu*2')); print('opened', flush=True); os.kill(os.getpid(), 9)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert (ended.stdout, ended.returncode) == ("opened\n", -signal.SIGKILL), ended.stderr
+
+
+def test_room_that_is_not_there_is_said_with_what_is(nodes: Nodes) -> None:
+    with pytest.raises(PoolError) as caught:
+        open_pool("ray/cpu*5/threads=1/wait=1")
+    for part in ("no room", "asked for: 5 x (1 CPU), by PACK", "it has: 2 nodes", f"({HEAD}): 2 CPU", "taken: 4 CPU"):
+        assert part in str(caught.value)
+    with pytest.raises(UsageError, match="all GPUs of the cluster, which has none: 2 nodes"):
+        open_pool("ray/cuda")
+
+
+def test_a_cluster_that_is_not_there_is_said(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as bound:  # and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        for spec in (f"ray://127.0.0.1:{port}/cpu", "ray/cpu"):
+            watch = Stopwatch()
+            with pytest.raises(PoolError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
+                open_pool(spec)
+            assert watch.elapsed_s < SOON_S
+
+
+def test_a_connection_of_the_user_s_own_is_used_and_left(nodes: Nodes) -> None:
+    import ray
+
+    ray.init(log_to_driver=False, configure_logging=False)
+    try:
+        with pytest.raises(UsageError, match=r"connected to a Ray cluster already; open 'ray'"):
+            open_pool(f"ray://{HEAD}:10001/cpu")
+        with pytest.raises(UsageError, match="all GPUs of type H100"):
+            open_pool("ray/type=H100")
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
