@@ -344,16 +344,14 @@ class AgentLine:
                 case LeaseEnded():
                     self._end(saying.lease, saying.why)
                 case _ if (asked := self._asked.get(saying.number)) is not None:
-                    if isinstance(saying, Leased):
-                        self._lease(asked, saying)
+                    if isinstance(saying, Leased) and isinstance(asked.request, Lease):
+                        self._lease(asked, asked.request, saying)
                     if not isinstance(saying, Queued):
                         del self._asked[saying.number]
                     asked.answers.put(saying)
 
-    def _lease(self, asked: _Asked, leased: Leased) -> None:
+    def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Note a lease at once: what the agent says next may be of it."""
-        request = asked.request
-        assert isinstance(request, Lease)
         asked.members += [
             RemoteMember(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
         ]

@@ -25,9 +25,11 @@ from onebox.pool.versions import own_versions
 from onebox.wire import configure, new_keys
 from onebox.wire.agents import (
     AgentSaying,
+    Inspect,
     Introduce,
     Introduced,
     Lease,
+    Leased,
     LeaseEnded,
     LogLines,
     Queued,
@@ -212,6 +214,14 @@ def test_refusals(agent: ScriptedAgent, line: AgentLine, kind: str, error: type[
         line.lease([CPU], CLIENT)
     assert line.inspect().offers == OFFERS, "the line is whole"
     assert "Release" not in agent.kinds()
+
+
+def test_an_answer_to_another_question(agent: ScriptedAgent, line: AgentLine) -> None:
+    agent.answer = lambda request: [Leased(request.number, 1, ())] if isinstance(request, Inspect) else None
+    with pytest.raises(PoolError, match="said Leased, not Stock"):
+        line.inspect()
+    agent.answer = lambda request: None
+    assert len(line.lease([CPU], CLIENT)) == 1, "the line is whole"
 
 
 def test_the_log(agent: ScriptedAgent, line: AgentLine) -> None:
