@@ -63,12 +63,12 @@ def nodes() -> Iterator[Nodes]:
 
 
 def remains() -> list[str]:
-    """Return the command lines of actors, and of workers, of this cluster: its processes are children of this one."""
+    """Return the command lines of the cluster's actors, which are descendants of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             found.append(" ".join(process.cmdline()))
-    return [line for line in found if "WorkerActor" in line or "onebox.worker" in line]
+    return [line for line in found if "WorkerActor" in line]
 
 
 @pytest.fixture(autouse=True)
