@@ -20,7 +20,7 @@ from onebox.agent.door import Door, Tell
 from onebox.agent.host import Load
 from onebox.agent.leases import Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
 from onebox.agent.listening import check_address, listen_at
-from onebox.agent.sessions import Session, Sessions
+from onebox.agent.sessions import Session, Sessions, newest
 from onebox.agent.workers import Died, Gone, News, NotStarted, Ready, Workers
 from onebox.errors import WireError
 from onebox.pool.versions import mismatch, own_versions
@@ -52,7 +52,9 @@ RELEASE_S = 1.0
 """How long workers of a released lease may take to their own end, which their client asks them for."""
 
 LOG_LINES = 1000
-_LOG_BYTES = 512 << 10
+"""The most lines of its log that a client gets."""
+
+_DROPPED = "it was silent for longer than its grace while it waited, and has lost its place in the queue; ask again"
 
 _TICK_MS = 200
 _HELD_UP_S = 1.0
@@ -238,7 +240,8 @@ class Agent:
             case Release():
                 self._release(client, request, now_s)
             case ReadLog():
-                self._say(client, LogLines(number, self._log_lines(request.lines)))
+                lines = self._read_log(max(0, min(request.lines, LOG_LINES)))
+                self._say(client, LogLines(number, newest(lines)))
 
     # ---- what clients ask for
 
@@ -295,17 +298,6 @@ class Agent:
         offers, queue = self._leases.stock(now_s, lambda device: self._load.of(device, now_s))
         return Stock(number, offers, queue, self._load.average(), now_s - self._began_s)
 
-    def _log_lines(self, count: int) -> tuple[str, ...]:
-        """Return the newest lines that fit a message."""
-        found: list[str] = []
-        left = _LOG_BYTES
-        for line in reversed(list(self._read_log(max(0, min(count, LOG_LINES))))):
-            left -= len(line.encode()) + 8
-            if left < 0:
-                break
-            found.append(line)
-        return tuple(reversed(found))
-
     # ---- what is decided
 
     def _apply(self, decisions: Sequence[Decision], now_s: float) -> None:
@@ -325,7 +317,8 @@ class Agent:
                     self._end(decision, now_s)
                 case Drop():
                     self._asked.pop((client, decision.number), None)
-                    self._tell("dropped", client=client.name, reason="it was silent while it waited")
+                    self._tell("dropped", client=client.name, reason=_DROPPED)
+                    self._say(client, Refused(decision.number, "ended", _DROPPED))
 
     def _start(self, grant: Grant, now_s: float) -> None:
         """Start the workers of a lease."""
@@ -396,5 +389,5 @@ class Agent:
         """Send something to a client; one that does not listen, or has gone, misses it."""
         try:
             self._socket.send_multipart([client.session, encode_agent(saying)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, WireError) as error:
             self._tell("unsaid", client=client.name, what=type(saying).__name__, reason=str(error))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from onebox.agent.door import Rate
@@ -19,8 +19,11 @@ SESSIONS_OF_ONE = 64
 IDLE_S = 60.0
 """How long a connection is remembered that says nothing and has nothing."""
 
-CUT_S = 1.5
-"""A client that was silent for so long, three signs of life, may have lost what was said to it meanwhile."""
+CUT_S = 0.9
+"""A client that was silent for so long, almost two signs of life, may have lost what was said to it meanwhile."""
+
+LOG_BYTES = 512 << 10
+"""The most bytes of a log that are said at once: they have to fit a message."""
 
 _FLIGHT_S = 1.0
 _REMEMBERED = 64
@@ -100,3 +103,13 @@ class Sessions:
             return False
         del self._known[min(idle, key=lambda session: session.heard_s).client]
         return True
+
+
+def newest(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the last of some lines, as many as fit a message."""
+    left = LOG_BYTES
+    for count, line in enumerate(reversed(lines)):
+        left -= len(line.encode(errors="replace")) + 8
+        if left < 0:
+            return tuple(lines[len(lines) - count :])
+    return tuple(lines)

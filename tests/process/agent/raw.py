@@ -50,6 +50,7 @@ class Raw:
         self.heard: list[AgentSaying] = []
 
     def connect(self) -> None:
+        self.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         self.socket.connect(self.endpoint)
 
     def disconnect(self) -> None:
@@ -110,16 +111,16 @@ def greeted(endpoint: str, worker_key: str, keys: KeyPair, within_s: float) -> b
 class House:
     """An agent that serves in a thread, and its clients."""
 
-    def __init__(self, *offers: Offered, limits: Limits | None = None) -> None:
+    def __init__(self, *offers: Offered, limits: Limits | None = None, bind: str = "127.0.0.1") -> None:
         self.keys = new_keys()
         self.known = {new_keys().public: "nobody"}
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.agent = Agent(
             keys=self.keys,
             name_of=self.known.get,
-            bind="127.0.0.1",
+            bind=bind,
             port=0,
-            advertise="127.0.0.1",
+            advertise=bind,
             offers=offers or (CPUS,),
             limits=limits or Limits(),
             tell=lambda event, **fields: self.events.append((event, fields)),

@@ -16,6 +16,7 @@ import pytest
 
 from onebox.agent import Limits, Offered
 from onebox.agent.sessions import CUT_S
+from onebox.errors import UsageError
 from onebox.pool.versions import own_versions
 from onebox.wire import new_keys
 from onebox.wire.agents import (
@@ -249,6 +250,32 @@ def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House
     client.say(Renew(client.number()))
     assert client.take(Renewed).leases == (leased.lease,)
     release(client, leased.lease)
+
+
+def test_who_waits_in_silence_loses_its_place_and_is_told_when_it_is_back(shared: House) -> None:
+    first, second = shared.client("ana"), shared.client("ben")
+    first.ask(ALL)
+    number = second.ask(ALL, grace_s=1.0)
+    second.take(Queued, renew=False)
+    second.disconnect()
+    shared.until("dropped")
+    second.connect()
+    refused = second.take(Refused)
+    assert (refused.number, refused.kind) == (number, "ended")
+    first.say(Release(first.number(), request=first.numbers - 1))  # its workers are starting still, or have just
+    first.take(Done)
+    assert shared.agent.stock().offers[0].holders == ()
+
+
+def test_an_agent_listens_at_an_address_of_ipv6() -> None:
+    try:
+        made = House(bind="::1")
+    except UsageError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    try:
+        assert made.client("ana").introduce().address == "::1"
+    finally:
+        made.close()
 
 
 def test_renewals_are_answered_while_workers_start(shared: House) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from onebox.agent.leases import Client
-from onebox.agent.sessions import IDLE_S, SESSIONS, SESSIONS_OF_ONE, Sessions
-from onebox.wire.agents import Done, Renewed
+from onebox.agent.sessions import IDLE_S, LOG_BYTES, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
+from onebox.wire.agents import MESSAGE_BYTES, Done, LogLines, Renewed, encode_agent
 
 
 def client(key: int, session: int = 0) -> Client:
@@ -60,14 +60,15 @@ def test_after_a_cut_a_client_is_told_again_what_it_may_have_missed() -> None:
     session = Sessions().find(client(1), 0.0, nobody)
     assert session is not None
     session.said(Done(1), 0.1)
-    assert session.heard(1.0) == []
+    assert session.heard(0.6) == []
     session.said(Done(2), 1.1)
-    assert session.heard(2.0) == []
-    session.said(Done(3), 2.1)
-    session.said(Renewed(4, ()), 2.2)
+    assert session.heard(1.2) == []
+    assert session.heard(1.7) == []
+    session.said(Done(3), 1.8)
+    session.said(Renewed(4, ()), 1.9)
     session.said(Done(5), 4.0)
     assert session.heard(6.0) == [Done(2), Done(3), Done(5)]  # the first of them was on its way, perhaps
-    assert session.heard(7.0) == []
+    assert session.heard(6.8) == []
     assert session.heard(9.0) == []
 
 
@@ -76,3 +77,12 @@ def test_who_says_too_much_is_not_heard() -> None:
     assert session is not None
     assert sum(session.rate.allows(0.0) for _ in range(1000)) == 100
     assert session.rate.allows(1.0)
+
+
+def test_of_a_long_log_the_newest_lines_fit_a_message() -> None:
+    assert newest([]) == () and newest(["a", "b"]) == ("a", "b")
+    lines = ["é" * 1000] * 500 + ["last"]
+    found = newest(lines)
+    assert found == tuple(lines[-len(found) :]) and len(found) == LOG_BYTES // 2008 + 1
+    assert newest(["x" * LOG_BYTES, "last"]) == ("last",)
+    assert len(encode_agent(LogLines(1, newest([""] * 10**5)))) < MESSAGE_BYTES
