@@ -93,8 +93,12 @@ class Fleet:
 
     def python(self, name: str, who: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start Python on a host, for somebody whose keys are in the folder of that name."""
-        env = {"ONEBOX_CONFIG": str(self.folder / who), "PYTHONPATH": str(ROOT / "src")}
-        return self.network[name].start(sys.executable, *arguments, env=env, output=self.folder / f"{who}.out")
+        output = self.folder / f"{who}.out"
+        return self.network[name].start(sys.executable, *arguments, env=self.environment(who), output=output)
+
+    def environment(self, who: str) -> dict[str, str]:
+        """Return what sets somebody's processes apart."""
+        return {"ONEBOX_CONFIG": str(self.folder / who), "PYTHONPATH": str(ROOT / "src")}
 
     def printed(self, name: str) -> str:
         """Return what the commands on a host have printed."""

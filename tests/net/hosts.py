@@ -94,9 +94,9 @@ class Host:
             )
 
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+        self, *command: str, env: Mapping[str, str] | None = None, given: str = "", timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on this host to its end."""
+        """Run a command on this host to its end; what is given comes on its standard input."""
         return subprocess.run(
             self.command(*command),
             capture_output=True,
@@ -104,7 +104,7 @@ class Host:
             timeout=timeout_s,
             env={**os.environ, **(env or {})},
             check=False,
-            stdin=subprocess.DEVNULL,
+            input=given,
         )
 
     @contextlib.contextmanager
