@@ -22,9 +22,9 @@ import zmq
 
 import onebox
 from onebox.errors import PoolError
+from onebox.pool import device as device_module
 from onebox.pool import local as local_module
 from onebox.pool import open_pool
-from onebox.pool import opening as opening_module
 from onebox.wire import KeyPair, configure, encode, new_keys
 from onebox.wire.messages import Ask, Bye, Envelope
 from onebox.worker import WorkerConfig
@@ -297,7 +297,7 @@ def test_sockets_of_this_machine_lie_where_nobody_else_comes_and_go_when_all_hav
 
 
 def test_the_folder_goes_also_when_a_pool_cannot_be_opened(opening: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening_module, "PROTOCOL", -1)
+    monkeypatch.setattr(device_module, "PROTOCOL", -1)
     with pytest.raises(PoolError, match="same versions"):
         open_pool("cpu", threads=1)
     (folder,) = opening.folders
