@@ -86,19 +86,19 @@ def _joined(host: str, port: int) -> str:
 
 def _reach(address: tuple[str, int] | None) -> None:
     """Find out quickly whether anybody listens: Ray itself tries for minutes."""
-    hint = "(10001 unless --ray-client-server-port says otherwise)"
+    hint = "let this machine reach its port for clients (10001 unless --ray-client-server-port says otherwise)"
     if address is None:
         named = os.environ.get("RAY_ADDRESS", "")
         host, _, port = named.removeprefix("ray://").partition("/")[0].rpartition(":")
         if not host or not port.isdecimal():  # Ray finds its own processes on this machine, or says that there are none
             return
-        address, hint = (host.strip("[]"), int(port)), f"as RAY_ADDRESS={named} has it"
+        address, hint = (host.strip("[]"), int(port)), f"name another one in RAY_ADDRESS, which is {named}"
     try:
         socket.create_connection(address, REACH_S).close()
     except (OSError, OverflowError) as error:
         raise PoolError(
-            f"no Ray cluster answers at {_joined(*address)} ({error}): start one with 'ray start --head' there, and "
-            f"let this machine reach its port for clients {hint}"
+            f"no Ray cluster answers at {_joined(*address)} ({error}): start one with 'ray start --head' there, or "
+            f"{hint}"
         ) from None
 
 
