@@ -17,6 +17,9 @@ from zmq.utils import z85
 from onebox.errors import UsageError
 from onebox.wire.agents import GRACE_S, Lease, Want
 
+GPU_SHARES = 64
+"""The most workers that share a GPU."""
+
 WANTS = 256
 """The most devices of one request."""
 
@@ -211,6 +214,12 @@ def _check(want: Want, offers: Mapping[str, Offered]) -> None:
         raise UsageError(
             f"{want.device} with {want.threads} threads and {want.memory_bytes} bytes is more than is offered: "
             f"{_listing(offers)}"
+        )
+    least = min(offer.memory_bytes for offer in matching) / GPU_SHARES
+    if want.device != "cpu" and 0 < want.memory_bytes < least:
+        raise UsageError(
+            f"{want.memory_bytes} bytes of {want.device}; a share of it is {math.ceil(least)} bytes at least, as "
+            f"{GPU_SHARES} workers may share a GPU"
         )
 
 

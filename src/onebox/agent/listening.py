@@ -15,7 +15,6 @@ REQUEST_BYTES = 64 << 10
 QUEUE = 256
 """The most messages that wait on one connection, each way."""
 
-_HEARTBEAT_MS = 2_000
 _SILENT_MS = 10_000
 
 
@@ -49,8 +48,11 @@ def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) ->
     configure(socket, keys, server_key=None, queue=QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that comes back takes over from the one that was cut
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    # no heartbeats of ZeroMQ: libzmq 4.3.5 aborts where a connection whose input is stopped is reset
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 2)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 2)
+    socket.setsockopt(zmq.TCP_MAXRT, _SILENT_MS)
     socket.ipv6 = ":" in bind
     try:
         socket.bind(f"tcp://{f'[{bind}]' if ':' in bind else bind}:{port or '*'}")

@@ -363,7 +363,7 @@ class Agent:
                 self._apply(self._leases.failed(news.lease, news.why), now_s)
             case Died():
                 self._tell(
-                    "worker-ended",
+                    "worker-left" if news.exit_status == 0 else "worker-ended",  # left: its client told it to
                     client=client.name,
                     lease=news.lease,
                     device=grant.shares[news.worker].device,

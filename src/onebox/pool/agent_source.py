@@ -9,9 +9,10 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
+from onebox.pool.failures import wait_in_slices
 from onebox.pool.keyring import KnownAgent, identity, known_agent
 from onebox.pool.liveness import SILENCE_S
 from onebox.pool.member import Member
@@ -211,7 +212,7 @@ def _together(sources: Sequence[AgentSource]) -> Iterator[Callable[[Callable[[Ag
 
         def do(action: Callable[[AgentSource], None]) -> None:
             futures: list[Future[None]] = [threads.submit(action, source) for source in sources]
-            wait(futures, return_when=FIRST_EXCEPTION)
+            wait_in_slices(futures)
             first = next((future for future in futures if future.done() and future.exception()), None)
             if first is not None and not isinstance(first.exception(), Busy):
                 first.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,6 +11,9 @@ from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLos
 from onebox.wire.sayings import Failure
 
 T = TypeVar("T")
+
+SLICE_S = 0.2
+"""Ctrl-C ends a wait for workers within this time, whenever it comes."""
 
 CAUSE_S = 1.0
 """How long a worker's complaint about a lost peer waits for the news of what befell that peer."""
@@ -95,6 +98,19 @@ def fail(future: Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
+def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
+    """Wait until all futures are done or one has failed, and return those that are not done.
+
+    In slices, because a signal that comes just before a thread begins to wait for a lock does not end that wait.
+    """
+    pending = set(futures)
+    failed = False
+    while pending and not failed:
+        done, pending = wait(pending, SLICE_S, FIRST_EXCEPTION)
+        failed = any(future.exception() is not None for future in done)
+    return pending
+
+
 def raise_first(futures: Sequence[Future[T]]) -> list[T]:
     """Wait for futures and return their results, or raise what went wrong as soon as it is known.
 
@@ -106,7 +122,7 @@ def raise_first(futures: Sequence[Future[T]]) -> list[T]:
     pending = set(futures)
     errors: list[BaseException] = []
     while pending and all(isinstance(error, PeerLost) for error in errors):
-        _, pending = wait(pending, return_when=FIRST_EXCEPTION)
+        pending = wait_in_slices(pending)
         errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])

@@ -25,6 +25,23 @@ START_S = 90.0
 
 _LAST_WORDS = 4000
 
+_HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_FAMILIES = (
+    "CUDA",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "LC_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_",
+    "OMP_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
+)
+"""The variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
+
 _LONGEST = 70
 """Bytes of a folder's path that leave room for the name of ours and of a socket in it."""
 
@@ -158,7 +175,8 @@ def how_it_ended(status: int | None) -> str:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Return the environment of a worker: its share of threads, and an allocator that keeps what it has.
+    """Return the environment of a worker: what libraries ask for, its share of threads, an allocator that keeps what it
+    has; nothing else of ours, which may hold secrets.
 
     NumPy's library starts its threads when it is loaded, which is before a worker confines itself, and that holds for
     later threads only; no operator of a worker is NumPy's. Without the last three, glibc returns every large buffer to
@@ -167,7 +185,7 @@ def _environment(threads: int) -> dict[str, str]:
     source = Path(__file__).resolve().parent.parent.parent
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

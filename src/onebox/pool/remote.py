@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ import zmq
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
 from onebox.pool.agent_socket import AgentSocket
 from onebox.pool.contact import Contact
+from onebox.pool.failures import SLICE_S
 from onebox.pool.tenant import RemoteMember
 from onebox.pool.versions import mismatch, own_versions
 from onebox.wire import KeyPair
@@ -234,10 +236,13 @@ class AgentLine:
         Raises:
             OneboxError: It was refused, or will not come.
         """
-        try:
-            found = asked.answers.get(timeout=timeout_s)
-        except queue.Empty:
-            raise self._socket.absent(timeout_s or 0.0) from None
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        found: AgentSaying | OneboxError | None = None
+        while found is None:  # in slices, so that Ctrl-C ends the wait whenever it comes
+            if (left_s := end_s - time.monotonic()) <= 0:
+                raise self._socket.absent(timeout_s or 0.0)
+            with contextlib.suppress(queue.Empty):
+                found = asked.answers.get(timeout=min(SLICE_S, left_s))
         if isinstance(found, OneboxError):
             raise found
         if isinstance(found, Refused):

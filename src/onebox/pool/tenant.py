@@ -6,7 +6,7 @@ import os
 import threading
 from dataclasses import replace
 
-from onebox.errors import WorkerDied
+from onebox.errors import PoolError, WorkerDied
 from onebox.pool.failures import AFTERWARDS, Place
 from onebox.pool.process import how_it_ended
 from onebox.wire.agents import Started
@@ -21,9 +21,16 @@ class RemoteMember:
         address: The address of that host that peers connect to.
         lease: Number of the lease.
         started: What the agent says of it.
+
+    Raises:
+        PoolError: Its endpoints are not at that address; an agent sends its clients nowhere else.
     """
 
     def __init__(self, host: str, address: str, lease: int, started: Started) -> None:
+        there = f"tcp://[{address}]:" if ":" in address else f"tcp://{address}:"
+        for endpoint in (started.commands, started.beats):
+            if not endpoint.startswith(there) or not endpoint.removeprefix(there).isdecimal():
+                raise PoolError(f"the agent on {host} names {endpoint!r} for a worker; allowed is its own {there}PORT")
         self.place = Place(worker=0, host=host, device=started.device)
         self.address = address
         self.lease = lease

@@ -36,6 +36,14 @@ def test_a_gpu_is_leased_alone_or_by_memory() -> None:
     assert fit([Want("cuda:1", 0, 5)], left, all_) is not None
 
 
+def test_a_share_of_a_gpu_has_a_least_size() -> None:
+    all_ = offers(gpu(0, 6400), CPU)
+    settled([Want("cuda", 0, 100), Want("cpu", 1, 1)], all_)
+    for device in ("cuda", "cuda:0"):
+        with pytest.raises(UsageError, match=r"99 bytes of .* is 100 bytes at least, as 64 workers may share a GPU"):
+            settled([Want(device, 0, 99)], all_)
+
+
 def test_cores_that_nobody_named_are_shared_equally() -> None:
     wants = settled([Want("cpu"), Want("cpu", 2), Want("cpu", 0, 7)], offers(CPU))
     assert wants == (Want("cpu", 1, 25), Want("cpu", 2, 50), Want("cpu", 1, 7))

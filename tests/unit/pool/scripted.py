@@ -124,7 +124,9 @@ class ScriptedAgent:
     def lease(self, request: Lease) -> Leased:
         """Return a lease of workers that are not there."""
         self.leases.append(100 + request.number)
-        workers = [Started(want.device, 7, KEYS.public, "tcp://a:1", "tcp://a:2") for want in request.wants]
+        workers = [
+            Started(want.device, 7, KEYS.public, "tcp://192.0.2.7:1", "tcp://192.0.2.7:2") for want in request.wants
+        ]
         return Leased(request.number, self.leases[-1], tuple(workers))
 
 

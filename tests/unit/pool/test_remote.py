@@ -78,7 +78,11 @@ def test_a_lease_brings_members_and_is_released_with_the_line(agent: ScriptedAge
         f"worker {number} (cpu on {agent.address})" for number in (4, 5)
     ]
     assert members[0].address == "192.0.2.7"
-    assert (members[0].ports().commands, members[0].ports().beats, members[0].pid) == ("tcp://a:1", "tcp://a:2", 7)
+    assert (members[0].ports().commands, members[0].ports().beats, members[0].pid) == (
+        "tcp://192.0.2.7:1",
+        "tcp://192.0.2.7:2",
+        7,
+    )
     assert not select.select([member.descriptor for member in members], [], [], 0.0)[0]
     (asked,) = [request for request in agent.heard if isinstance(request, Lease)]
     assert (asked.wants, asked.key, asked.grace_s, asked.wait) == ((CPU, CPU), CLIENT, 9.0, False)
