@@ -254,7 +254,9 @@ def test_a_cut_connection_keeps_its_lease_and_hears_what_it_missed(shared: House
 
 def test_who_waits_in_silence_loses_its_place_and_is_told_when_it_is_back(shared: House) -> None:
     first, second = shared.client("ana"), shared.client("ben")
+    leased = len(shared.told("leased"))
     first.ask(ALL)
+    shared.until("leased", leased + 1)
     number = second.ask(ALL, grace_s=1.0)
     second.take(Queued, renew=False)
     second.disconnect()

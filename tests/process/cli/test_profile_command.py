@@ -103,7 +103,7 @@ def test_tables_and_file_measured_once(tmp_path: Path, environment: dict[str, st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--pool", "gpu"], "pool 'gpu' is not understood"),
+        (["--pool", "gpu"], "not paired with an agent at 'gpu'"),
         (["--pool", "sim", "--memory", "1KiB"], "has 1024 bytes of memory left"),
         (["--threads", "0"], "--threads 0: allowed are 1 and more"),
         (["--json", "nowhere/p.json"], "--json nowhere/p.json: a file in a folder that is there"),

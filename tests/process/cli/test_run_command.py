@@ -164,9 +164,9 @@ def test_a_distributed_script_has_its_ranks_on_the_devices(tmp_path: Path) -> No
 
 def test_a_pool_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     script(tmp_path, "print('never')")
-    done = command(["run", "--pool", "nothing", "script.py"], tmp_path)
+    done = command(["run", "--pool", "no thing", "script.py"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("onebox: pool 'nothing' is not understood") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("onebox: pool 'no thing' is not understood") and done.stderr.count("\n") == 1
 
 
 LATE = """
