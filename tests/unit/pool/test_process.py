@@ -96,6 +96,20 @@ def test_keys_go_through_a_pipe_and_nowhere_else(worker: tuple[WorkerProcess, An
     assert config.secret not in seen
 
 
+def test_secrets_of_its_parent_stay_there(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "x")
+    made = WorkerProcess(PLACE, config)
+    started: Any = made._process
+    made.close(grace_s=0.0)
+    started.heard.close()
+    os.close(started.says)
+    environment = started.options["env"]
+    assert {"NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"} < environment.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN"} & environment.keys()
+
+
 def test_nothing_is_imported_from_the_current_folder(worker: tuple[WorkerProcess, Any]) -> None:
     """Somebody else may have put a ``numpy.py`` there."""
     _, started = worker
