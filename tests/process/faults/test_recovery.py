@@ -85,9 +85,10 @@ def run(pool: onebox.Pool, plan: Plan, blows: Sequence[Blow] = ()) -> Outcome:
                 if blow.step == number:
                     timers.append(threading.Timer(blow.delay_s, strike, (blow,)))
                     timers[-1].start()
+            if number == STEPS - 1:  # which needs all workers
+                for timer in timers:
+                    timer.join()
             losses.append(trainer.step(*batch))
-        for timer in timers:
-            timer.join()
         weights = trainer.tensors()
         return [float(loss) for loss in losses], weights, trainer.recoveries
 
@@ -103,7 +104,7 @@ def pipelined() -> Plan:
 def drawn(seed: int, signals: Sequence[signal.Signals]) -> list[Blow]:
     """Draw a moment for each signal, one after the other; the worker, too."""
     draw = random.Random(seed)
-    steps = sorted(draw.sample(range(1, STEPS), len(signals)))
+    steps = sorted(draw.sample(range(1, STEPS - 1), len(signals)))
     return [
         Blow(worker=draw.randrange(2), signal=kind, step=step, delay_s=draw.uniform(0.0, 0.02))
         for kind, step in zip(signals, steps, strict=True)
