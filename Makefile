@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BENCHMARKS := $(patsubst %,benchmarks/%.py,remote eager coverage scaling memory prediction pipeline)
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test net lint bench soak clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -18,6 +18,10 @@ test: lint
 	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 tests/unit
 	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --ignore tests/process/faults tests/process
 	$(BIN)/pytest -q tests/process/faults tests/gpu
+
+# Hosts as network namespaces: as root, on a machine with iproute2.
+net: $(VENV)/.stamp-test
+	$(BIN)/pytest -q tests/net
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
