@@ -59,8 +59,8 @@ def paired_agent(address: str) -> KnownAgent:
     agent = known_agent(address)
     if agent is None:
         raise UsageError(
-            f"this client is not paired with an agent at {address!r}: run 'onebox serve' there and 'onebox pair "
-            f"{address}' here; if no host was meant, a pool may be {GRAMMAR}"
+            f"this client is not paired with an agent at {address!r}: run 'onebox pair --accept' there and "
+            f"'onebox pair {address}' here, then 'onebox serve' there; if no host was meant, a pool may be {GRAMMAR}"
         )
     return agent
 
