@@ -18,13 +18,15 @@ def refuse(event, arguments):
         raise RuntimeError(f"unpickles {arguments}")
 
 sys.addaudithook(refuse)
-pathlib.Path(os.environ["GUARDED"], str(os.getpid())).touch()
+(pathlib.Path(__file__).parent / "guarded" / str(os.getpid())).touch()
 """
-"""Python imports ``sitecustomize`` when it starts, in the script and in the workers that it starts."""
+"""Python imports ``sitecustomize`` when it starts, in the script and in the workers that it starts.
+
+A worker gets few of its parent's variables, so the guard finds its folder by its own place."""
 
 RUN = """
 import pickle, tempfile
-path = tempfile.mkdtemp(dir=os.environ["GUARDED"])
+path = tempfile.mkdtemp(dir=os.environ["SAVED"])
 with open_pool("cpu*2", threads=1) as pool:
     for sync in ("workers", "client"):
         with trainer_on(pool, sync, metrics={"loss": parts()[1]}, check_every=1) as trainer:
@@ -44,14 +46,14 @@ except RuntimeError as error:
 
 
 def test_nothing_is_unpickled_at_run_time(tmp_path: Path) -> None:
-    hooks, guarded = tmp_path / "hooks", tmp_path / "guarded"
-    hooks.mkdir()
-    guarded.mkdir()
+    hooks, guarded, saved = tmp_path / "hooks", tmp_path / "hooks" / "guarded", tmp_path / "saved"
+    guarded.mkdir(parents=True)
+    saved.mkdir()
     (hooks / "sitecustomize.py").write_text(GUARD)
-    with Script(tmp_path, RUN, environment={"GUARDED": str(guarded)}, paths=[hooks]) as script:
+    with Script(tmp_path, RUN, environment={"SAVED": str(saved)}, paths=[hooks]) as script:
         status, output, errors = script.end(START_S)
         assert (status, errors) == (0, "")
         workers, refused = output.splitlines()
         assert refused.startswith("unpickles")
         processes = {script.pid, *map(int, workers.split())}
-        assert processes <= {int(path.name) for path in guarded.iterdir() if path.name.isdigit()}
+        assert processes <= {int(path.name) for path in guarded.iterdir()}
