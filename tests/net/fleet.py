@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from onebox.pool.agent_source import connect_agent
-from onebox.pool.keyring import KnownAgent, allow_client, identity, remember_agent
-from onebox.pool.remote import AgentLine
+from onebox.pool.agents.line import AgentLine
+from onebox.pool.agents.source import connect_agent
+from onebox.pool.keys.ring import KnownAgent, allow_client, identity, remember_agent
 from tests.net.hosts import Network
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from onebox.errors import UsageError
-from onebox.pool.agent_source import connect_agent
-from onebox.pool.keyring import known_agent
+from onebox.pool.agents.source import connect_agent
+from onebox.pool.keys.ring import known_agent
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 

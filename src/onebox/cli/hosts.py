@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from onebox.errors import OneboxError, UsageError
-from onebox.pool.agent_source import connect_agent, paired_agent
-from onebox.pool.keyring import known_agents
-from onebox.pool.remote import AgentLine
+from onebox.pool.agents.line import AgentLine
+from onebox.pool.agents.source import connect_agent, paired_agent
+from onebox.pool.keys.ring import known_agents
 from onebox.pool.spec import AgentPart, Part, asked_parts
 from onebox.report import HostState
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onebox.cli.machines_config import LogsConfig
-from onebox.pool.agent_source import connect_agent
+from onebox.pool.agents.source import connect_agent
 from onebox.report import printable
 
 

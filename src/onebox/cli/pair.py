@@ -7,8 +7,10 @@ import sys
 
 from onebox.cli.machines_config import AGENT_PORT, PAIRING_PORT, PairConfig
 from onebox.errors import UsageError
-from onebox.pool.agent_source import client_name
-from onebox.pool.keyring import (
+from onebox.pool.agents.source import client_name
+from onebox.pool.keys.code import Code, new_code, read_code
+from onebox.pool.keys.pairing import GOOD_FOR_S, PairingDoor, pair_with
+from onebox.pool.keys.ring import (
     KnownAgent,
     allow_client,
     allowed_clients,
@@ -22,8 +24,6 @@ from onebox.pool.keyring import (
     remember_agent,
     remove_client,
 )
-from onebox.pool.pairing import GOOD_FOR_S, PairingDoor, pair_with
-from onebox.pool.pairing_code import Code, new_code, read_code
 from onebox.wire.agents import Pair, Paired
 
 _LONGEST_LINE = 256

@@ -15,7 +15,7 @@ from onebox.agent.journal import Journal
 from onebox.agent.metrics import serve_metrics
 from onebox.cli.machines_config import ServeConfig
 from onebox.errors import UsageError
-from onebox.pool.keyring import AllowedClients, fingerprint, identity
+from onebox.pool.keys.ring import AllowedClients, fingerprint, identity
 from onebox.report import memory_text
 
 _ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}

@@ -11,8 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from onebox.errors import UsageError
-from onebox.pool.agent_socket import own_address
-from onebox.pool.agent_source import AgentSource, acquire_all, paired_agent
+from onebox.pool.agents.socket import own_address
+from onebox.pool.agents.source import AgentSource, acquire_all, paired_agent
 from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
 from onebox.pool.links import LinkMap
@@ -107,7 +107,7 @@ def make_sources(
     found: list[Source] = []
     for part in parts:
         if isinstance(part, RayPart):
-            from onebox.pool.ray import RaySource  # an extra, which takes a second to import
+            from onebox.pool.cluster.source import RaySource  # an extra, which takes a second to import
 
             found.append(RaySource(part.spec, threads=threads, memory_bytes=memory_bytes))
             continue

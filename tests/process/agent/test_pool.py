@@ -21,8 +21,8 @@ import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from onebox.pool.agent_source import connect_agent
-from onebox.pool.keyring import KnownAgent, identity, remember_agent
+from onebox.pool.agents.source import connect_agent
+from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
 from onebox.wire import new_keys
 from onebox.wire.messages import Ask
 from tests.models import CASES, OPTIMIZERS

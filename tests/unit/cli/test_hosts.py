@@ -13,7 +13,7 @@ import pytest
 from onebox.cli import hosts, main
 from onebox.cli.hosts import HostWatch, addresses_of, agent_parts, connected
 from onebox.errors import PoolError, UsageError
-from onebox.pool.keyring import KnownAgent, remember_agent
+from onebox.pool.keys.ring import KnownAgent, remember_agent
 from onebox.wire import new_keys
 from onebox.wire.agents import Introduced, Offer, Stock, Versions
 

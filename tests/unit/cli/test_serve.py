@@ -16,7 +16,7 @@ from onebox.agent.journal import Journal
 from onebox.cli.machines_config import ServeConfig
 from onebox.cli.serve import _advertised, _ended_by_signals, _limits, _names
 from onebox.errors import UsageError
-from onebox.pool.keyring import AllowedClients, allow_client, clients_file
+from onebox.pool.keys.ring import AllowedClients, allow_client, clients_file
 from onebox.wire import new_keys
 
 

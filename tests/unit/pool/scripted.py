@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from onebox.pool.remote import AgentLine
+from onebox.pool.agents.line import AgentLine
 from onebox.pool.versions import own_versions
 from onebox.wire import KeyPair, configure, new_keys
 from onebox.wire.agents import (

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from onebox.errors import UsageError
-from onebox.pool import agent_source, opening
-from onebox.pool.agent_source import AgentSource, client_name
-from onebox.pool.keyring import KnownAgent, remember_agent
+from onebox.pool import opening
+from onebox.pool.agents import source
+from onebox.pool.agents.source import AgentSource, client_name
+from onebox.pool.keys.ring import KnownAgent, remember_agent
 from onebox.pool.local import LocalSource
 from onebox.pool.opening import make_sources, open_pool
 from onebox.wire import new_keys
@@ -71,7 +72,7 @@ def test_a_host_that_is_not_known_is_said_before_anything_is_started(
         raise AssertionError("something was started")
 
     monkeypatch.setattr(LocalSource, "start", refuse)
-    monkeypatch.setattr(agent_source, "AgentLine", refuse)
+    monkeypatch.setattr(source, "AgentLine", refuse)
     with pytest.raises(
         UsageError, match=r"not paired with an agent at 'lab-3': .*'onebox pair lab-3' here, .*; if no host"
     ):

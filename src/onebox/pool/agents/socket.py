@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.keyring import full_address
+from onebox.pool.keys.ring import full_address
 from onebox.wire import KeyPair, configure
 
 _CONNECT_MS, _RETRY_MS = 1000, 200

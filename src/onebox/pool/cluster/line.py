@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.ray_spec import RayNode
+from onebox.pool.cluster.spec import RayNode
 
 REACH_S = 5.0
 """How long the head of a cluster may take to accept a connection."""

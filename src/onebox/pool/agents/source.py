@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
+from onebox.pool.agents.line import AgentLine, Busy
+from onebox.pool.agents.tenant import RemoteMember
 from onebox.pool.failures import wait_in_slices
-from onebox.pool.keyring import KnownAgent, identity, known_agent
+from onebox.pool.keys.ring import KnownAgent, identity, known_agent
 from onebox.pool.liveness import SILENCE_S
 from onebox.pool.member import Member
-from onebox.pool.remote import AgentLine, Busy
 from onebox.pool.spec import GRAMMAR, AgentPart, wants
-from onebox.pool.tenant import RemoteMember
 from onebox.wire.agents import GRACE_S, Queued, Want
 
 _log = logging.getLogger("onebox.pool")

@@ -14,14 +14,22 @@ from typing import Any
 import msgspec
 
 from onebox.errors import PoolError
-from onebox.pool import ray_line
+from onebox.pool.cluster import line
+from onebox.pool.cluster.actor import Found, Launched, Order, WorkerActor
+from onebox.pool.cluster.line import what
+from onebox.pool.cluster.spec import (
+    Bundle,
+    bundles,
+    describe_bundles,
+    describe_free,
+    describe_nodes,
+    host_names,
+    parse_ray,
+)
+from onebox.pool.cluster.watch import RayMember, Watch
 from onebox.pool.failures import Place
 from onebox.pool.member import Member
 from onebox.pool.process import START_S
-from onebox.pool.ray_actor import Found, Launched, Order, WorkerActor
-from onebox.pool.ray_line import what
-from onebox.pool.ray_spec import Bundle, bundles, describe_bundles, describe_free, describe_nodes, host_names, parse_ray
-from onebox.pool.ray_watch import RayMember, Watch
 from onebox.pool.versions import agree, describe, own_versions
 
 RESTARTS = -1
@@ -68,7 +76,7 @@ class RaySource:
         """
         self._first = first
         try:
-            self._ray = ray_line.connect(self._request.address)
+            self._ray = line.connect(self._request.address)
             self._reserve()
             self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
             return self._launch(range(len(self._bundles)), client_key, START_S)
@@ -106,13 +114,13 @@ class RaySource:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(self._group)
             self._group = None
-        ray_line.disconnect()
+        line.disconnect()
 
     # ---- room
 
     def _reserve(self) -> None:
         """Make the placement group, and wait until the cluster has room for it."""
-        found = ray_line.nodes(self._ray)
+        found = line.nodes(self._ray)
         self._bundles = bundles(self._request, found)
         self._group = self._ray.util.placement_group(
             [dict(bundle.resources) for bundle in self._bundles], strategy=self._request.strategy

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from onebox.errors import UsageError
-from onebox.pool import keyfiles
-from onebox.pool.keyring import (
+from onebox.pool.keys import files
+from onebox.pool.keys.ring import (
     NAME_LENGTH,
     AllowedClients,
     KnownAgent,
@@ -134,7 +134,7 @@ def test_a_list_that_others_can_write_to_is_refused() -> None:
         b'{"public": 1, "secret": 2}',
         b'{"public": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "secret": "' + b"0" * 40 + b'"}',
         b"[" * 5000,
-        b" " * (keyfiles.MOST_BYTES + 1),
+        b" " * (files.MOST_BYTES + 1),
     ],
 )
 def test_a_damaged_file_is_one_clear_error(folder: Path, content: bytes) -> None:
@@ -171,9 +171,9 @@ def test_what_is_no_file_or_folder(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_another_writer_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyfiles, "_LOCK_S", 0.0)
+    monkeypatch.setattr(files, "_LOCK_S", 0.0)
     identity("client")
-    with keyfiles.changing(clients_file()):
+    with files.changing(clients_file()):
         assert "another onebox" in refused(lambda: allow_client("ana", new_keys().public))
     allow_client("ana", new_keys().public)
 

@@ -22,8 +22,8 @@ import zmq.auth
 from zmq.utils.monitor import parse_monitor_message
 
 from onebox.errors import PoolError, UsageError, WireError
-from onebox.pool.keyring import is_key, is_name
-from onebox.pool.pairing_code import Code
+from onebox.pool.keys.code import Code
+from onebox.pool.keys.ring import is_key, is_name
 from onebox.wire import configure
 from onebox.wire.agents import PAIRING_PORT, Pair, Paired, decode_pair, decode_paired, encode_agent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.pool.contact import Contact
+from onebox.pool.agents.contact import Contact
 from onebox.wire.agents import GRACE_S, RENEW_S
 
 

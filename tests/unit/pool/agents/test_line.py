@@ -15,11 +15,11 @@ import pytest
 import zmq
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool import agent_source, remote
-from onebox.pool.agent_socket import own_address, resolve, split
-from onebox.pool.agent_source import AgentSource, acquire_all
+from onebox.pool.agents import line as lines
+from onebox.pool.agents.line import AgentLine, Busy, RemoteMember
+from onebox.pool.agents.socket import own_address, resolve, split
+from onebox.pool.agents.source import AgentSource, acquire_all, connect_agent
 from onebox.pool.liveness import SILENCE_S
-from onebox.pool.remote import AgentLine, Busy, RemoteMember
 from onebox.pool.spec import AgentPart
 from onebox.pool.versions import own_versions
 from onebox.wire import configure, new_keys
@@ -131,7 +131,7 @@ def test_an_agent_that_was_started_anew_knows_of_no_lease(agent: ScriptedAgent, 
 def test_a_silent_agent_is_gone_and_may_come_back(
     agent: ScriptedAgent, line: AgentLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onebox.pool.contact.GRACE_S", 0.8)
+    monkeypatch.setattr("onebox.pool.agents.contact.GRACE_S", 0.8)
     (member,) = line.lease([CPU], CLIENT, grace_s=0.8)
     agent.mute = True
     assert f"cannot be reached: the agent at {agent.address} has been silent for" in ends(member)
@@ -268,7 +268,7 @@ def test_agents_that_one_cannot_talk_to(
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CONNECT_S", 0.5)
+    monkeypatch.setattr(lines, "CONNECT_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -277,13 +277,13 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agent_with_another_key(agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CONNECT_S", 0.5)
+    monkeypatch.setattr(lines, "CONNECT_S", 0.5)
     with pytest.raises(PoolError, match=r"no answer from an agent at .*key"):
         AgentLine(agent.address, new_keys().public, new_keys(), "ana")
 
 
 def test_a_client_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "CONNECT_S", 10.0)
+    monkeypatch.setattr(lines, "CONNECT_S", 10.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     door = context.socket(zmq.REP)
     door.bind("inproc://zeromq.zap.01")
@@ -471,14 +471,14 @@ def test_a_host_that_this_client_is_not_paired_with(
 ) -> None:
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path_factory.mktemp("keys")))
     with pytest.raises(UsageError, match=r"not paired with an agent at 'lab-1': .* 'onebox pair lab-1' here"):
-        agent_source.connect_agent("lab-1")
+        connect_agent("lab-1")
 
 
 def test_signs_of_life_are_given_only_when_let_in() -> None:
     with scripted() as agent:
         agent.mute = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(remote, "CONNECT_S", 0.8)
+            patch.setattr(lines, "CONNECT_S", 0.8)
             with pytest.raises(PoolError, match="something listens there, but does not answer"):
                 agent.line()
         assert not any(isinstance(request, Renew) for request in agent.heard)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
-from onebox.pool.ray_spec import (
+from onebox.pool.cluster.spec import (
     Bundle,
     RayNode,
     RayRequest,
@@ -23,7 +23,7 @@ from onebox.pool.ray_spec import (
     parse_ray,
 )
 
-PAGE = Path(__file__).parents[3] / "docs" / "cluster.md"
+PAGE = Path(__file__).parents[4] / "docs" / "cluster.md"
 
 PARTS = {"cuda", "cpu", "pack", "spread", "type", "memory", "threads", "wait"}
 

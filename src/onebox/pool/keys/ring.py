@@ -19,7 +19,7 @@ from msgspec import Struct
 from zmq.utils import z85
 
 from onebox.errors import UsageError
-from onebox.pool.keyfiles import changing, read, write
+from onebox.pool.keys.files import changing, read, write
 from onebox.wire import KeyPair, new_keys
 from onebox.wire.agents import AGENT_PORT
 

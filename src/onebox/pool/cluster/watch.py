@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
+from onebox.pool.cluster.actor import Bound, Ended, Found, Launched
+from onebox.pool.cluster.line import nodes, what
 from onebox.pool.failures import AFTERWARDS, Place
 from onebox.pool.liveness import Liveness
 from onebox.pool.process import START_S
-from onebox.pool.ray_actor import Bound, Ended, Found, Launched
-from onebox.pool.ray_line import nodes, what
 from onebox.worker import Ports
 
 ASK_S = 0.5

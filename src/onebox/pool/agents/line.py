@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
-from onebox.pool.agent_socket import AgentSocket
-from onebox.pool.contact import Contact
+from onebox.pool.agents.contact import Contact
+from onebox.pool.agents.socket import AgentSocket
+from onebox.pool.agents.tenant import RemoteMember
 from onebox.pool.failures import SLICE_S
-from onebox.pool.tenant import RemoteMember
 from onebox.pool.versions import mismatch, own_versions
 from onebox.wire import KeyPair
 from onebox.wire.agents import (

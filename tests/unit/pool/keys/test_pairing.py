@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool import pairing
-from onebox.pool.pairing import PairingDoor, pair_with
-from onebox.pool.pairing_code import Code, new_code, read_code
+from onebox.pool.keys import pairing
+from onebox.pool.keys.code import Code, new_code, read_code
+from onebox.pool.keys.pairing import PairingDoor, pair_with
 from onebox.wire import configure, new_keys
 from onebox.wire.agents import Pair, Paired
 
