@@ -1,7 +1,7 @@
 """The switchboard: the one thread of a client that owns the sockets to its workers.
 
-Other threads post messages and get futures. The thread delivers answers, serves the rendezvous of groups, sums buckets
-at the client, and watches who is alive.
+Other threads post messages and get futures. The thread delivers answers and what is said to groups, and watches who is
+alive.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any, TypeVar
 
 import zmq
 
-from onebox.errors import OneboxError, PeerLost, PoolError, UsageError, WireError, WorkerDied, WorkerError, WorkerHung
+from onebox.errors import OneboxError, PoolError, UsageError, WireError, WorkerDied, WorkerHung
 from onebox.pool.delay import DelayLine
 from onebox.pool.errands import Errands, outcome
-from onebox.pool.failures import AFTERWARDS, Complaints, fail, to_error
+from onebox.pool.failures import AFTERWARDS, fail
+from onebox.pool.groups import GroupServices, Notice
 from onebox.pool.line import Answer, Line
 from onebox.pool.liveness import Liveness
 from onebox.pool.member import Member
-from onebox.pool.rendezvous import ClientSums, KeyValues
-from onebox.wire import KeyPair, Restarted, check_frames, decode_saying, encode, from_frame, to_frame
-from onebox.wire.messages import Envelope, Gone, Instruction, Reduced, Rendezvous
+from onebox.pool.pending import Pending
+from onebox.wire import KeyPair, Restarted, check_frames, decode_saying, encode
+from onebox.wire.messages import Envelope, Instruction
 from onebox.wire.sayings import Beat, Contribution, Hello, Left, Lookup, Reply, Saying
 
 _T = TypeVar("_T")
@@ -59,21 +60,15 @@ class Switchboard:
         self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s)
         self._inbox: DelayLine[tuple[Line, Sequence[Any]]] = DelayLine(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._futures: dict[tuple[int, int], Future[Answer]] = {}
+        self._pending = Pending()
         self._lock = threading.Lock()
         self._numbers = 0
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
-        self._complaints = Complaints()
-        self._key_values = KeyValues()
-        self._sums = ClientSums()
-        self._groups: dict[int, tuple[int, ...]] = {}
+        self._groups = GroupServices()
         self._errands = Errands()
         self._gone: dict[int, OneboxError] = {}
-        self.lost: dict[int, OneboxError] = {}
-        """What befell the workers that are lost and have not been dropped."""
-        self.broken: OneboxError | None = None
         self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
 
     # ---- for other threads
@@ -108,34 +103,36 @@ class Switchboard:
             OneboxError: The pool is broken or closed, there is no such worker, or the message is over the limits of
                 the channel.
         """
-        future: Future[Answer] = Future()
         check_frames(frames)
         if worker in self._gone:
             raise PoolError(f"worker {worker} has gone and could not be replaced: {self._gone[worker]}")
         if worker not in self._lines:
             raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
         with self._lock:
-            if self.broken is not None:
-                raise self.broken.with_traceback(None)  # one error for all calls, but no traceback of them all
             self._numbers += 1
-            number = self._numbers
-            header = encode(Envelope(number, answer, tuple(instructions)))
-            if answer:
-                self._futures[worker, number] = future
-            else:
-                future.set_result(Answer((), (), ()))
+            header = encode(Envelope(self._numbers, answer, tuple(instructions)))
+            future = self._pending.promise(worker, self._numbers, answer=answer)
             self._outbox.put((worker, [header, *frames]), time.monotonic())
             os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
         return future
 
     def form(self, group: int, members: Sequence[int]) -> None:
         """Serve a group's rendezvous and sums from now on, until one of its members leaves."""
-        self._sums.form(group, members)
-        self._groups[group] = tuple(members)
+        self._groups.form(group, members)
 
     def serves(self, group: int) -> bool:
         """Tell whether a group is served: it has been formed, and none of its members has left."""
-        return group in self._groups
+        return self._groups.serves(group)
+
+    @property
+    def lost(self) -> dict[int, OneboxError]:
+        """What befell the workers that are lost and have not been dropped."""
+        return self._pending.lost
+
+    @property
+    def broken(self) -> OneboxError | None:
+        """Why nothing can be posted any more, or until it is mended."""
+        return self._pending.broken
 
     # ---- when a pool is healed
 
@@ -176,17 +173,15 @@ class Switchboard:
             OneboxError: The pool is closed, or something else is wrong with it than lost workers.
         """
         with self._lock:
-            if self.broken is not None and (self._stopping or not isinstance(self.broken, WorkerError)):
-                raise self.broken.with_traceback(None)
-            if not self.lost:
-                self.broken = None
-            return not self.lost
+            if self._stopping:
+                raise self._closing_error()
+            return self._pending.mend()
 
     def _errand(self, action: Callable[[zmq.Poller], _T]) -> _T:
         """Let the thread do something, and wait for it."""
         with self._lock:
             if self._stopping or not self._thread.is_alive():
-                raise self.broken or PoolError("the pool is closed; open another with onebox.open()")
+                raise self._closing_error()
             done = self._errands.add(action)
             os.eventfd_write(self._bell, 1)
         return outcome(done, _JOIN_S)
@@ -205,13 +200,18 @@ class Switchboard:
                 header = encode(Envelope(0, False, last))
                 for worker in self._lines:
                     self._outbox.put((worker, [header]), 0.0)
-            self.broken = self.broken or PoolError("the pool is closed; open another with onebox.open()")
+            self._pending.close(self._closing_error())
             os.eventfd_write(self._bell, 1)
         if self._thread.ident is not None:
             self._thread.join(timeout=_JOIN_S)
         if not self._thread.is_alive():  # one that hangs uses the sockets still, and closes them when it ends
             self._close()
-        self._fail_all(self.broken)
+        self._pending.give_up(self._closing_error())
+
+    def _closing_error(self) -> OneboxError:
+        """Return what is said of a pool that is closed: what was wrong before, if anything was."""
+        error = self.broken or PoolError("the pool is closed; open another with onebox.open()")
+        return error.with_traceback(None)
 
     def _close(self) -> None:
         with self._lock:
@@ -251,33 +251,27 @@ class Switchboard:
                 self._let_in(now_s)
                 for line in list(self._lines.values()):
                     line.link.flush(now_s)
-                self._complaints.release(now_s)
+                self._pending.release(now_s)
                 for worker, why in self._liveness.hung(now_s).items():
                     self._lost(self._lines[worker], self._hung(worker, why))
             self._send(self._outbox.take_all())
         except BaseException as error:
-            self._break(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
+            self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
 
     def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
         line = self._lines.pop(worker)
         line.cut(poller)
         self._liveness.forget(worker)
-        groups = [group for group, members in self._groups.items() if worker in members]
+        groups = self._groups.of(worker)
         for group in groups:
-            self._dissolve(group)
+            self._tell(self._groups.dissolve(group))
         self.lost.pop(worker, None)
         return groups
 
     def _take_in(self, line: Line, poller: zmq.Poller) -> None:
         self._lines[line.place.worker] = line
         line.listen(poller)
-
-    def _dissolve(self, group: int) -> None:
-        """Serve a group no longer, and tell those who wait for something there."""
-        self._groups.pop(group, None)
-        for member, ticket in self._key_values.forget(group) + self._sums.forget(group):
-            self._tell(member, Gone(ticket))
 
     def _patience_ms(self) -> int:
         """Return how long to wait for something to come: until something is due to be sent, at most a tick."""
@@ -307,7 +301,7 @@ class Switchboard:
         except Restarted as error:
             self._lost(line, WorkerDied(f"{line.place}: {error}\n  {AFTERWARDS}", **vars(line.place)))
         except WireError as error:
-            self._break(error)
+            self._pending.give_up(error)
         if line.member.descriptor in ready:
             poller.unregister(line.member.descriptor)
             if not self._stopping:
@@ -325,7 +319,7 @@ class Switchboard:
             for line, parts in self._inbox.take(now_s):
                 self._take(line, parts)
         except WireError as error:
-            self._break(error)
+            self._pending.give_up(error)
 
     def _take(self, line: Line, parts: Sequence[Any]) -> None:
         saying: Saying
@@ -333,60 +327,28 @@ class Switchboard:
         worker = line.place.worker
         match saying:
             case Reply():
-                self._reply(line, saying, frames)
+                self._pending.reply(line.place, saying, frames, time.monotonic())
             case Beat():
                 line.beating = True
                 line.greet()
                 if line.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
-            case Left():
-                self._dissolve(saying.group)
-            case Lookup() | Contribution() if saying.group not in self._groups:
-                self._tell(worker, Gone(saying.ticket))
-            case Lookup():
-                for answer in self._key_values.lookup(worker, saying):
-                    self._tell(answer.worker, Rendezvous(answer.ticket, answer.value))
-            case Contribution():
-                self._add_up(line, saying, frames)
+            case Left() | Lookup() | Contribution():
+                self._tell(self._groups.take(line.place, saying, frames))
             case Hello():
                 self._liveness.beat(worker, time.monotonic())
                 line.words = saying
                 line.greet()
 
-    def _add_up(self, line: Line, contribution: Contribution, frames: Sequence[Any]) -> None:
-        """Take a contribution to a sum; with the last, send the sum to all who contributed."""
-        if len(frames) != 1:
-            raise WireError(f"{line.place} contributed {len(frames)} frames to a sum; one is needed")
-        bucket = from_frame(contribution.spec, frames[0])
-        total = self._sums.contribute(line.place.worker, contribution, bucket)
-        if total is not None:
-            frame = to_frame(total.total)
-            for member, ticket in total.tickets:
-                self._tell(member, Reduced(ticket), frame)
-
-    def _tell(self, worker: int, instruction: Instruction, *frames: Any) -> None:
-        message = worker, [encode(Envelope(0, False, (instruction,))), *frames]
+    def _tell(self, notices: Sequence[Notice]) -> None:
+        messages = [
+            (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
+        ]
         if self._outbox.latency_s:
-            self._outbox.put(message, time.monotonic())
+            for message in messages:
+                self._outbox.put(message, time.monotonic())
         else:
-            self._send([message])
-
-    def _reply(self, line: Line, reply: Reply, frames: Sequence[Any]) -> None:
-        with self._lock:
-            future = self._futures.pop((line.place.worker, reply.number), None)
-        if reply.failure is None:
-            if future is not None and not future.done():
-                future.set_result(Answer(reply.results, frames, reply.times_ns))
-            return
-        error = to_error(reply.failure, line.place)
-        if reply.number == 0:  # about a message that it could not read, so that nobody knows whose answer is missing
-            self._break(error)
-        elif not isinstance(error, PeerLost):
-            self._complaints.failed(time.monotonic())
-            if future is not None:
-                fail(future, error)
-        elif future is not None:
-            self._complaints.complain(future, error, time.monotonic())
+            self._send(messages)
 
     # ---- when things go wrong
 
@@ -401,18 +363,5 @@ class Switchboard:
 
     def _lost(self, line: Line, error: OneboxError) -> None:
         self._liveness.forget(line.place.worker)
-        self.lost.setdefault(line.place.worker, error)
-        self._complaints.ended(error)
         fail(line.hello, error)
-        self._break(error)
-
-    def _break(self, error: OneboxError) -> None:
-        with self._lock:
-            self.broken = self.broken or error
-        self._fail_all(error)
-
-    def _fail_all(self, error: OneboxError) -> None:
-        with self._lock:
-            futures, self._futures = list(self._futures.values()), {}
-        for future in futures:
-            fail(future, error)
+        self._pending.lose(line.place.worker, error)

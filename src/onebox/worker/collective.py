@@ -10,7 +10,8 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.arena import Block
-from onebox.worker.mail import Expected, Inbox, Letter
+from onebox.worker.inbox import Expected, Inbox
+from onebox.worker.letters import Letter
 
 SUM = -1
 """What a letter of a collective is for: a sum, or else a gather along the dimension of that number."""

@@ -1,7 +1,7 @@
 """Groups of the workers of one host, through shared memory: no sockets, no threads, and one wait at the end.
 
-A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.mail`). For a
-sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n ranks a
+A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.letters`). For
+a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n ranks a
 bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the kernel twice
 in each direction (``benchmarks/scaling.py``).
 
@@ -27,9 +27,11 @@ from onebox.wire.messages import FormGroup
 from onebox.worker.arena import Block
 from onebox.worker.collective import SUM, Collective
 from onebox.worker.handover import Post
+from onebox.worker.inbox import Expected, Inbox
+from onebox.worker.letters import FREE, LEFT, READY, Letter, check_dimensions
 from onebox.worker.links import Ring, Speed, Wires
-from onebox.worker.mail import FREE, LEFT, READY, Expected, Inbox, Letter, Outbox, check_dimensions
 from onebox.worker.memory import LEAST_BYTES, SPAN_BYTES, Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
+from onebox.worker.outbox import Outbox
 from onebox.worker.peers import Arrived, Finish, Keys
 from onebox.worker.tape import Progress
 

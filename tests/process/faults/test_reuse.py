@@ -100,7 +100,7 @@ def test_many_steps_leak_nothing(pool: onebox.Pool, sync: str) -> None:
         descriptors = [process.num_fds() for process in processes]
         steps(trainer, 20 + MANY_STEPS)
         assert used_bytes(pool) == used
-        assert not pool._switchboard._futures
+        assert not pool._switchboard._pending.futures
         assert [process.num_fds() for process in processes] == descriptors
         grown = [process.memory_info().rss - size for process, size in zip(processes, sizes, strict=True)]
         assert max(grown) < GROWTH_BYTES, grown

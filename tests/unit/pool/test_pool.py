@@ -124,7 +124,7 @@ def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> No
     """Whose answer is missing nobody knows: all are told, rather than one left waiting for ever."""
     waiting = pool.post(0, [Ask("scalars", ())], answer=True)
     result(waiting)
-    pool._switchboard._futures[0, 1000] = later = Future()
+    pool._switchboard._pending.futures[0, 1000] = later = Future()
     pool._switchboard._outbox.put((0, [b"junk"]), 0.0)
     pool.post(1, [])
     with pytest.raises(WireError, match="not of this protocol"):
@@ -150,7 +150,7 @@ def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: 
     futures = [pool.post(0, [Ask("scalars", ())], answer=True)]
     result(futures[0])
     pending: Future[Any] = Future()
-    pool._switchboard._futures[1, 1000] = pending
+    pool._switchboard._pending.futures[1, 1000] = pending
     server = pool._members[0].server  # type: ignore[attr-defined]
     server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
     pool.post(0, [Ask("scalars", ())])
@@ -191,7 +191,7 @@ def test_a_closed_pool_says_so(pool: Pool) -> None:
 def test_what_is_waited_for_when_a_pool_is_closed_fails(open_pool: OpenPool) -> None:
     pool = open_pool(1)
     pending: Future[Any] = Future()
-    pool._switchboard._futures[0, 1000] = pending
+    pool._switchboard._pending.futures[0, 1000] = pending
     pool.close()
     with pytest.raises(PoolError, match="closed"):
         result(pending)

@@ -1,0 +1,213 @@
+"""The letters that a rank reads; how they lie in their writer's memory is said in :mod:`onebox.worker.letters`."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.letters import (
+    CELL_BYTES,
+    FIRST_CELLS,
+    HEADER,
+    LEFT,
+    NEXT_RETURNED,
+    NUMBER,
+    RETURNED,
+    SENT,
+    TYPE_NAMES,
+    Letter,
+    lane_start,
+)
+from onebox.worker.memory import SLICE_S, Memory, PeerLost
+
+
+class _Channel:
+    """The letters of one channel that have come, by their order."""
+
+    __slots__ = ("asked", "came", "forgotten", "letters")
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.came = 0
+        self.letters: dict[int, Letter] = {}
+        self.forgotten: set[int] = set()
+
+
+Watch = Callable[[int, float], None]
+"""Called with a rank that is waited for, and since when in seconds; raises :class:`PeerLost` if it cannot come."""
+
+
+class Inbox:
+    """The letters from one rank to another, at their reader.
+
+    Args:
+        memory: The writer's.
+        writer: Its rank.
+        reader: The reader's rank.
+        watch: Called now and then during a wait.
+    """
+
+    def __init__(self, memory: Memory, writer: int, reader: int, watch: Watch) -> None:
+        self.memory: Memory | None = memory
+        self.writer = writer
+        self._watch = watch
+        start = lane_start(reader)
+        self._word = start // 8
+        self._seen = 0
+        self._returned = 0
+        self._cell = start + FIRST_CELLS
+        self._tail = self._cell + CELL_BYTES
+        self._channels: dict[int, _Channel] = defaultdict(_Channel)
+
+    def expect(self, channel: int) -> Expected:
+        """Return the wait for the next letter of a channel that nobody has asked for."""
+        found = self._channels[channel]
+        found.asked += 1
+        return Expected(self, channel, found.asked)
+
+    def find(self, channel: int, order: int) -> Letter | None:
+        """Return a letter if it has come."""
+        letters = self._channels[channel].letters
+        if order not in letters:
+            self._look()
+        return letters.get(order)
+
+    def wait(self, channel: int, order: int) -> Letter:
+        """Wait for a letter.
+
+        Raises:
+            PeerLost: It will not come.
+        """
+        memory = self._open()
+        begin_s = time.monotonic()
+        next_s = begin_s + SLICE_S
+        while (letter := self.find(channel, order)) is None:
+            left = memory.words[LEFT]
+            if memory.words[self._word + SENT] != self._seen:
+                continue
+            if left:
+                raise PeerLost(f"rank {self.writer} has left the group")
+            if memory.sleep(self._word + SENT, self._seen) or time.monotonic() > next_s:
+                next_s = time.monotonic() + SLICE_S  # also while letters of other channels come
+                try:
+                    self._watch(self.writer, begin_s)
+                except PeerLost:
+                    if self.find(channel, order) is None:  # what it sent before it ended still counts
+                        raise
+        return letter
+
+    def part(self, letter: Letter) -> Tensor:
+        """Return the elements of a letter, flat, in the writer's memory; valid until it is returned."""
+        spec, dtype = letter.spec, DTYPES[letter.spec.dtype]
+        if letter.offset < 0:
+            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
+        count = prod(spec.shape)
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=letter.offset)
+
+    def copy(self, letter: Letter) -> Tensor:
+        """Return a tensor with the elements of a letter."""
+        spec = letter.spec
+        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        if letter.offset < 0:
+            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
+        ctypes.memmove(made.data_ptr(), self._open().address + letter.offset, made.nbytes)
+        return made
+
+    def give_back(self, channel: int, order: int) -> None:
+        """Let the writer use the memory of a letter again; one that has not come yet is given back when it does."""
+        found = self._channels[channel]
+        letter = found.letters.pop(order, None)
+        if letter is None:
+            found.forgotten.add(order)
+        elif self.memory is not None:
+            self._return(self.memory, letter.cell)
+        if found.asked == found.came and not found.letters and not found.forgotten:
+            del self._channels[channel]  # counting may begin again
+
+    def close(self) -> None:
+        """Let go of the writer's memory."""
+        self.memory = None
+        self._channels.clear()
+
+    def _open(self) -> Memory:
+        if self.memory is None:
+            raise PeerLost("the group has been left")
+        return self.memory
+
+    def _look(self) -> None:
+        """Take note of the letters that have come."""
+        memory = self._open()
+        sent = memory.words[self._word + SENT]
+        while self._seen < sent:
+            self._seen += 1
+            cell = self._cell
+            self._cell, _, channel, code, offset, at_ns, dtype, dimensions, _, _, *shape = HEADER.unpack_from(
+                memory.map, cell
+            )
+            found = self._channels[channel]
+            found.came += 1
+            if found.came in found.forgotten:
+                found.forgotten.discard(found.came)
+                self._return(memory, cell)
+                if found.asked == found.came and not found.letters and not found.forgotten:
+                    del self._channels[channel]
+            else:
+                spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
+                found.letters[found.came] = Letter(cell, code, offset, at_ns, spec)
+
+    def _return(self, memory: Memory, cell: int) -> None:
+        NUMBER.pack_into(memory.map, self._tail + NEXT_RETURNED, cell)
+        self._tail = cell
+        self._returned += 1
+        memory.words[self._word + RETURNED] = self._returned
+
+
+class Expected:
+    """A letter that somebody has asked for; whoever forgets it gives it back."""
+
+    __slots__ = ("_channel", "_done", "_inbox", "_order")
+
+    def __init__(self, inbox: Inbox, channel: int, order: int) -> None:
+        self._inbox = inbox
+        self._channel = channel
+        self._order = order
+        self._done = False
+
+    def find(self) -> Letter | None:
+        """Return the letter if it has come."""
+        return self._inbox.find(self._channel, self._order)
+
+    def wait(self) -> Letter:
+        """Wait for the letter.
+
+        Raises:
+            PeerLost: It will not come.
+        """
+        return self._inbox.wait(self._channel, self._order)
+
+    def part(self, letter: Letter) -> Tensor:
+        """Return its elements, flat, in the writer's memory; valid until it is given back."""
+        return self._inbox.part(letter)
+
+    def copy(self, letter: Letter) -> Tensor:
+        """Return a tensor with its elements."""
+        return self._inbox.copy(letter)
+
+    def give_back(self) -> None:
+        """Let the writer use its memory again. Idempotent."""
+        if not self._done:
+            self._done = True
+            self._inbox.give_back(self._channel, self._order)
+
+    def __del__(self) -> None:
+        self.give_back()

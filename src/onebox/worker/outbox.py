@@ -1,0 +1,139 @@
+"""The letters that a rank writes; how they lie in its memory is said in :mod:`onebox.worker.letters`."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onebox.wire import TensorSpec
+from onebox.worker.arena import Arena, Block
+from onebox.worker.letters import (
+    CELL_BYTES,
+    CHUNK_CELLS,
+    FIRST_CELLS,
+    HEADERS,
+    LEFT,
+    NEXT_RETURNED,
+    NUMBER,
+    READY,
+    RETURNED,
+    SENT,
+    TYPE_CODES,
+    lane_start,
+)
+from onebox.worker.memory import Memory
+
+
+class _Lane:
+    """The way from one rank to another, at its writer."""
+
+    __slots__ = ("cell", "held", "returned", "sent", "tail", "word")
+
+    def __init__(self, peer: int) -> None:
+        start = lane_start(peer)
+        self.word = start // 8
+        self.sent = 0
+        self.returned = 0
+        self.cell = start + FIRST_CELLS  # of the next letter
+        self.tail = self.cell + CELL_BYTES  # last returned
+        self.held: dict[int, Block | None] = {}
+
+
+class Outbox:
+    """The letters that a rank has written.
+
+    Args:
+        memory: Its own.
+        size: How many ranks there are.
+    """
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self._memory = memory
+        self._lanes = [_Lane(peer) for peer in range(size)]
+        self._arena = Arena(lane_start(size), len(memory.map), memory.discard)
+        self._cells: list[int] = []
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of blocks that some reader is not done with."""
+        self._collect()
+        return self._arena.used_bytes
+
+    def write(self, tensors: Sequence[Tensor], size_bytes: int) -> Block:
+        """Copy tensors of one type into a block, one behind the other; it is held until each reader has returned it."""
+        self._collect()
+        memory = self._memory
+        block = self._arena.take(size_bytes)
+        offset = block.offset
+        for tensor in tensors:
+            count = tensor.nbytes
+            if tensor.is_contiguous():
+                ctypes.memmove(memory.address + offset, tensor.data_ptr(), count)
+            else:
+                target = memory.bytes[offset : offset + count].view(tensor.dtype).view(tensor.shape)
+                target.copy_(tensor)
+            offset += count
+        return block
+
+    def post(
+        self, peer: int, channel: int, block: Block | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
+    ) -> int:
+        """Let a reader have a block; return when it is there.
+
+        Args:
+            peer: The reader.
+            channel: Letters of one channel are read in order.
+            block: Elements; ``None`` for a letter without.
+            spec: What it is; see :func:`check_dimensions`.
+            code: For the reader.
+            at_ns: When it is there, if later than now.
+        """
+        memory, lane, shape = self._memory, self._lanes[peer], spec.shape
+        cell, lane.cell = lane.cell, self._cell()
+        if block is not None:
+            block.readers += 1
+        lane.held[cell] = block
+        at_ns = max(at_ns, time.monotonic_ns())
+        offset = -1 if block is None else block.offset
+        dtype = TYPE_CODES[spec.dtype]
+        HEADERS[len(shape)].pack_into(
+            memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
+        )
+        lane.sent += 1
+        memory.publish(lane.word + SENT, lane.sent)
+        return at_ns
+
+    def drop(self, block: Block) -> None:
+        """Note that one of its readers is done with a block."""
+        block.readers -= 1
+        if not block.readers:
+            self._arena.give(block)
+
+    def leave(self) -> None:
+        """Tell all readers that nothing more will come."""
+        self._memory.publish(LEFT, 1)
+        self._memory.wake(READY)
+        for lane in self._lanes:
+            self._memory.wake(lane.word + SENT)
+
+    def _cell(self) -> int:
+        if not self._cells:
+            start = self._arena.take(CELL_BYTES * CHUNK_CELLS).offset
+            self._cells = [start + number * CELL_BYTES for number in range(CHUNK_CELLS)]
+        return self._cells.pop()
+
+    def _collect(self) -> None:
+        """Take back what readers have returned."""
+        memory = self._memory
+        for lane in self._lanes:
+            returned = memory.words[lane.word + RETURNED]
+            while lane.returned < returned:
+                lane.returned += 1
+                self._cells.append(lane.tail)
+                (lane.tail,) = NUMBER.unpack_from(memory.map, lane.tail + NEXT_RETURNED)
+                block = lane.held.pop(lane.tail)
+                if block is not None:
+                    self.drop(block)
