@@ -1,9 +1,9 @@
 """Groups of the workers of one host, through shared memory: no sockets, no threads, and one wait at the end.
 
-A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.letters`). For
-a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n ranks a
-bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the kernel twice
-in each direction (``benchmarks/scaling.py``).
+A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.letters`).
+For a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n
+ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the
+kernel twice in each direction (``benchmarks/scaling.py``).
 
 Devices that do not compute have tensors without elements (torch's ``meta`` device): they send what the tensors are, and
 get tensors without elements, at the same times.
