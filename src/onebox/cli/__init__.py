@@ -58,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     """Find the command, run it, and return the exit status; each command is imported only when it is called."""
     from onebox.cli.arguments import parse
-    from onebox.cli.config import DevicesConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+    from onebox.cli.config import PlanConfig, TrainConfig
     from onebox.cli.machines_config import MachinesConfig
+    from onebox.cli.pool_config import DevicesConfig, ProfileConfig, RunConfig
 
     config = parse(arguments)
     if isinstance(config, TrainConfig):

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+from onebox.cli.config import PlanConfig, TrainConfig
 from onebox.cli.machines_config import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""The commands' options: frozen dataclasses, from which the command line is made.
+"""The options of ``onebox train`` and ``plan``: frozen dataclasses, from which the command line is made.
 
 Nothing here imports PyTorch, so that ``onebox --help`` and a wrong flag are answered at once.
 """
@@ -7,53 +7,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
-import tyro
-
+from onebox.cli.options import (
+    Bytes,
+    File,
+    Flag,
+    Float,
+    Folder,
+    Int,
+    Ints,
+    ModelName,
+    Names,
+    OfPool,
+    PlanFile,
+    at_least,
+    positive,
+    read_sizes,
+)
 from onebox.errors import UsageError
 from onebox.plan import SCHEDULES
 
-ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
 _LEARNING_RATES: dict[str, float] = {"adamw": 1e-3, "adam": 1e-3, "sgd": 5e-2}
 _WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0}  # torch.optim's own defaults
 _SGD_MOMENTUM = 0.9
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{end}": base ** (power + 1)
-    for power, letter in enumerate("kmgt")
-    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
 T = TypeVar("T")
-_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-_Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-_Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
-_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-_PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto", help_behavior_hint="")]
-_Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
-_Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
-_Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
-
-
-class _OfPool:
-    """What the options of all commands that open a pool have in common."""
-
-    memory: str | None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(_OfPool):
+class JobConfig(OfPool):
     """What is trained, and on which devices: the options that planning and training share.
 
     Args:
@@ -81,18 +68,18 @@ class JobConfig(_OfPool):
     model: ModelName = "cnn"
     batch: int = 64
     optimizer: OptimizerName = "adamw"
-    lr: _Float = None
-    weight_decay: _Float = None
-    momentum: _Float = None
+    lr: Float = None
+    weight_decay: Float = None
+    momentum: Float = None
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     pool: str = "auto"
-    threads: _Int = None
-    memory: _Bytes = None
+    threads: Int = None
+    memory: Bytes = None
 
     def __post_init__(self) -> None:
-        _at_least(1, batch=self.batch, threads=self.threads)
-        _positive(lr=self.lr)
+        at_least(1, batch=self.batch, threads=self.threads)
+        positive(lr=self.lr)
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -139,20 +126,20 @@ class TrainConfig(JobConfig):
     """
 
     epochs: int = 12
-    plan: _PlanFile = None
-    micro_batch: _Int = None
-    clip_grad_norm: _Float = None
+    plan: PlanFile = None
+    micro_batch: Int = None
+    clip_grad_norm: Float = None
     sync: Literal["workers", "client"] = "workers"
     shares: str = "auto"
-    run: _Folder = None
-    resume: _Folder = None
-    save_every: _Int = None
+    run: Folder = None
+    resume: Folder = None
+    save_every: Int = None
     every: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
-        _positive(clip_grad_norm=self.clip_grad_norm)
+        at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
+        positive(clip_grad_norm=self.clip_grad_norm)
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
         _ = self.share_weights
@@ -211,18 +198,18 @@ class PlanConfig(JobConfig):
         UsageError: A value is out of range, or two do not go together.
     """
 
-    micro_batches: _Ints = None
-    schedules: _Names = None
+    micro_batches: Ints = None
+    schedules: Names = None
     budget: float = 5.0
-    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    check: _File = None
-    out: _File = None
-    figure: _File = None
-    json: _File = None
+    fresh: Flag = False
+    check: File = None
+    out: File = None
+    figure: File = None
+    json: File = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _positive(budget=self.budget)
+        positive(budget=self.budget)
         sizes, names = self.micro_batch_sizes, self.schedule_names
         if self.check is not None and (sizes is not None or names is not None):
             flag = f"--micro-batches {self.micro_batches}" if sizes is not None else f"--schedules {self.schedules}"
@@ -231,7 +218,7 @@ class PlanConfig(JobConfig):
     @property
     def micro_batch_sizes(self) -> tuple[int, ...] | None:
         """``micro_batches`` as numbers."""
-        return None if self.micro_batches is None else _sizes(self.micro_batches, self.batch, "the batch")
+        return None if self.micro_batches is None else read_sizes(self.micro_batches, self.batch, "the batch")
 
     @property
     def schedule_names(self) -> tuple[str, ...] | None:
@@ -242,158 +229,6 @@ class PlanConfig(JobConfig):
         if not set(names) <= set(SCHEDULES):
             raise UsageError(f"--schedules {self.schedules}: allowed are {', '.join(SCHEDULES)}, such as 1f1b,zb-h1")
         return names
-
-
-@dataclass(frozen=True, kw_only=True)
-class DevicesConfig(_OfPool):
-    """Show the devices that a pool has; those of other machines with who has leased them, and without leasing them.
-
-    Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
-            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
-        json: Print a JSON list.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    pool: str = "auto"
-    threads: _Int = None
-    memory: _Bytes = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-    def __post_init__(self) -> None:
-        _at_least(1, threads=self.threads)
-        _ = self.memory_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig(_OfPool):
-    """Measure how fast the devices of a pool and the links between them are, and a model's parts on them.
-
-    Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
-    each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
-
-    Args:
-        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
-        data: Data set that the model is for; see onebox train.
-        micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
-            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
-        fresh: Measure even what is known, and keep the new figures.
-        no_cache: Measure, and keep nothing.
-        json: Write the profile as JSON into this file; - prints it instead of the tables.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
-
-    model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
-    data: str = "digits"
-    micro_batches: _Ints = None
-    pool: str = "auto"
-    threads: _Int = None
-    memory: _Bytes = None
-    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    no_cache: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    json: _File = None
-
-    def __post_init__(self) -> None:
-        _at_least(1, threads=self.threads)
-        _ = self.memory_bytes
-        if self.micro_batches is not None and self.model is None:
-            raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
-        _ = self.sizes
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """``micro_batches`` as numbers."""
-        return _sizes(self.micro_batches or "16", _LARGEST, "the most")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(_OfPool):
-    """Run an ordinary PyTorch script on the devices of a pool: what it calls cuda:0, cuda:1 and so on are they.
-
-    onebox run [flags] SCRIPT [ARGUMENTS], or onebox run [flags] -m MODULE [ARGUMENTS]. What follows the name is the
-    script's. This machine needs no GPU for that, and its PyTorch no CUDA.
-
-    Args:
-        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
-            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
-        threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
-        sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
-        script: The script, or -m and a module, and its arguments.
-    """
-
-    pool: str = "auto"
-    threads: _Int = None
-    memory: _Bytes = None
-    sync: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
-
-    def __post_init__(self) -> None:
-        _at_least(1, threads=self.threads)
-        _ = self.memory_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvConfig:
-    """Show versions, what this machine has, and what is missing.
-
-    Args:
-        json: Print a JSON object.
-    """
-
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-
-
-_LARGEST = 4096
-"""The largest micro-batch that a model is measured with, outside of a plan."""
-
-
-def _sizes(text: str, most: int, what: str) -> tuple[int, ...]:
-    """Read sizes of micro-batches."""
-    parts = [part.strip() for part in text.split(",")]
-    sizes = tuple(int(part) for part in parts if part.isdecimal())
-    if len(sizes) < len(parts) or not all(1 <= size <= most for size in sizes):
-        raise UsageError(f"--micro-batches {text}: allowed are whole numbers from 1 to {most}, {what}, such as 4,8,16")
-    return sizes
-
-
-def parse_bytes(flag: str, text: str) -> int:
-    """Turn ``2GiB``, ``512M`` or ``1000000`` into bytes; K, M, G and T are powers of 1024, KB and so on of 1000.
-
-    Raises:
-        UsageError: It is no number of bytes, or less than one.
-
-    Example:
-        >>> parse_bytes("--memory", "1.5GiB")
-        1610612736
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    unit = _UNITS.get(match[2]) if match else None
-    size_bytes = int(float(match[1]) * unit) if match and unit else 0
-    if not 1 <= size_bytes < 2**63:
-        raise UsageError(f"{flag} {text}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
-    return size_bytes
-
-
-def _at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are {least} and more")
-
-
-def _positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are numbers above 0")
 
 
 def _first(value: T | None, default: T) -> T:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from onebox.cli.config import DevicesConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.hosts import agent_parts, connected
+from onebox.cli.pool_config import DevicesConfig
 from onebox.pool import DeviceInfo, Pool, open_pool
 from onebox.pool.spec import AgentPart, wants
 from onebox.report import DeviceRow, OfferRow, device_table, offer_table

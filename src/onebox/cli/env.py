@@ -12,8 +12,8 @@ import torch
 import torch.distributed
 
 from onebox import __version__
-from onebox.cli.config import EnvConfig
 from onebox.cli.console import OutputConsole
+from onebox.cli.pool_config import EnvConfig
 
 _PACKAGES = (
     "torch",

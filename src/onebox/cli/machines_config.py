@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from onebox.cli.config import parse_bytes
+from onebox.cli.options import (
+    Address,
+    Bytes,
+    File,
+    Flag,
+    Host,
+    Int,
+    OfPool,
+    Seconds,
+    Text,
+    at_least,
+    check_ip,
+    check_port,
+)
 from onebox.errors import UsageError
+from onebox.sizes import parse_size
 
 AGENT_PORT = 7171
 PAIRING_PORT = 7172
 
-_Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
-_Host = Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")]
-_Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
-_Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
-_Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-_Float = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]
-_File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-_Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(OfPool):
     """Offer this machine's devices to the clients that were paired with it, until Ctrl-C.
 
     An unprivileged worker process is started for each device, or part of one, that a client leases. What happens is
@@ -54,40 +57,35 @@ class ServeConfig:
     """
 
     devices: str = "auto"
-    memory: _Bytes = None
-    cores: _Int = None
+    memory: Bytes = None
+    cores: Int = None
     bind: str = "0.0.0.0"
     port: int = AGENT_PORT
-    advertise: _Address = None
+    advertise: Address = None
     max_devices_per_client: int = 0
-    max_memory_per_client: _Bytes = None
+    max_memory_per_client: Bytes = None
     max_cores_per_client: int = 0
-    max_lease: _Float = None
-    journal: _File = None
-    metrics_port: _Int = None
+    max_lease: Seconds = None
+    journal: File = None
+    metrics_port: Int = None
     metrics_address: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        _at_least(0, max_devices_per_client=self.max_devices_per_client, max_cores_per_client=self.max_cores_per_client)
-        _at_least(1, cores=self.cores)
-        _check_port("port", self.port, least=0)
-        _check_port("metrics-port", self.metrics_port, least=0)
-        _check_ip("bind", self.bind)
-        _check_ip("metrics-address", self.metrics_address)
+        at_least(0, max_devices_per_client=self.max_devices_per_client, max_cores_per_client=self.max_cores_per_client)
+        at_least(1, cores=self.cores)
+        check_port("port", self.port, least=0)
+        check_port("metrics-port", self.metrics_port, least=0)
+        check_ip("bind", self.bind)
+        check_ip("metrics-address", self.metrics_address)
         if self.max_lease is not None and not 0 < self.max_lease < math.inf:
             raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
         _ = self.memory_bytes, self.client_memory_bytes
 
     @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_bytes("--memory", self.memory)
-
-    @property
     def client_memory_bytes(self) -> int:
         """``max_memory_per_client`` in bytes; 0 for no limit."""
         text = self.max_memory_per_client
-        return 0 if text is None else parse_bytes("--max-memory-per-client", text)
+        return 0 if text is None else parse_size("--max-memory-per-client", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +109,12 @@ class PairConfig:
         UsageError: Not just one thing is asked for, or a value is out of range.
     """
 
-    host: Annotated[_Host, tyro.conf.Positional] = None
-    accept: _Flag = False
-    list: _Flag = False
-    remove: _Text = None
-    forget: _Host = None
-    name: _Text = None
+    host: Annotated[Host, tyro.conf.Positional] = None
+    accept: Flag = False
+    list: Flag = False
+    remove: Text = None
+    forget: Host = None
+    name: Text = None
     bind: str = "0.0.0.0"
     pairing_port: int = PAIRING_PORT
 
@@ -137,8 +135,8 @@ class PairConfig:
             )
         if self.name is not None and self.host is None:
             raise UsageError(f"--name {self.name} is for a client: onebox pair HOST --name {self.name}")
-        _check_port("pairing-port", self.pairing_port, least=1)
-        _check_ip("bind", self.bind)
+        check_port("pairing-port", self.pairing_port, least=1)
+        check_ip("bind", self.bind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +156,8 @@ class StatusConfig:
     """
 
     pool: str = "auto"
-    once: _Flag = False
-    json: _Flag = False
+    once: Flag = False
+    json: Flag = False
     every: float = 1.0
 
     def __post_init__(self) -> None:
@@ -188,24 +186,3 @@ class LogsConfig:
 
 
 MachinesConfig = ServeConfig | PairConfig | StatusConfig | LogsConfig
-
-
-def _at_least(least: int, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: allowed are {least} and more")
-
-
-def _check_port(name: str, port: int | None, *, least: int) -> None:
-    if port is not None and not least <= port <= 65535:
-        free = ", and 0 for any that is free" if least == 0 else ""
-        raise UsageError(f"--{name} {port}: allowed are 1 to 65535{free}")
-
-
-def _check_ip(name: str, address: str) -> None:
-    try:
-        ip_address(address)
-    except ValueError:
-        raise UsageError(
-            f"--{name} {address}: allowed are IP addresses of this machine, such as 127.0.0.1, and 0.0.0.0 for all"
-        ) from None

@@ -8,9 +8,11 @@ import msgspec
 from torch.nn import functional
 
 from onebox.cli.begin import load_data, make_model, make_optimizer
-from onebox.cli.config import JobConfig, ModelName, ProfileConfig
+from onebox.cli.config import JobConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.devices import print_devices
+from onebox.cli.options import ModelName
+from onebox.cli.pool_config import ProfileConfig
 from onebox.cost import PoolProfile
 from onebox.cost.model import ModelProfile
 from onebox.engine.profiling import profile_model

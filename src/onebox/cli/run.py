@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from onebox.cli.config import RunConfig
 from onebox.cli.exits import FAILED, INTERRUPTED, OK
+from onebox.cli.pool_config import RunConfig
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
 from onebox.vgpu import open_devices, set_synchronous

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from onebox.errors import UsageError
 from onebox.pool.discover import MOST_CPU_WORKERS
 from onebox.pool.keys.ring import full_address
-from onebox.pool.sizes import parse_size
+from onebox.sizes import parse_size
 from onebox.wire.agents import Offer, Want
 
 POOL_VARIABLE = "ONEBOX_POOL"

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import DevicesConfig, EnvConfig, PlanConfig, ProfileConfig, RunConfig, TrainConfig
+from onebox.cli.config import PlanConfig, TrainConfig
+from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from onebox.cli.config import DevicesConfig, ModelName, PlanConfig, TrainConfig, parse_bytes
+from onebox.cli.config import PlanConfig, TrainConfig
 from onebox.cli.models import MODEL_NAMES
+from onebox.cli.options import ModelName
+from onebox.cli.pool_config import DevicesConfig
 from onebox.errors import UsageError
 
 
@@ -90,36 +89,6 @@ def test_micro_batches_and_schedules_as_the_planner_takes_them() -> None:
 def test_the_devices_command_checks_too(options: dict[str, Any], flag: str) -> None:
     with pytest.raises(UsageError, match=f"^{flag}"):
         DevicesConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("1", 1),
-        ("1000000", 1_000_000),
-        ("2GiB", 2 << 30),
-        ("2 gib", 2 << 30),
-        ("512M", 512 << 20),
-        ("1.5KiB", 1536),
-        ("3MB", 3_000_000),
-        ("1T", 1 << 40),
-        ("7b", 7),
-    ],
-)
-def test_bytes(text: str, size_bytes: int) -> None:
-    assert parse_bytes("--memory", text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "GiB", "1XB", "1e3", "0.1", "1 2", "99999999T"])
-def test_what_is_no_number_of_bytes(text: str) -> None:
-    with pytest.raises(UsageError, match="--memory"):
-        parse_bytes("--memory", text)
-
-
-@given(st.text(max_size=12))
-def test_any_text_is_bytes_or_refused(text: str) -> None:
-    with contextlib.suppress(UsageError):
-        assert parse_bytes("--memory", text) >= 1
 
 
 def test_shares_and_memory_as_the_engine_takes_them() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from onebox.errors import UsageError
+from onebox.sizes import parse_size
 
 RAY_PORT = 10001
 """Where the head of a Ray cluster listens for clients from outside, unless it is told otherwise."""
@@ -26,7 +27,6 @@ _GRAMMAR = (
 
 _DEVICES = re.compile(r"(?:cuda|cpu)(?:\*[^+]*)?(?:\+(?:cuda|cpu)(?:\*[^+]*)?)*")
 _DEVICE = re.compile(r"(?P<kind>cuda|cpu)(?:\*(?P<count>[1-9]\d{0,3}))?")
-_SIZE = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,6})?)(?P<unit>[kmgt]?)(?:i?b)?", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9._-]+))(?::(?P<port>\d{1,5}))?")
 _TYPE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -121,7 +121,7 @@ def parse_ray(spec: str, *, threads: int | None = None, memory_bytes: int | None
         devices=tuple(_device(part, spec) for part in found["devices"].split("+")) if "devices" in found else (),
         strategy="SPREAD" if found.get("placement") == "spread" else "PACK",
         gpu_type=found.get("type"),
-        memory_bytes=_size(found["memory"], spec) if "memory" in found else memory_bytes or 0,
+        memory_bytes=parse_size(f"pool {spec!r}: memory", found["memory"]) if "memory" in found else memory_bytes or 0,
         threads=_number("threads", found["threads"], spec, 1, 4096) if "threads" in found else threads,
         wait_s=_number("wait", found["wait"], spec, 1, 86_400) if "wait" in found else WAIT_S,
     )
@@ -166,18 +166,6 @@ def _number(name: str, text: str, spec: str, least: int, most: int) -> int:
     if not text.isascii() or not text.isdecimal() or not least <= int(text[:9]) <= most:
         raise UsageError(f"pool {spec!r} has {name}={text}; allowed: {least} to {most}")
     return int(text)
-
-
-def _size(text: str, spec: str) -> int:
-    match = _SIZE.fullmatch(text)
-    size = (
-        float(match["number"]) * 1024 ** ("kmgt".find(match["unit"].lower()) + 1 if match["unit"] else 0)
-        if match
-        else 0
-    )
-    if size < 1:
-        raise UsageError(f"pool {spec!r} has memory={text}; allowed: bytes, or such as 512m, 40g (powers of 1024)")
-    return int(size)
 
 
 # ---- what to ask Ray for

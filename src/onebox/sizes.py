@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Numbers of bytes as people write them: on the command line, in files of hosts, in the name of a pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse_size(what: str, text: str) -> int:
         1610612736
     """
     match = _SIZE.fullmatch(text.strip().lower())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if not 1 <= size < 1 << 63:
-        raise UsageError(f"{what} {text!r}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
-    return size
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if not 1 <= size_bytes < 1 << 63:
+        raise UsageError(f"{what} {text}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
+    return size_bytes
