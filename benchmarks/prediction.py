@@ -22,7 +22,8 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.planning import make_problem, pool_links
+from onebox.engine.planning import pool_links
+from onebox.engine.problem import make_problem
 from onebox.engine.profiling import profile_model
 from onebox.graph import TracedModel, capture
 from onebox.plan import DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict

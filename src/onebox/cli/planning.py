@@ -15,7 +15,8 @@ from onebox.cli.config import JobConfig, TrainConfig
 from onebox.cli.stored import read_config
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
-from onebox.engine.planning import make_plan, make_problem, pool_links
+from onebox.engine.planning import make_plan, pool_links
+from onebox.engine.problem import make_problem
 from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
 from onebox.feed import DataSet

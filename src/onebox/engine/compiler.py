@@ -62,7 +62,7 @@ class Captures:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self._traced: dict[Hashable, TracedModel] = {}
 
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
@@ -90,15 +90,15 @@ class Captures:
     @property
     def trained(self) -> frozenset[str]:
         """Parameters whose gradients are wanted."""
-        return self._recipe.trained
+        return self.recipe.trained
 
     def state_specs(self) -> dict[str, TensorSpec]:
         """Return what each parameter and buffer of the model and the loss is, by name."""
-        state = named_state(self._recipe.model, self._recipe.loss, lambda: 0)
+        state = named_state(self.recipe.model, self.recipe.loss, lambda: 0)
         return {name: state.spec(name) for name in state.tensors}
 
     def _capture(self, batch: Batch, size: int, *, train: bool, halves: bool) -> TracedModel:
-        recipe = self._recipe
+        recipe = self.recipe
         captured = capture(
             recipe.model,
             recipe.loss,

@@ -54,6 +54,7 @@ def forecast_memory(
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
+    ahead: int = 0,
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
 
@@ -66,6 +67,7 @@ def forecast_memory(
         devices: All devices of the pool.
         captures: The captured model.
         max_norm: For clipping; 0 for none.
+        ahead: How many batches like it lie there already for later steps.
 
     Raises:
         UsageError: The plan is for another model.
@@ -73,4 +75,4 @@ def forecast_memory(
     """
     nowhere = cast(Pool, _Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
-    return Ready(plan, nowhere, captures, remote, batch, max_norm).peaks(batch)
+    return Ready(plan, nowhere, captures, remote, batch, max_norm).peaks(batch, ahead=ahead)

@@ -15,22 +15,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from msgspec import Struct
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onebox.cost import key_of, load, store
+from onebox.cost import load, store
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
+from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
 from onebox.engine.results import Event
-from onebox.engine.segment_bytes import model_bytes
-from onebox.engine.state import optimizer_factor
 from onebox.engine.trainer import Trainer
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
-from onebox.pool import DeviceInfo, Pool, open_pool
+from onebox.pool import Pool, open_pool
 
 _WARM = 2
 _STEPS = 6
@@ -43,13 +41,6 @@ _MICRO_BATCHES = 2
 
 _LEAST_S = 1e-7
 """What nothing takes: a time has to be positive."""
-
-
-def device_type(device: DeviceInfo) -> str:
-    """Return under which name the times of a device are known; a device that only emulates is known as what it is."""
-    if device.kind == "sim":
-        return "cpu"
-    return device.kind if device.kind == "cpu" else device.name
 
 
 def profile_model(
@@ -108,12 +99,6 @@ def profile_model(
     assert runs is not None
     assert runs.captures is not None
     return ModelProfile(bytes=runs.bytes(), times={k: tuple(found) for k, found in measured.items()}), runs.captures
-
-
-class KnownTimes(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the cache keeps of a model: times of its segments, by type of device."""
-
-    times: dict[str, SegmentTimes]
 
 
 class _Place:
@@ -182,9 +167,7 @@ class _Runs:
 
     def key(self, pool: Pool) -> str:
         """Return under what the times are kept: all that they depend on."""
-        devices = sorted((d.kind, d.name, d.host, d.threads, d.speed) for d in pool.devices)
-        optimizer = type(self._arguments[2]).__name__
-        return key_of("segments", self.bytes().graph, devices, str(torch.__version__), optimizer, self._size)
+        return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
         """Train on each device at once; return the times of each type of device."""
@@ -248,16 +231,7 @@ class _Runs:
 
     def _count(self) -> ModelBytes:
         assert self.captures is not None
-        batch = as_batch(*self._small)
-        model = self.captures.traced(batch, self._size, train=True, halves=True).divide([[n] for n in self._names])
-        return model_bytes(
-            model,
-            self._names,
-            self._size,
-            state=self.captures.state_specs(),
-            trained=self.captures.trained,
-            optimizer_factor=optimizer_factor(self._arguments[2])[0],
-        )
+        return divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])[1]
 
 
 def _one_by_one(names: Sequence[str], device: int, size: int) -> Plan:

@@ -7,6 +7,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeVar
 
 from onebox.engine.batch import Batch
@@ -14,12 +15,12 @@ from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.reading import State
+from onebox.engine.refit import Workload, refit
 from onebox.engine.remote import RemoteState
-from onebox.engine.replan import plan_without
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
 from onebox.engine.setup import Ready, Request, set_up
 from onebox.engine.state import options_of
-from onebox.errors import OneboxError, ReplicasParted
+from onebox.errors import OneboxError, PlanError, ReplicasParted
 from onebox.plan import Plan
 from onebox.pool import Answer, Pool
 
@@ -55,6 +56,7 @@ class TrainingRun:
         self.steps_done = 0
         self.plan: Plan | None = None
         self.error: Exception | None = None
+        self.saved: Path | None = None
         self.traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
         self.guard: Guard | None = None
         self._pool = pool
@@ -184,12 +186,33 @@ class TrainingRun:
         self._remote.reset(state)
         if self.plan is None or self._first is None:
             return None
-        idle = [device for device in self._pool.present if device not in self.plan.devices]
-        plan = plan_without(self.plan, self._pool.gone, idle, self._first.size)
+        work = Workload(
+            captures=self._captures,
+            optimizer=self._remote.optimizer,
+            batch=self._first,
+            max_norm=self._settings.max_norm,
+            in_flight=self._settings.in_flight,
+        )
+        try:
+            plan = refit(self.plan, work, self._pool)
+        except PlanError as error:
+            raise self._out_of_devices(error) from error
         new = None if plan is self.plan else plan.describe()
         self._request = dataclasses.replace(self._request, plan=plan)
         self.set_up(self._first)
         return new
+
+    def _out_of_devices(self, error: PlanError) -> PlanError:
+        """Return the error that says that the devices that are left are not enough."""
+        gone = ", ".join(f"{number} ({self._pool.devices[number].device})" for number in sorted(self._pool.gone))
+        saved = f"the last checkpoint, {self.saved}," if self.saved else "a checkpoint (this trainer has saved none)"
+        return PlanError(
+            f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
+            f"more devices or memory and resume from {saved} with Trainer.resume",
+            stage=error.stage,
+            device=error.device,
+            missing_bytes=error.missing_bytes,
+        )
 
     # ---- setting up
 

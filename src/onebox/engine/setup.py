@@ -105,8 +105,13 @@ class Ready:
             raise
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = remote.checks()
 
-    def peaks(self, batch: Batch) -> dict[int, int]:
-        """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone."""
+    def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
+        """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.
+
+        Args:
+            batch: The batch.
+            ahead: How many batches like it lie there already for later steps.
+        """
         compiled = self.compiler.step(batch)
         leaves = {
             (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
@@ -130,7 +135,7 @@ class Ready:
                 held={**held, **constants},
                 leaves=leaves,
                 optimizer_bytes=int(self._factor * sum(trained)) + self._fixed_bytes * len(trained),
-            )
+            ) + ahead * sum(leaves[leaf] for leaf in routine.leaves)
         return found
 
     def close(self) -> None:

@@ -268,7 +268,8 @@ class Trainer:
             "extra": dict(extra or {}),
         }
         checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan, **settings))
-        return write(Path(path), checkpoint, keep=keep)
+        self._run.saved = write(Path(path), checkpoint, keep=keep)
+        return self._run.saved
 
     @classmethod
     def resume(
@@ -307,7 +308,7 @@ class Trainer:
             **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
-        trainer._run.steps_done = manifest.step
+        trainer._run.steps_done, trainer._run.saved = manifest.step, Path(path)
         trainer.extra = manifest.extra
         trainer._remote.remembered = remembered(checkpoint)
         return trainer

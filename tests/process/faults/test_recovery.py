@@ -20,7 +20,7 @@ from torch import Tensor
 
 import onebox
 from onebox.engine.history import Recovery
-from onebox.errors import OneboxError, PlanError, UsageError
+from onebox.errors import UsageError
 from onebox.plan import Plan
 from onebox.pool import Fault, open_pool
 from onebox.pool.local import LocalSource
@@ -246,29 +246,6 @@ def test_what_is_left_goes_on_with_the_same_micro_batches(
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(undisturbed["workers"][0]))
     for name, tensor in undisturbed["workers"][1].items():
         torch.testing.assert_close(weights[name], tensor)
-
-
-def test_a_stage_that_nobody_can_compute_any_more_is_one_error_and_the_checkpoint_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
-    with disturbed({1: [Fault("kill", "optimizerstep", 4)]}) as pool:
-        trainer = trainer_on(pool, pipelined())
-        for batch in batches()[:3]:
-            trainer.step(*batch)
-        saved = trainer.save(tmp_path)
-        with pytest.raises(PlanError, match="stage 1 was on device 1") as caught:
-            trainer.step(*batches()[3]).item()
-        for call in (trainer.tensors, lambda: trainer.step(*batches()[3]), lambda: trainer.save(tmp_path)):
-            with pytest.raises(OneboxError) as again:
-                call()
-            assert again.value is caught.value
-        case = CASES["dropping"]
-        model = case.model()
-        with onebox.Trainer.resume(
-            saved, model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=Plan.data_parallel([0], [1.0])
-        ) as resumed:
-            assert resumed.step(*batches()[3]).item() > 0
 
 
 def test_settings_that_cannot_be_are_refused(pool: onebox.Pool) -> None:

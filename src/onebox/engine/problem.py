@@ -1,0 +1,247 @@
+"""What the planner is given of a model and a pool, and the search within the memory that a plan takes in fact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from onebox.cost import key_of
+from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures
+from onebox.engine.segment_bytes import model_bytes
+from onebox.engine.state import optimizer_factor
+from onebox.errors import PlanError, UsageError
+from onebox.graph import ModelPrograms
+from onebox.plan import SCHEDULES, Links, Plan, Prediction
+from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
+from onebox.plan.search import SearchResult, search
+from onebox.pool import DeviceInfo
+
+_CORRECTIONS = 5
+"""So many times at most a search is repeated because the exact memory is more than estimated."""
+
+_MARGIN = 0.97
+
+_SENSIBLE = 32
+"""Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
+
+_MOST = 256
+"""At most so many micro-batches of a batch are considered."""
+
+
+class KnownTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the cache keeps of a model: times of its segments, by type of device."""
+
+    times: dict[str, SegmentTimes]
+
+
+def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.Optimizer, size: int) -> str:
+    """Return under what the times of a model are kept: all that they depend on.
+
+    Args:
+        graph: A hash of the model's programs.
+        devices: Those of the pool.
+        optimizer: The optimizer.
+        size: Samples of a micro-batch.
+    """
+    found = sorted((d.kind, d.name, d.host, d.threads, d.speed) for d in devices)
+    return key_of("segments", graph, found, str(torch.__version__), type(optimizer).__name__, size)
+
+
+def divided_bytes(
+    captures: Captures, batch: Batch, size: int, optimizer: torch.optim.Optimizer
+) -> tuple[ModelPrograms, ModelBytes]:
+    """Return the programs of a model whose every segment is a stage, and what follows from them.
+
+    Args:
+        captures: The captured model.
+        batch: A batch.
+        size: Samples of a micro-batch.
+        optimizer: The optimizer.
+    """
+    traced = captures.traced(batch, size, train=True, halves=True)
+    programs = traced.divide([[name] for name in traced.segments])
+    return programs, model_bytes(
+        programs,
+        traced.segments,
+        size,
+        state=captures.state_specs(),
+        trained=captures.trained,
+        optimizer_factor=optimizer_factor(optimizer)[0],
+    )
+
+
+def device_type(device: DeviceInfo) -> str:
+    """Return under which name the times of a device are known; a device that only emulates is known as what it is."""
+    if device.kind == "sim":
+        return "cpu"
+    return device.kind if device.kind == "cpu" else device.name
+
+
+def _prediction(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def search_within(
+    problem: Problem, exact: Callable[[Plan], Mapping[int, int]], budget_s: float
+) -> tuple[SearchResult, Plan]:
+    """Search for the best plan that fits by the exact count of its memory, of which the planner's is an estimate.
+
+    Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated.
+
+    Returns:
+        What was found, and its plan, which predicts the exact peak of each device.
+
+    Raises:
+        PlanError: Nothing fits.
+    """
+    devices, limits = problem.devices, problem.capacity_bytes
+    over: dict[int, int] = {}
+    for _ in range(_CORRECTIONS):
+        try:
+            result = search(replace(problem, devices=devices), budget_s=budget_s)
+        except PlanError:
+            if not over:
+                raise
+            break  # what it would say is about memory that was taken for smaller
+        plan, peaks = result.plan, exact(result.plan)
+        estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
+        over = {device: peaks[device] for device in plan.devices if peaks[device] > limits.get(device, math.inf)}
+        if not over:
+            predicted = msgspec.structs.replace(_prediction(plan), peak_bytes=tuple(peaks[d] for d in plan.devices))
+            return result, msgspec.structs.replace(plan, predicted=predicted)
+        devices = tuple(
+            replace(device, capacity_bytes=int(_less(device.capacity_bytes, estimates, over, device.number)))
+            for device in devices
+        )
+    worst = max(over, key=lambda device: over[device] - limits[device])
+    missing = over[worst] - limits[worst]
+    raise PlanError(
+        f"device {worst} would need {over[worst]:,} bytes, {missing:,} more than it has, in the best plan that was "
+        "found; allow smaller micro-batches, or add a device",
+        device=worst,
+        missing_bytes=missing,
+    )
+
+
+def _less(capacity: int | None, estimates: Mapping[int, int], over: Mapping[int, int], number: int) -> float:
+    """Return the memory that a device is taken to have, after its need turned out to be more than estimated."""
+    if capacity is None:
+        return 1 << 62
+    if number not in over:
+        return capacity
+    return min(capacity, capacity * max(1, estimates[number]) / over[number]) * _MARGIN
+
+
+def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the samples that a micro-batch may have: what is asked for, else the halvings of the batch.
+
+    Raises:
+        UsageError: What is asked for cannot be.
+    """
+    if asked is not None:
+        sizes = sorted(set(asked))
+        if not sizes or not 1 <= sizes[0] <= sizes[-1] <= batch:
+            raise UsageError(f"micro-batches of {list(asked)} samples: allowed are 1 to {batch}, the batch")
+        return tuple(sizes)
+    found = {batch}
+    while min(found) > 1 and -(-batch // min(found)) < _MOST:
+        found.add(-(-min(found) // 2))
+    return tuple(sorted(found))
+
+
+def measured_sizes(batch: int, allowed: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes to be measured: the smallest and the largest of those that make sense, and one in between."""
+    sensible = [size for size in allowed if -(-batch // size) <= _SENSIBLE] or list(allowed)
+    return tuple(sorted({sensible[0], sensible[len(sensible) // 2], sensible[-1]}))
+
+
+def make_problem(
+    profile: ModelProfile,
+    devices: Sequence[DeviceInfo],
+    links: Links,
+    *,
+    batch: int,
+    micro_batches: Sequence[int],
+    schedules: Sequence[str] = SCHEDULES,
+) -> Problem:
+    """Return what the planner is given.
+
+    Args:
+        profile: The model's profile.
+        devices: The devices that may be used.
+        links: Links between them.
+        batch: Samples of a step.
+        micro_batches: Allowed samples of a micro-batch.
+        schedules: Allowed schedules.
+
+    Raises:
+        UsageError: The model has not been measured on a type of device.
+    """
+    size = profile.bytes.size
+    times = {kind: found for kind, found in profile.times.items() if found}
+    return Problem(
+        segments=tuple(_segment(profile, index, size) for index in range(len(profile.bytes.segments))),
+        devices=tuple(
+            DeviceSpec(
+                number=device.number,
+                type=device_type(device),
+                host=device.host,
+                capacity_bytes=device.memory_bytes,
+                speed=device.speed,
+            )
+            for device in devices
+        ),
+        links=links,
+        batch=batch,
+        micro_batches=tuple(micro_batches),
+        values=tuple(
+            Value(
+                source=value.source,
+                consumers=value.consumers,
+                forward_bytes=-(-value.forward_bytes // size),
+                backward_bytes=-(-value.backward_bytes // size),
+                kept=value.kept,
+            )
+            for value in profile.bytes.values
+        ),
+        ties=tuple(
+            Tie(segments=tie.segments, parameter_bytes=tie.parameter_bytes, state_bytes=tie.state_bytes)
+            for tie in profile.bytes.ties
+        ),
+        call_s=max(found.call_s for measured in times.values() for found in measured),
+        schedules=tuple(schedules),
+    )
+
+
+def _segment(profile: ModelProfile, index: int, size: int) -> Segment:
+    memory = profile.bytes.segments[index]
+    everything = sum(segment.state_bytes for segment in profile.bytes.segments)
+    part = memory.state_bytes / everything if everything else 0.0
+
+    def fitted(place: int) -> Mapping[str, Time]:
+        return {
+            kind: Time.fit({found.size: max(found.seconds[index][place], 1e-9) for found in measured})
+            for kind, measured in profile.times.items()
+        }
+
+    return Segment(
+        name=memory.name,
+        forward_s=fitted(0),
+        input_s=fitted(1),
+        weight_s=fitted(2),
+        update_s={kind: part * measured[-1].update_s for kind, measured in profile.times.items()},
+        parameter_bytes=memory.parameter_bytes,
+        state_bytes=memory.state_bytes,
+        saved_bytes=-(-memory.saved_bytes // size),
+        late_bytes=-(-memory.late_bytes // size),
+        forward_work_bytes=-(-memory.forward_work_bytes // size),
+        backward_work_bytes=-(-memory.backward_work_bytes // size),
+    )

@@ -1,0 +1,188 @@
+"""A plan for the devices that are left: the old one in its shape where that can be and fits, else one that is sought.
+
+The shape of a plan, which may have been made by hand, is what its user wanted: as long as every stage finds somebody
+(:func:`~onebox.engine.replan.plan_without`) and the memory is enough, it stays. If not, the planner looks for the best
+plan within the memory of what is left, as ``plan="auto"`` does, but with the same micro-batches, because what is
+computed depends on them. It takes times that were measured before from the user's cache; where there are none, it
+counts operations and bytes of the segments, because nothing is to be measured while a run stands still.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from onebox.cost import PoolProfile, load
+from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures
+from onebox.engine.forecast import forecast_memory
+from onebox.engine.problem import (
+    KnownTimes,
+    allowed_sizes,
+    device_type,
+    divided_bytes,
+    make_problem,
+    measured_sizes,
+    search_within,
+    times_key,
+)
+from onebox.engine.replan import plan_without
+from onebox.errors import CaptureError, PlanError, UsageError
+from onebox.graph import ModelPrograms, PhaseKind
+from onebox.graph.spmd import product_flops
+from onebox.plan import NAMED, SCHEDULES, Links, Plan
+from onebox.pool import Pool
+from onebox.pool.measure import profile_key
+from onebox.wire import Program, reads, specs_by_slot
+
+_BUDGET_S = 2.0
+"""A search may take so long: the run waits for it."""
+
+_FLOPS = 2e10
+_BYTES_PER_S = 1e10
+_CALL_S = 1e-5
+_LATENCY_S = 1e-4
+_BANDWIDTH_BPS = 1e9
+"""What is assumed of devices and links of which nothing is known: a core of a laptop, and its loopback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a run trains.
+
+    Args:
+        captures: The captured model.
+        optimizer: The user's optimizer.
+        batch: A batch.
+        max_norm: For clipping; 0 for none.
+        in_flight: Steps that may be under way at once: their batches lie on the devices, too.
+    """
+
+    captures: Captures
+    optimizer: torch.optim.Optimizer
+    batch: Batch
+    max_norm: float
+    in_flight: int
+
+    def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
+        """Return the most bytes that each device of a plan will use."""
+        recipe = self.captures.recipe
+        return forecast_memory(
+            plan,
+            recipe.model,
+            recipe.loss,
+            self.optimizer,
+            self.batch,
+            devices=pool.devices,
+            captures=self.captures,
+            max_norm=self.max_norm,
+            ahead=self.in_flight - 1,
+        )
+
+
+def refit(plan: Plan, work: Workload, pool: Pool) -> Plan:
+    """Return a plan that uses no device that has gone; the same one if it uses none.
+
+    Args:
+        plan: The plan.
+        work: What is trained.
+        pool: The pool, healed.
+
+    Raises:
+        PlanError: No plan fits what is left; it says what is missing.
+    """
+    idle = [device for device in pool.present if device not in plan.devices]
+    same = plan_without(plan, pool.gone, idle, work.batch.size)
+    if same is plan:
+        return plan
+    if not pool.present:
+        raise PlanError("every device of the pool has gone, and none could be started again")
+    if same is not None and _fits(same, work, pool):
+        return same
+    size = plan.micro_batch or max(part.size for part in plan.micro_batches(work.batch.size))
+    try:
+        return _sought(size, work, pool, replicable=True)
+    except CaptureError:  # replicas cannot share every model
+        return _sought(size, work, pool, replicable=False)
+
+
+def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
+    """Tell whether a plan can be run in the memory of its devices."""
+    try:
+        peaks = work.peaks(plan, pool)
+    except UsageError:  # layers that cannot be split over so many
+        return False
+    return all(peaks[device] <= pool.devices[device].memory_bytes for device in plan.devices)
+
+
+def _sought(size: int, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
+    """Return the best plan for the devices of a pool that are left, with micro-batches of a size."""
+    devices = [device for device in pool.devices if device.number in pool.present]
+    programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
+    times = _known_times(size, size_bytes, work, pool)
+    schedules = SCHEDULES if times else NAMED
+    kinds = {device_type(device) for device in devices}
+    if times is None or not kinds <= set(times):
+        times = dict.fromkeys(kinds, _counted_times(size, programs, len(size_bytes.segments)))
+    problem = make_problem(
+        ModelProfile(bytes=size_bytes, times={kind: (times[kind],) for kind in kinds}),
+        devices,
+        _known_links(pool),
+        batch=work.batch.size,
+        micro_batches=(size,),
+        schedules=schedules,
+    )
+    problem = replace(problem, replicable=replicable, free_shares=False)
+    return search_within(problem, lambda plan: work.peaks(plan, pool), _BUDGET_S)[1]
+
+
+def _known_times(size: int, size_bytes: ModelBytes, work: Workload, pool: Pool) -> Mapping[str, SegmentTimes] | None:
+    """Return the times that were measured on such a pool before, of micro-batches of this size or else another."""
+    batch = work.batch.size
+    for other in dict.fromkeys((size, *measured_sizes(batch, allowed_sizes(batch)))):
+        graph = size_bytes if other == size else divided_bytes(work.captures, work.batch, other, work.optimizer)[1]
+        known = load(times_key(graph.graph, pool.devices, work.optimizer, other), KnownTimes)
+        if known is not None:
+            return known.times
+    return None
+
+
+def _known_links(pool: Pool) -> Links:
+    """Return the links as they were measured before; if they were not, all are taken for alike."""
+    known = load(profile_key(pool), PoolProfile)
+    if known is not None:
+        return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps)
+    every = range(len(pool))
+    return Links(
+        latency_s={a: {b: 0.0 if a == b else _LATENCY_S for b in every} for a in every},
+        bandwidth_bps={a: {b: math.inf if a == b else _BANDWIDTH_BPS for b in every} for a in every},
+    )
+
+
+def _counted_times(size: int, programs: ModelPrograms, segments: int) -> SegmentTimes:
+    """Return what a model's segments may take, by what they compute and move; only their proportions matter."""
+
+    def seconds(index: int, kind: PhaseKind) -> float:
+        return _program_s(programs.of(index, kind).program)
+
+    return SegmentTimes(
+        size=size,
+        seconds=tuple((seconds(index, "F"), seconds(index, "I"), seconds(index, "W")) for index in range(segments)),
+        update_s=0.0,
+        call_s=_CALL_S,
+    )
+
+
+def _program_s(program: Program) -> float:
+    specs = specs_by_slot(program)
+    total = 0.0
+    for operator in program.operators:
+        moved = sum(specs[slot].size_bytes for slot in reads(operator) if slot in specs)
+        moved += sum(spec.size_bytes for spec in operator.specs if spec is not None)
+        flops = product_flops(operator.name, operator.args, operator.outs, specs.__getitem__)
+        total += flops / _FLOPS + moved / _BYTES_PER_S
+    return total

@@ -1,0 +1,176 @@
+"""Runs that go on with fewer devices than their plan had, under a plan that is made for what is left."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onebox
+from onebox.engine.history import Recovery
+from onebox.errors import OneboxError, PlanError
+from onebox.graph import TracedModel, capture
+from onebox.plan import Plan, Stage
+from onebox.pool import Fault, open_pool
+from onebox.pool.local import LocalSource
+
+WIDTH = 64
+LAYERS = 4
+STEPS = 8
+SAMPLES = 12
+MICRO_BATCH = 4
+EVERY = 3
+"""Steps between snapshots."""
+
+LAYER_BYTES = 4 * WIDTH * WIDTH * 8
+"""Of a layer's weight: itself, its gradient and what AdamW remembers."""
+
+ROOM_BYTES = int(3.5 * LAYER_BYTES)
+"""Enough for two layers and their values, not for three."""
+
+NUMERICS = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def parts() -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """Return a model of as many equal layers, with dropout between them, its loss and its optimizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        layers: list[nn.Module] = []
+        for _ in range(LAYERS):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)]
+        model = nn.Sequential(*layers).double()
+    return model, nn.functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@functools.cache
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of a run, [B, D] each."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (SAMPLES, WIDTH)
+    draw = functools.partial(torch.randn, shape, generator=generator, dtype=torch.float64)
+    return [(draw(), draw()) for _ in range(STEPS)]
+
+
+@functools.cache
+def cut(stages: int) -> tuple[tuple[str, ...], ...]:
+    """Return the segments of the model in so many stages of as many layers."""
+    model, loss, _ = parts()
+    names = TracedModel(capture(model, loss, batches()[0]), backward=True).segments
+    bounds = [len(names) * place // stages for place in range(stages + 1)]
+    return tuple(names[start:end] for start, end in itertools.pairwise(bounds))
+
+
+def staged(*replicas: tuple[tuple[int, ...], ...], schedule: str = "1f1b") -> Plan:
+    """Return a plan of equal stages, each with its replicas."""
+    stages = tuple(
+        Stage(segments=segments, replicas=found, shares=(1.0,) * len(found))
+        for segments, found in zip(cut(len(replicas)), replicas, strict=True)
+    )
+    return Plan(stages=stages, micro_batch=MICRO_BATCH, schedule=schedule)
+
+
+def trainer_on(pool: onebox.Pool, plan: Plan | None) -> onebox.Trainer:
+    return onebox.Trainer(*parts(), pool=pool, plan=plan, seed=3, recover=True, snapshot_every=EVERY)
+
+
+def train(pool: onebox.Pool, plan: Plan) -> tuple[dict[str, Tensor], tuple[Recovery, ...], Plan | None]:
+    """Train; return the weights, what was lost, and the last plan."""
+    with trainer_on(pool, plan) as trainer:
+        for batch in batches():
+            trainer.step(*batch)
+        return trainer.tensors(), trainer.recoveries, trainer.plan
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    """The weights of a run on one device."""
+    with open_pool("cpu", threads=1) as pool:
+        return train(pool, staged(((0,),)))[0]
+
+
+@pytest.fixture
+def no_restart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No worker is started again, as when its host is gone."""
+    monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
+    yield
+
+
+def four_stages() -> Plan:
+    return staged(((0,),), ((1,),), ((2,),), ((3,),))
+
+
+def split_layers() -> Plan:
+    """Return a plan of two stages, of which the first is split over two devices."""
+    return staged(((0, 1),), ((2,),))
+
+
+def even_replicas() -> Plan:
+    return staged(((0,), (1,)), ((2,),), schedule="zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "gone"),
+    [
+        (four_stages, 4, (3, 1)),  # two layers fit a device: all of both that are left are needed
+        (split_layers, 3, (1,)),
+        (even_replicas, 3, (2,)),
+    ],
+)
+@pytest.mark.usefixtures("no_restart")
+def test_a_new_plan_for_what_is_left_ends_with_the_same_numbers(
+    plan: Callable[[], Plan], devices: int, gone: tuple[int, ...], undisturbed: dict[str, Tensor]
+) -> None:
+    faults = {device: (Fault("kill", "optimizerstep", 3 + turn * 2),) for turn, device in enumerate(gone)}
+    with open_pool(f"cpu*{devices}", threads=1, memory_bytes=ROOM_BYTES, faults=faults) as pool:
+        found, stories, last = train(pool, plan())
+        assert pool.gone == set(gone)
+    assert last is not None
+    assert set(last.devices) == set(range(devices)) - set(gone)
+    assert sorted(name for stage in last.stages for name in stage.segments) == sorted(cut(1)[0])
+    assert sorted(device for story in stories for device in story.gone) == sorted(gone)
+    assert stories[-1].plan == last.describe()
+    for name, tensor in undisturbed.items():
+        torch.testing.assert_close(found[name], tensor, **NUMERICS)
+
+
+@pytest.mark.usefixtures("no_restart")
+def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole(
+    tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    faults = {1: (Fault("kill", "optimizerstep", 6),)}
+    with open_pool("cpu*2", threads=1, memory_bytes=ROOM_BYTES, faults=faults) as pool:
+        trainer = trainer_on(pool, staged(((0,),), ((1,),)))
+        for batch in batches()[:5]:
+            trainer.step(*batch)
+        saved = trainer.save(tmp_path)
+        with pytest.raises(PlanError, match=r"device 1 .* has gone.*bytes.*resume from the last checkpoint") as caught:
+            trainer.step(*batches()[5]).item()
+        assert str(saved) in str(caught.value)
+        assert caught.value.device == 0
+        assert caught.value.missing_bytes is not None
+        assert caught.value.missing_bytes > LAYER_BYTES // 2
+        for call in (trainer.tensors, lambda: trainer.step(*batches()[5]), lambda: trainer.save(tmp_path)):
+            with pytest.raises(OneboxError) as again:
+                call()
+            assert again.value is caught.value
+        assert list(tmp_path.iterdir()) == [saved]
+    with open_pool("cpu*2", threads=1) as pool, onebox.Trainer.resume(tmp_path, *parts(), pool=pool) as resumed:
+        for batch in batches()[resumed.steps_done :]:
+            resumed.step(*batch)
+        for name, tensor in resumed.tensors().items():
+            torch.testing.assert_close(tensor, undisturbed[name], **NUMERICS)
+
+
+@pytest.mark.usefixtures("no_restart")
+def test_when_every_device_has_gone_that_is_said() -> None:
+    with open_pool("cpu*1", threads=1, faults={0: (Fault("kill", "optimizerstep", 2),)}) as pool:
+        trainer = trainer_on(pool, None)
+        trainer.step(*batches()[0])
+        with pytest.raises(PlanError, match=r"every device of the pool has gone.*saved none"):
+            trainer.step(*batches()[1]).item()
