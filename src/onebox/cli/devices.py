@@ -63,7 +63,7 @@ def _show_offers(parts: tuple[AgentPart, ...], *, json: bool) -> None:
         print(msgspec.json.encode([_plain(row) for row in rows]).decode())
         return
     console = OutputConsole()
-    table = offer_table(rows)
+    table = console.fitting(lambda narrow: offer_table(rows, narrow=narrow))
     console.widen([table])
     console.print(table)
 

@@ -7,13 +7,16 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+from rich.console import Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from onebox.cli.console import OutputConsole
 from onebox.cli.exits import FAILED, Exit
 from onebox.cli.hosts import HostWatch, addresses_of
 from onebox.cli.machines_config import StatusConfig
-from onebox.report import HostState, status_table
+from onebox.report import HostState, status_lines, status_table
 
 _LOOK_S = 20.0
 """How long a first look may take: longer than a connection and a question may."""
@@ -60,20 +63,27 @@ def _print(states: list[HostState], console: OutputConsole, *, json: bool) -> No
     if json:
         print(msgspec.json.encode([_plain(state) for state in states]).decode())
     else:
-        table = status_table(states)
+        table = _table(states, console)
         console.widen([table])
         console.print(table)
+        for line in status_lines(states):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     lost = [state for state in states if state.stock is None]
     if len(lost) == len(states):
-        raise Exit(FAILED, f"no agent could be looked at; {lost[0].problem or 'none answered in time'}")
+        raise Exit(FAILED, "no agent could be looked at" + ("" if lost[0].problem else ": none answered in time"))
 
 
 def _live(watches: Sequence[HostWatch], console: OutputConsole) -> None:
     """Show a table until Ctrl-C, which is how it is meant to end."""
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(status_table([watch.state for watch in watches]), refresh=True)
+            states = [watch.state for watch in watches]
+            live.update(Group(_table(states, console), *map(Text, status_lines(states))), refresh=True)
             time.sleep(_DRAW_S)
+
+
+def _table(states: Sequence[HostState], console: OutputConsole) -> Table:
+    return console.fitting(lambda narrow: status_table(states, narrow=narrow))
 
 
 def _plain(state: HostState) -> dict[str, object]:

@@ -5,7 +5,7 @@ Nothing here starts a thread or touches a global logger.
 
 from onebox.report.comparison import Comparison, DeviceComparison, Pair, StageComparison, compare, typical_step
 from onebox.report.folder import RunFolder
-from onebox.report.machines import HostState, OfferRow, offer_table, printable, status_table
+from onebox.report.machines import HostState, OfferRow, offer_table, printable, status_lines, status_table
 from onebox.report.metrics import MetricsLog, rewind_metrics
 from onebox.report.plan_tables import (
     candidate_table,
@@ -47,6 +47,7 @@ __all__ = [
     "rewind_metrics",
     "segment_tables",
     "stage_table",
+    "status_lines",
     "status_table",
     "summary_line",
     "timeline_of",

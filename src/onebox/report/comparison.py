@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onebox.engine import Event
 from onebox.plan import Action, Kind, MicroBatch, Plan
+
+if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+    from onebox.engine import Event
 
 _KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onebox.engine import Event
 from onebox.errors import UsageError
 from onebox.plan import Simulation
 from onebox.report.tables import time_text
+
+if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+    from onebox.engine import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

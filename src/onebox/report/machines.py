@@ -48,63 +48,117 @@ class OfferRow:
     offer: Offer | None
 
 
-def status_table(hosts: Sequence[HostState]) -> Table:
-    """Make the table of what agents offer, one row a device.
+def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
+    """Make the table of what agents offer, one row a device; what else there is to say is in :func:`status_lines`.
+
+    Args:
+        hosts: The agents, in the order of the table.
+        narrow: Leave out what can be done without.
+
+    Returns:
+        A table with the columns host, device, free memory, held by and load, and unless narrow name and waiting.
+    """
+    table = _table("host", "device", narrow=narrow)
+    for state in hosts:
+        if state.stock is None:
+            problem = "cannot be looked at" if state.problem else "not asked yet"
+            _add(table, _name(state), "", problem, problem if narrow else "", "", "", "", narrow=narrow)
+            continue
+        waiting = _waiting(state.stock.queue)
+        for place, offer in enumerate(state.stock.offers):
+            name, queue = (_name(state), waiting) if place == 0 else ("", "")
+            _add(table, name, offer.device, *_cells(offer, narrow=narrow), queue, narrow=narrow)
+        if not state.stock.offers:
+            _add(table, _name(state), "", "offers nothing", "nothing" if narrow else "", "", "", waiting, narrow=narrow)
+    return table
+
+
+def status_lines(hosts: Sequence[HostState]) -> list[str]:
+    """Say below the table what is wrong with which agent, who waits, and how much there is in all.
 
     Args:
         hosts: The agents, in the order of the table.
 
-    Returns:
-        A table with the columns host, device, name, free memory, held by, load and queue.
+    Example:
+        >>> status_lines([HostState(address="lab1:7171", problem="no answer from lab1:7171")])
+        ['no answer from lab1:7171', '1 agent, 0 of them seen; 0 devices']
     """
-    table = Table("host", "device", "name")
-    table.add_column("free memory", justify="right")
-    table.add_column("held by")
-    table.add_column("load", justify="right")
-    table.add_column("waiting")
+    lines = [printable(state.problem) for state in hosts if state.problem]
+    stocks = [state.stock for state in hosts if state.stock is not None]
     for state in hosts:
-        name = state.address if state.host in ("", _machine(state.address)) else f"{state.address} ({state.host})"
-        if state.stock is None:
-            table.add_row(_plain(name), "", _plain(state.problem or "not asked yet"), "", "", "", "")
-            continue
-        for place, offer in enumerate(state.stock.offers):
-            first = place == 0
-            table.add_row(
-                _plain(name if first else ""),
-                _plain(offer.device),
-                _plain(_named(offer)),
-                f"{memory_text(offer.free_bytes)} of {memory_text(offer.memory_bytes)}",
-                _held(offer.holders),
-                load_text(offer.load),
-                _plain(_waiting(state.stock.queue) if first else ""),
-            )
-        if not state.stock.offers:
-            table.add_row(_plain(name), "", "offers nothing", "", "", "", _plain(_waiting(state.stock.queue)))
-    return table
+        if state.stock is not None and state.stock.queue:
+            lines.append(f"{state.address}: waiting, the first first: {printable(_waiting(state.stock.queue))}")
+    offers = [offer for stock in stocks for offer in stock.offers]
+    seen = "" if len(stocks) == len(hosts) else f", {len(stocks)} of them seen"
+    total = f"{_count(len(hosts), 'agent')}{seen}; {_count(len(offers), 'device')}"
+    if offers:
+        held = sum(bool(offer.holders) for offer in offers)
+        free = _of(sum(offer.free_bytes for offer in offers), sum(offer.memory_bytes for offer in offers))
+        total += f", {held} of them leased; {free} free"
+    return [*lines, total]
 
 
-def offer_table(rows: Iterable[OfferRow]) -> Table:
+def offer_table(rows: Iterable[OfferRow], *, narrow: bool = False) -> Table:
     """Make the table of the devices of a pool over several hosts.
 
     Args:
         rows: The devices, in the order of their numbers.
+        narrow: Leave out what can be done without.
 
     Returns:
-        A table with the columns device, host, kind, name, free memory, held by and load.
+        A table with the columns device, host, kind, free memory, held by and load, and unless narrow name.
     """
-    table = Table("device", "host", "kind", "name")
+    table = _table("device", "host", "kind", narrow=narrow, waiting=False)
+    for row in rows:
+        offer = row.offer
+        any_free = ("any that is free", "any free" if narrow else "", "", "")
+        cells = any_free if offer is None else _cells(offer, narrow=narrow)
+        _add(table, str(row.number), row.address, row.device, *cells, narrow=narrow)
+    return table
+
+
+def _table(*first: str, narrow: bool, waiting: bool = True) -> Table:
+    """Make a table without rows: columns of its own, then those that describe a device."""
+    if narrow:
+        table = Table(*first, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("free", justify="right")
+        table.add_column("held by", overflow="fold")
+        table.add_column("load", justify="right")
+        return table
+    table = Table(*first, "name")
     table.add_column("free memory", justify="right")
     table.add_column("held by")
     table.add_column("load", justify="right")
-    for row in rows:
-        offer = row.offer
-        cells = [_plain(text) for text in (str(row.number), row.address, row.device)]
-        if offer is None:
-            table.add_row(*cells, "any that is free", "", "", "")
-            continue
-        memory = f"{memory_text(offer.free_bytes)} of {memory_text(offer.memory_bytes)}"
-        table.add_row(*cells, _plain(_named(offer)), memory, _held(offer.holders), load_text(offer.load))
+    if waiting:
+        table.add_column("waiting")
     return table
+
+
+def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, Text, str]:
+    """Return name, free memory, holders and load of a device."""
+    free = _of(offer.free_bytes, offer.memory_bytes, " / " if narrow else " of ")
+    return _named(offer), free, _held(offer.holders, narrow=narrow), load_text(offer.load)
+
+
+def _add(table: Table, *cells: str | Text, narrow: bool) -> None:
+    """Add a row; of a narrow table without the name, which is before the last four, and without who waits."""
+    kept = list(cells)
+    if narrow:
+        name = len(table.columns) - 3
+        kept = [*kept[:name], *kept[name + 1 :]][: len(table.columns)]
+    table.add_row(*(each if isinstance(each, Text) else _plain(each) for each in kept))
+
+
+def _name(state: HostState) -> str:
+    return state.address if state.host in ("", _machine(state.address)) else f"{state.address} ({state.host})"
+
+
+def _of(free_bytes: int, size_bytes: int, between: str = " of ") -> str:
+    return f"{memory_text(free_bytes)}{between}{memory_text(size_bytes)}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def printable(text: str) -> str:
@@ -148,11 +202,22 @@ def _named(offer: Offer) -> str:
     return f"{offer.name}, {offer.threads} cores" if offer.device == "cpu" else offer.name
 
 
-def _held(holders: Sequence[Holder]) -> Text:
-    lines = [f"{each.client}, {memory_text(each.memory_bytes)}, {span_text(each.since_s)}" for each in holders[:_NAMED]]
-    if len(holders) > _NAMED:
-        lines.append(f"and {len(holders) - _NAMED} more")
-    return Text("\n".join(map(printable, lines)) or "-")
+def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
+    """Say who has leased a device; workers of one client are counted, not listed."""
+    by_client: dict[str, list[Holder]] = {}
+    for each in holders:
+        by_client.setdefault(printable(each.client), []).append(each)
+    lines = [_holding(client, held, narrow=narrow) for client, held in list(by_client.items())[:_NAMED]]
+    if len(by_client) > _NAMED:
+        lines.append(f"and {len(by_client) - _NAMED} more")
+    return Text("\n".join(lines) or "-")
+
+
+def _holding(client: str, held: Sequence[Holder], *, narrow: bool) -> str:
+    times = f" × {len(held)}" if len(held) > 1 else ""
+    since = span_text(max(each.since_s for each in held))
+    memory = "" if narrow else f"{memory_text(sum(each.memory_bytes for each in held))}, "
+    return f"{client}{times}, {memory}{since}"
 
 
 def _waiting(queue: Sequence[str]) -> str:

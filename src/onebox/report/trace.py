@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from onebox.engine import Event
 from onebox.report.timeline import Span, Timeline
+
+if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+    from onebox.engine import Event
 
 TRACKS = ("compute", "wait", "transfer", "other")
 """In the order in which they are shown."""

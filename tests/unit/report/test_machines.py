@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from onebox.report import HostState, OfferRow, offer_table, printable, status_table
+from onebox.report import HostState, OfferRow, offer_table, printable, status_lines, status_table
 from onebox.report.machines import load_text, span_text
 from onebox.wire.agents import Holder, Offer, Stock
 
@@ -53,10 +53,44 @@ def test_the_status_of_hosts() -> None:
             "ben@lap, cleo@lap",
         ],
         ["", "cpu", "[red]Chip[/red], 8 cores", "2.0 GiB of 2.0 GiB", "-", "-", ""],
-        ["10.0.0.2:7171 (far)", "", "it does not answer", "", "", "", ""],
+        ["10.0.0.2:7171 (far)", "", "cannot be looked at", "", "", "", ""],
         ["new:7171", "", "not asked yet", "", "", "", ""],
         ["bare:7171", "", "offers nothing", "", "", "", "-"],
     ]
+
+
+def test_what_is_said_below_the_table() -> None:
+    """What is wrong, who waits, how much there is in all: it has room there however narrow the table is."""
+    hosts = [
+        HostState(address="lab:7171", host="lab", stock=Stock(1, (GPU, CPU), queue=("ben@lap", "cleo@lap"))),
+        HostState(address="far:7171", host="far", problem="no answer from far:7171"),
+    ]
+    assert status_lines(hosts) == [
+        "no answer from far:7171",
+        "lab:7171: waiting, the first first: ben@lap, cleo@lap",
+        "2 agents, 1 of them seen; 2 devices, 1 of them leased; 12.0 GiB of 18.0 GiB free",
+    ]
+
+
+def test_a_narrow_terminal_gets_the_same_hosts_devices_and_holders() -> None:
+    crowd = Offer("cpu", "chip", 4 << 30, 4, 0, tuple(Holder("ana@desk", number, 1 << 30, 61.0) for number in (1, 2)))
+    hosts = [
+        HostState(address="192.168.100.10:7171", stock=Stock(1, (GPU, crowd), ("ben@lap",))),
+        HostState(address="192.168.100.11:7171", problem="no answer"),
+    ]
+    lines = [line.split() for line in shown(status_table(hosts, narrow=True), width=80).splitlines()]
+    assert lines[1][:3] == ["192.168.100.10:7171", "cuda:0", "10.0"]
+    assert lines[2] == ["cpu", "0", "MiB", "/", "4.0", "GiB", "ana@desk", "×", "2,", "1", "min", "-"]
+    assert lines[3] == ["192.168.100.11:7171", "cannot", "be", "looked", "at"]
+    drawn = shown(status_table(hosts, narrow=True), width=60)
+    assert all(len(line) <= 60 for line in drawn.splitlines())
+    row = OfferRow(number=0, address="lab", device="cpu", offer=crowd)
+    assert shown(offer_table([row], narrow=True), width=60).splitlines()[1].split()[:3] == ["0", "lab", "cpu"]
+
+
+def test_workers_of_one_client_are_counted() -> None:
+    two = Offer("cpu", "chip", 4 << 30, 4, 0, tuple(Holder("ana@desk", 1, 1 << 30, since) for since in (5.0, 70.0)))
+    assert "ana@desk × 2, 2.0 GiB, 1 min" in shown(status_table([HostState(address="a:1", stock=Stock(1, (two,)))]))
 
 
 def test_long_lists_are_cut() -> None:
@@ -89,8 +123,9 @@ def test_nothing_steers_a_terminal(text: str) -> None:
     holder = Holder(text, 1, 1, 1.0)
     stock = Stock(1, (Offer("cpu", text, 1, 1, 1, (holder,)),), (text,))
     state = HostState(address="a:1", host=text, stock=stock, problem=text)
-    drawn = shown(status_table([state, HostState(address="b:1", problem=text)]), width=1000)
-    assert all(line.isprintable() for line in drawn.splitlines())
+    hosts = [state, HostState(address="b:1", problem=text)]
+    drawn = shown(status_table(hosts), width=1000)
+    assert all(line.isprintable() for line in [*drawn.splitlines(), *status_lines(hosts)])
 
 
 @pytest.mark.parametrize(
