@@ -57,11 +57,10 @@ from onebox.wire.messages import (
     Routine,
     Run,
     Send,
-    Snapshot,
-    StateEntry,
     StoredProgram,
 )
 from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
+from onebox.wire.state import Read, Snapshot, StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
 FRAME = bytes(24)
@@ -97,7 +96,7 @@ _ODD = Kernel(
 
 CARRIED_OUT = [
     Envelope(1, True, (Put((1, 2), (SPEC, SPEC)), Define(3, StoredProgram(_PROGRAM)), Call(3, (1, 2), (4,)))),
-    Envelope(2, False, (Put((1, 2), (SPEC, SPEC)), Snapshot((1, 2), (5, 6)), Free((5,), (99,)))),
+    Envelope(2, False, (Put((1, 2), (SPEC, SPEC)), Free((5,), (99,)), Snapshot(3, (1, 2)), Read(3, 0, 8))),
     Envelope(3, True, (Put((1, 2), (SPEC, SPEC)), Define(4, Routine((Call(3, (-1, 2), (4,)), Ask("scalars", ())), 1)))),
     Envelope(4, True, (Run(4, (1,), 7, 9, (), True), Ask("digest", (1, 2)), Ask("memory"))),
     Envelope(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
 from onebox.wire import Program, TensorSpec, specs_by_slot
-from onebox.wire.messages import Call, Free, Gather, Receive, Reduce, Routine, Snapshot, Step, StoredProgram
+from onebox.wire.messages import Call, Free, Gather, Receive, Reduce, Routine, Step, StoredProgram
 
 
 def peak_of(
@@ -68,9 +68,6 @@ class _Ledger:
                 self.fill(step.buffer, step.spec.size_bytes)
             case Gather():
                 self.fill(step.into, step.spec.size_bytes)
-            case Snapshot():
-                for source, target in zip(step.sources, step.targets, strict=True):
-                    self.fill(target, self._sizes[self._storage[source]])
             case _:  # the others fill no buffer, or one that is there
                 pass
 

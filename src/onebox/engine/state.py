@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import Optimizer, Options, StateEntry
+from onebox.wire.messages import Optimizer, Options
+from onebox.wire.state import StateEntry
 from onebox.worker import OPTIMIZERS
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]

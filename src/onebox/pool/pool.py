@@ -101,13 +101,14 @@ class Pool:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
         return self._switchboard.post(worker, instructions, frames, answer=answer)
 
-    def form_group(self, workers: Sequence[int], via: Literal["workers", "client"]) -> int:
+    def form_group(self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False) -> int:
         """Form a group of workers and return its number.
 
         Args:
             workers: Members; their order gives the ranks.
             via: ``workers`` for transfers from worker to worker (shared memory among the CPU and ``sim`` devices of one
                 host, NCCL among CUDA devices, else Gloo), ``client`` for sums that are made at the client.
+            aside: Whether it is for what travels in the background, between the memories of the hosts.
 
         Raises:
             UsageError: Some of the devices have values and others, ``sim``, have none; or what is asked for cannot
@@ -126,11 +127,11 @@ class Pool:
             )
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        same_host = len({self.devices[worker].host for worker in workers}) == 1 and kinds <= EMULATED_KINDS
+        same_host = len({self.devices[worker].host for worker in workers}) == 1 and (aside or kinds <= EMULATED_KINDS)
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-        elif kinds == {"cuda"} and torch.distributed.is_nccl_available():
+        elif kinds == {"cuda"} and not aside and torch.distributed.is_nccl_available():
             backend = "nccl"
         addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)
@@ -138,7 +139,7 @@ class Pool:
             joined = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, same_host, links[rank])],
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, same_host, links[rank], aside)],
                     answer=True,
                 )
                 for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))

@@ -24,11 +24,11 @@ from onebox.wire.eager import (
     Strided,
 )
 from onebox.wire.program import Program, TensorSpec
+from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 4
-"""Version of everything in this file and in ``program.py``; both sides must agree."""
+PROTOCOL = 5
+"""Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
-Number = bool | int | float | None
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 
 
@@ -135,28 +135,21 @@ class Get(Message, frozen=True, tag="get"):
     buffers: tuple[int, ...]
 
 
-class Snapshot(Message, frozen=True, tag="snapshot"):
-    """Copy buffers into new ones, as they are at this point of the stream."""
-
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-
-
 class Ask(Message, frozen=True, tag="ask"):
     """Answer a question.
 
     Args:
         about: ``scalars``: the values of one-element buffers; ``digest``: one hash over all bytes of the buffers;
             ``memory``: bytes used, peak and quota; ``peak``: the same, and the peak starts anew; ``optimizer``: its
-            state, elements in frames.
+            state, elements in frames; ``slots``: which of some slots are filled.
         buffers: What it is about; for ``optimizer`` its number.
     """
 
-    about: Literal["scalars", "digest", "memory", "peak", "optimizer"]
+    about: Literal["scalars", "digest", "memory", "peak", "optimizer", "slots"]
     buffers: tuple[int, ...] = ()
 
 
-Step = Call | Free | Send | Receive | Reduce | Gather | OptimizerStep | Get | Snapshot | Ask
+Step = Call | Free | Send | Receive | Reduce | Gather | OptimizerStep | Get | Ask
 """What a routine may hold."""
 
 
@@ -171,8 +164,6 @@ def references(step: Step) -> tuple[int, ...]:
             return (step.buffer, step.into)
         case OptimizerStep():
             return (*step.gradients, step.square_norm) if step.square_norm else step.gradients
-        case Snapshot():
-            return (*step.sources, *step.targets)
         case Free() | Reduce() | Get() | Ask():
             return step.buffers
 
@@ -185,14 +176,6 @@ class Routine(Message, frozen=True, tag="routine"):
 
     steps: tuple[Step, ...]
     bindings: int
-
-
-class StateEntry(Message, frozen=True):
-    """One entry of an optimizer's state: of which parameter, under which key, and its tensor or number."""
-
-    parameter: int
-    key: str
-    value: TensorSpec | Number
 
 
 class Optimizer(Message, frozen=True, tag="optimizer"):
@@ -297,6 +280,7 @@ class FormGroup(Message, frozen=True, tag="form"):
         timeout_s: Bound of every wait inside the group.
         same_host: Whether all members are processes of one host without accelerators, which share memory.
         links: This worker's emulated links to other ranks; only with ``same_host``.
+        aside: Whether it is for what travels in the background, from memory of the host to memory of the host.
     """
 
     group: int
@@ -307,6 +291,7 @@ class FormGroup(Message, frozen=True, tag="form"):
     timeout_s: float
     same_host: bool = False
     links: tuple[EmulatedLink, ...] = ()
+    aside: bool = False
 
 
 class LeaveGroup(Message, frozen=True, tag="leave"):
@@ -349,6 +334,7 @@ Instruction = (
     | SetGenerator
     | KeepGenerator
     | DefaultType
+    | SlotInstruction
     | FormGroup
     | LeaveGroup
     | Rendezvous

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.eager import Complex, Strided
-from onebox.wire.messages import Message, StateEntry
+from onebox.wire.messages import Message
 from onebox.wire.program import TensorSpec
+from onebox.wire.state import StateEntry
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -88,6 +89,25 @@ class OptimizerState(Message, frozen=True, tag="state"):
     entries: tuple[StateEntry, ...]
 
 
+class Kept(Message, frozen=True, tag="kept"):
+    """Answer to ``Snapshot``: what lies in the slot, in order; tensors of buffers, and entries of the optimizer."""
+
+    specs: tuple[TensorSpec, ...]
+    entries: tuple[StateEntry, ...]
+
+
+class Slots(Message, frozen=True, tag="slots"):
+    """Answer to ``Ask("slots")``.
+
+    Args:
+        filled: Those that are.
+        failure: Why others cannot be; empty where all is well.
+    """
+
+    filled: tuple[int, ...]
+    failure: str = ""
+
+
 class Made(Message, frozen=True, tag="made"):
     """Answer to ``Perform``.
 
@@ -100,7 +120,7 @@ class Made(Message, frozen=True, tag="made"):
     inputs: tuple[Strided, ...]
 
 
-Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState
+Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState | Kept | Slots
 
 
 class Reply(Message, frozen=True, tag="reply"):

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from onebox.wire import TensorSpec
 from onebox.wire.eager import KeepGenerator
-from onebox.wire.messages import Call, Define, Gather, Instruction, Optimizer, Put, Receive, Reduce, Snapshot
+from onebox.wire.messages import Call, Define, Gather, Instruction, Optimizer, Put, Receive, Reduce
+from onebox.wire.state import Fill, Write
 
 
 def writes(instruction: Instruction) -> Sequence[int]:
@@ -14,14 +15,12 @@ def writes(instruction: Instruction) -> Sequence[int]:
     match instruction:
         case Call():
             return instruction.outputs
-        case Put() | Reduce():
+        case Put() | Reduce() | Fill():
             return instruction.buffers
         case Receive() | KeepGenerator():
             return (instruction.buffer,)
         case Gather():
             return (instruction.into,)
-        case Snapshot():
-            return instruction.targets
         case _:
             return ()
 
@@ -30,6 +29,8 @@ def frame_count(instruction: Instruction) -> int:
     """Return how many frames of its message an instruction brings."""
     if isinstance(instruction, Put):
         return len(instruction.specs)
+    if isinstance(instruction, Write):
+        return 1
     if isinstance(instruction, Define) and isinstance(instruction.what, Optimizer):
         return sum(isinstance(entry.value, TensorSpec) for entry in instruction.what.state)
     return 0

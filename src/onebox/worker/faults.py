@@ -20,8 +20,9 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         kind: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``hang`` (sleeps), ``error`` (an exception), ``memory`` (out of
             memory).
-        instruction: Kind of instruction that it comes with, such as ``call`` or ``reduce``.
-        count: With which instruction of that kind, from 1.
+        instruction: Kind of instruction that it comes with, such as ``call`` or ``reduce``; or part of one: ``copying``
+            (a tensor to a snapshot), ``giving`` and ``taking`` (a piece of one).
+        count: With which of that kind, from 1.
     """
 
     kind: Literal["kill", "stop", "hang", "error", "memory"]
@@ -42,10 +43,15 @@ class FaultInjector:
 
     def before(self, progress: Progress) -> None:
         """Bring about the fault, if any, of the instruction that begins."""
+        if self._faults:
+            self.at(progress.doing)
+
+    def at(self, doing: str) -> None:
+        """Bring about the fault, if any, of what begins."""
         if not self._faults:
             return
-        self._seen[progress.doing] += 1
-        kind = self._faults.get((progress.doing, self._seen[progress.doing]))
+        self._seen[doing] += 1
+        kind = self._faults.get((doing, self._seen[doing]))
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "stop":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -30,18 +30,19 @@ from onebox.wire.messages import (
     Routine,
     Run,
     Send,
-    Snapshot,
     StoredProgram,
     references,
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.sayings import Digest, Failure, Memory, OptimizerState, Result, Scalars, Tensors
+from onebox.wire.state import Read, SlotInstruction, Snapshot
 from onebox.worker.device import Device
 from onebox.worker.eager import Eager, EagerWork, VoidKernel
 from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
 from onebox.worker.groups import Bucket, ClientChannel
+from onebox.worker.keeper import Keeper
 from onebox.worker.membership import Memberships, groups_of
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.peers import Finish
@@ -50,7 +51,11 @@ from onebox.worker.tape import OperatorFailed, Progress, Tape
 from onebox.worker.trace import Trace
 
 Resolve = Callable[[int], int]
+_Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
+
+_ANSWERED = (Get, Ask, Perform, Snapshot, Read)
+"""Instructions whose answer somebody waits for; where there can be none, the failure is the answer."""
 
 
 class Machine:
@@ -85,6 +90,7 @@ class Machine:
         self._eager = Eager(device, self.store, self._definitions, self.progress, report)
         self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
+        self._keeper = Keeper(device.device, self.store, self._groups, self._definition, faults)
         self._trace = Trace()
         self._run = Run(0)
 
@@ -110,6 +116,7 @@ class Machine:
     def close(self) -> None:
         """Leave all groups."""
         self._groups.close()
+        self._keeper.close()
 
     # ---- running
 
@@ -162,19 +169,16 @@ class Machine:
             return self._handlers[type(instruction)](self, instruction, frames, resolve)
         except Poisoned as error:
             self._void(instruction, error.failure, resolve)
-            if isinstance(instruction, Get | Ask | Perform):
+            if isinstance(instruction, _ANSWERED):
                 raise
             return []
         except Exception as error:
             failure = explain(error, progress.doing)
             self._void(instruction, failure, resolve)
-            return self._failed(instruction, failure)
-
-    def _failed(self, instruction: Any, failure: Failure) -> list[Result]:
-        self._report(failure)
-        if isinstance(instruction, Get | Ask | Perform):
-            raise Poisoned(failure)
-        return []
+            self._report(failure)
+            if isinstance(instruction, _ANSWERED):
+                raise Poisoned(failure) from error
+            return []
 
     def _void(self, instruction: Instruction, failure: Failure, resolve: Resolve) -> None:
         """Void what an instruction would have written; a worker that cannot contribute leaves the group."""
@@ -275,10 +279,8 @@ class Machine:
         self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
-    def _snapshot(self, snapshot: Snapshot, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        for source, target in zip(snapshot.sources, snapshot.targets, strict=True):
-            self.store.put(resolve(target), self.store.get(resolve(source)).clone())
-        return []
+    def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        return self._keeper.run(what, frames, self.frames_out)
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         if ask.about in ("memory", "peak"):
@@ -286,6 +288,8 @@ class Machine:
             if ask.about == "peak":
                 self.store.peak_bytes = self.store.used_bytes
             return [memory]
+        if ask.about == "slots":
+            return [self._keeper.filled(ask.buffers)]
         if ask.about == "optimizer":
             entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
             self.frames_out += [self._device.read(tensor) for tensor in tensors]
@@ -337,6 +341,7 @@ class Machine:
         self._part_answers()
         if self._run.options:
             optimizer.set_options(self._run.options)
+        self._keeper.before_update()
         before = optimizer.charged_bytes
         total = self.store.get(resolve(step.square_norm)).sqrt() if step.square_norm else None
         norm = optimizer.step(gradients, step.max_norm, total)
@@ -360,10 +365,11 @@ class Machine:
         return []
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._keeper.leave(leave.group)
         self._groups.leave(leave.group)
         return []
 
-    def _definition(self, number: int, kind: type[Any]) -> Any:
+    def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
         found = self._definitions.get(number)
         if isinstance(found, Failure):
             raise Poisoned(found)
@@ -377,19 +383,14 @@ class Machine:
         Call: _call,
         Free: _free,
         Get: _get,
-        Snapshot: _snapshot,
         Ask: _ask,
         Reduce: _reduce,
         Send: _send,
         Gather: _gather,
         Receive: _receive,
         OptimizerStep: _optimize,
-        Operate: _run_eager,
-        Replay: _run_eager,
-        Perform: _run_eager,
-        SetGenerator: _run_eager,
-        KeepGenerator: _run_eager,
-        DefaultType: _run_eager,
+        **dict.fromkeys((Operate, Replay, Perform, SetGenerator, KeepGenerator, DefaultType), _run_eager),
+        **dict.fromkeys(get_args(SlotInstruction), _keep),
         FormGroup: _form,
         LeaveGroup: _leave_group,
     }

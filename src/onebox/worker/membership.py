@@ -10,6 +10,8 @@ from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_gro
 from onebox.worker.store import Poisoned
 from onebox.worker.tape import Progress
 
+_HOST = torch.device("cpu")
+
 
 class Memberships:
     """Groups by their numbers.
@@ -39,7 +41,8 @@ class Memberships:
         Raises:
             PeerLost: The others did not come in time.
         """
-        self._groups[form.group] = form_group(form, self._channel, self._device, self._progress, self._wires)
+        device, progress = (_HOST, Progress()) if form.aside else (self._device, self._progress)
+        self._groups[form.group] = form_group(form, self._channel, device, progress, self._wires)
 
     def get(self, number: int) -> Group:
         """Return a group.

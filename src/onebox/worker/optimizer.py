@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Optimizer, Options, StateEntry
+from onebox.wire.messages import Optimizer, Options
+from onebox.wire.state import StateEntry
 from onebox.wire.tensors import spec_of
 
 ALLOWED = (
@@ -54,13 +56,17 @@ class NativeOptimizer:
             raise WireError(f"optimizer {spec.name} has no option {sorted(unknown)[0]!r}")
         for group in self.optimizer.param_groups:
             self._choose_kernel(group)
-        tensors = iter(state)
-        for entry in spec.state:
-            plain = isinstance(entry.value, bool | int | float | None)
-            value = entry.value if plain else self._place(entry, next(tensors))
-            self.optimizer.state[parameters[entry.parameter]][entry.key] = value
-        self._charged_bytes = self._count()
         self._stepped = False
+        self.remember(spec.state, state)
+
+    def remember(self, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
+        """Take over entries of a state, with the tensors of those that have one, in order."""
+        left = iter(tensors)
+        for entry in entries:
+            plain = isinstance(entry.value, bool | int | float | None)
+            value = entry.value if plain else self._place(entry, next(left))
+            self.optimizer.state[self.parameters[entry.parameter]][entry.key] = value
+        self._charged_bytes = self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
         """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""

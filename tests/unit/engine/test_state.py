@@ -20,7 +20,7 @@ from onebox.engine.state import (
 )
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec
-from onebox.wire.messages import StateEntry
+from onebox.wire.state import StateEntry
 from onebox.worker import OPTIMIZERS
 
 

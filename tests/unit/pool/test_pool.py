@@ -27,7 +27,7 @@ from onebox.errors import (
 )
 from onebox.pool import Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
-from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send, Snapshot
+from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send
 from onebox.wire.sayings import Contribution, Lookup, Scalars
 from tests.unit.house import OpenPool, threads_for_processes
 
@@ -88,9 +88,9 @@ def test_failures_of_two_workers_are_told_apart(pool: Pool) -> None:
 
 
 def test_a_failure_of_a_message_without_an_answer_poisons(pool: Pool) -> None:
-    pool.post(0, [Call(77, (), (5,)), Snapshot((5,), (6,))])
+    pool.post(0, [Call(77, (), (5,)), Reduce((5,), 9)])
     with pytest.raises(WireError, match="definition 77"):
-        result(pool.post(0, [Get((6,))], answer=True))
+        result(pool.post(0, [Get((5,))], answer=True))
 
 
 @pytest.mark.parametrize("frames", [[], [FRAME] * 2], ids=["too few", "too many"])

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from onebox.wire import eager, messages, program, sayings
+from onebox.wire import eager, messages, program, sayings, state
 
 _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -46,7 +46,7 @@ SAYINGS: list[Any] = list(get_args(sayings.Saying))
 
 STRUCTS: list[type[Struct]] = [
     kind
-    for module in (eager, messages, program, sayings)
+    for module in (eager, messages, program, sayings, state)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct) and kind.__module__ == module.__name__
 ]

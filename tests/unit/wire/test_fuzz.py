@@ -48,10 +48,10 @@ from onebox.wire.messages import (
     Put,
     Routine,
     Run,
-    StateEntry,
     StoredProgram,
 )
 from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
+from onebox.wire.state import StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
 PROGRAM = Program(

@@ -11,7 +11,8 @@ from torch import Tensor
 from onebox.engine.state import options_of
 from onebox.errors import WireError
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Optimizer, StateEntry
+from onebox.wire.messages import Optimizer
+from onebox.wire.state import StateEntry
 from onebox.worker.optimizer import ALLOWED, NativeOptimizer
 
 AGREE = 1e-13

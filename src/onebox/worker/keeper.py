@@ -1,0 +1,119 @@
+"""The keeper of a worker: what it does with its part of the state when snapshots are taken and brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from onebox.wire import TensorSpec, spec_of, to_frame
+from onebox.wire.sayings import Kept, Result, Tensors
+from onebox.wire.sayings import Slots as Filled
+from onebox.wire.state import Drop, Fill, Give, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
+from onebox.worker.courier import Courier
+from onebox.worker.faults import FaultInjector
+from onebox.worker.membership import Memberships
+from onebox.worker.optimizer import NativeOptimizer
+from onebox.worker.snapshots import Slots
+from onebox.worker.store import BufferStore
+
+
+class Keeper:
+    """Slots, and what is done with them.
+
+    Args:
+        device: Where buffers live.
+        store: The buffers.
+        groups: The groups that this worker is in.
+        definition: Finds a definition of a kind by its number.
+        faults: Faults to inject, for tests.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        store: BufferStore,
+        groups: Memberships,
+        definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
+        faults: FaultInjector,
+    ) -> None:
+        self._store = store
+        self._groups = groups
+        self._definition = definition
+        self._slots = Slots(device, store, faults)
+        self._courier = Courier(faults)
+
+    def run(self, what: SlotInstruction, frames: Iterator[Any], answers: list[Any]) -> list[Result]:
+        """Do something with slots.
+
+        Args:
+            what: What to do.
+            frames: What it brings.
+            answers: Frames that it answers with are appended here.
+
+        Returns:
+            Its answers.
+
+        Raises:
+            Poisoned: Something that is to be copied is void.
+            QuotaExceeded: There is no room.
+            WireError: It cannot be.
+        """
+        slots = self._slots
+        match what:
+            case Snapshot():
+                return [self._snapshot(what)]
+            case Give():
+                self._courier.give(what, slots.get(what.slot), self._groups.get(what.group))
+            case Take():
+                slot = slots.make(what.slot, sum(what.sizes))
+                self._courier.take(what, slot, self._groups.get(what.group))
+            case Read():
+                part = slots.get(what.slot).bytes_at(what.start, what.size_bytes)
+                answers.append(bytes(to_frame(part)))  # a copy: the slot may hold something else soon
+                return [Tensors((spec_of(part),))]
+            case Write():
+                slots.write(what.slot, what.start, what.size_bytes, next(frames))
+            case Fill():
+                for number, spec, place in zip(what.buffers, what.specs, what.places, strict=True):
+                    self._store.put(number, slots.tensor(spec, place))
+            case Recall():
+                self._recall(what)
+            case Drop():
+                slots.drop(what.slots, again=what.again)
+        return []
+
+    def filled(self, slots: Sequence[int]) -> Filled:
+        """Return which of some slots are filled."""
+        return self._slots.filled(slots)
+
+    def before_update(self) -> None:
+        """Let an update in place wait for copies of what it updates."""
+        self._slots.before_update()
+
+    def leave(self, group: int) -> None:
+        """Give up what is carried by a group that is about to be left."""
+        self._courier.stop(group)
+
+    def close(self) -> None:
+        """End all transfers, whose groups have been left."""
+        self._courier.close()
+
+    def _snapshot(self, snapshot: Snapshot) -> Kept:
+        tensors = [self._store.get(number) for number in snapshot.buffers]
+        specs = tuple(spec_of(tensor) for tensor in tensors)
+        entries: list[StateEntry] = []
+        if snapshot.optimizer:
+            entries, remembered = self._definition(snapshot.optimizer, NativeOptimizer).state()
+            tensors += remembered
+        self._slots.keep(snapshot.slot, tensors)
+        return Kept(specs, tuple(entries))
+
+    def _recall(self, recall: Recall) -> None:
+        optimizer = self._definition(recall.optimizer, NativeOptimizer)
+        before = optimizer.charged_bytes
+        places = iter(recall.places)
+        specs = [entry.value for entry in recall.entries if isinstance(entry.value, TensorSpec)]
+        optimizer.remember(recall.entries, [self._slots.tensor(spec, next(places)) for spec in specs])
+        self._store.charge(optimizer.charged_bytes - before)
