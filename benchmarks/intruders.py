@@ -18,6 +18,9 @@ import zmq
 
 from onebox.wire import KeyPair, configure, new_keys
 
+TOKEN = b"0123456789abcdef"
+"""Of every session here: what tells them apart is the key."""
+
 SILENCE_MS = 1500
 """Who has heard nothing for so long will hear nothing: a handshake over loopback takes a millisecond."""
 
@@ -58,7 +61,7 @@ def hears(endpoint: str, disguise: Disguise, message: bytes) -> bool:
         disguise(tried)
         tried.connect(endpoint)
         with contextlib.suppress(zmq.Again):
-            tried.send(message, zmq.NOBLOCK)
+            tried.send_multipart([TOKEN, message], zmq.NOBLOCK)
         return bool(tried.poll(SILENCE_MS))
 
 

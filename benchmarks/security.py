@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from onebox.pool.process import SocketFolder, WorkerProcess
 from onebox.pool.versions import own_versions
 from onebox.wire import KeyPair, configure, decode_saying, encode, new_keys
 from onebox.wire.agents import (
+    TOKEN_BYTES,
     Inspect,
     Introduce,
     Introduced,
@@ -208,6 +210,20 @@ def worker(count: int, seed: int) -> dict[str, Any]:
 # ---- an agent
 
 
+class Talk:
+    """A session of a client with an agent, over a connection of its own."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self.poll = socket.poll
+        self.recv = socket.recv
+
+    def say(self, message: bytes) -> None:
+        """Say something."""
+        self._socket.send_multipart([self._token, message])
+
+
 class Agent:
     """An agent in a process of its own, and the keys of clients that it lets in."""
 
@@ -234,18 +250,18 @@ class Agent:
         return int(psutil.Process(self.pid).memory_info().rss)
 
     @contextlib.contextmanager
-    def client(self, keys: KeyPair, endpoint: str = "") -> Iterator[zmq.Socket[bytes]]:
+    def client(self, keys: KeyPair, endpoint: str = "") -> Iterator[Talk]:
         """Connect as a client."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as made:
             configure(made, keys, server_key=self.keys.public)
             made.connect(endpoint or self.endpoint)
-            yield made
+            yield Talk(made)
 
     def answers(self) -> bool:
         """Ask something valid as another client; tell whether it is answered in time."""
         with self.client(self.clients[1]) as asking:
-            asking.send(encode_agent(Introduce(1, own_versions(), "somebody")))
-            asking.send(encode_agent(Inspect(2)))
+            asking.say(encode_agent(Introduce(1, own_versions(), "somebody")))
+            asking.say(encode_agent(Inspect(2)))
             return isinstance(heard(asking, Introduced), Introduced) and isinstance(heard(asking, Stock), Stock)
 
     def close(self) -> None:
@@ -261,11 +277,11 @@ class Agent:
             stream.close()
 
 
-def heard(asking: zmq.Socket[bytes], kind: type[Any], *, renewing: bool = False) -> Any:
+def heard(asking: Talk, kind: type[Any], *, renewing: bool = False) -> Any:
     """Return the next saying of a kind; None if there is none in time.
 
     Args:
-        asking: A client's socket.
+        asking: A client.
         kind: What to wait for.
         renewing: Whether to give signs of life meanwhile.
     """
@@ -276,7 +292,7 @@ def heard(asking: zmq.Socket[bytes], kind: type[Any], *, renewing: bool = False)
             if isinstance(saying, kind):
                 return saying
         elif renewing:
-            asking.send(encode_agent(Renew(0)))
+            asking.say(encode_agent(Renew(0)))
     return None
 
 
@@ -292,13 +308,13 @@ def agent(count: int, seed: int) -> dict[str, Any]:
         while found["messages"] < count:
             batch = [mutator.next() for _ in range(min(SESSION, count - found["messages"]))]
             with victim.client(victim.clients[0]) as client:
-                client.send(encode_agent(Introduce(1, own_versions(), "somebody")))
+                client.say(encode_agent(Introduce(1, own_versions(), "somebody")))
                 heard(client, Introduced)
                 for message in batch:
-                    client.send(message)
+                    client.say(message)
                     while client.poll(0):
                         client.recv()
-                client.send(encode_agent(Renew(PROBE)))
+                client.say(encode_agent(Renew(PROBE)))
                 fine = heard(client, object) is not None and victim.answers()
             found["messages"] += len(batch)
             if not fine:
@@ -325,7 +341,7 @@ def intruders() -> list[tuple[str, str, bool]]:
             tried.append((name, "agent", hears(victim.endpoint, disguise, question)))
         with Recorder(victim.endpoint) as recorder:
             with victim.client(victim.clients[0], recorder.endpoint) as client:
-                client.send(question)
+                client.say(question)
                 assert isinstance(heard(client, Introduced), Introduced), "who has the key is let in"
             said = recorder.said
             assert got_in(recorder.heard), "what a client hears is told from what everybody hears"
@@ -348,8 +364,8 @@ def expired(victim: Agent) -> list[tuple[str, str, bool]]:
     """Lease a worker, fall silent until the lease ends, and try to use both again."""
     keys = victim.clients[0]
     with victim.client(keys) as client:
-        client.send(encode_agent(Introduce(1, own_versions(), "somebody")))
-        client.send(encode_agent(Lease(2, (Want("cpu"),), keys.public, 1.0)))
+        client.say(encode_agent(Introduce(1, own_versions(), "somebody")))
+        client.say(encode_agent(Lease(2, (Want("cpu"),), keys.public, 1.0)))
         leased = heard(client, Leased, renewing=True)
         assert isinstance(leased, Leased), "a client gets its lease"
         started = leased.workers[0]
@@ -361,7 +377,7 @@ def expired(victim: Agent) -> list[tuple[str, str, bool]]:
         while psutil.pid_exists(started.process) and time.monotonic() < end_s:
             time.sleep(0.1)
         found.append(("an expired lease", "its worker", hears(started.commands, lets_in, b"")))
-        client.send(encode_agent(Release(3, leased.lease)))
+        client.say(encode_agent(Release(3, leased.lease)))
         refused = heard(client, object)
         while refused is not None and getattr(refused, "number", 0) != 3:
             refused = heard(client, object)

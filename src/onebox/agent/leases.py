@@ -20,16 +20,17 @@ QUEUE = 256
 LEAST_GRACE_S = 1.0
 """The shortest grace of a lease: twice as long as between two signs of life."""
 
+DROPPED = "it was silent for longer than its grace while it waited, and has lost its place in the queue; ask again"
 _LISTED = 4
 
 
 @dataclass(frozen=True)
 class Client:
-    """One connection of a client.
+    """One session of a client.
 
     Args:
         key: Its public key, which limits go by.
-        session: What tells its connections apart.
+        session: What tells its sessions apart.
         name: For a person.
     """
 
@@ -90,10 +91,11 @@ class End:
 
 @dataclass(frozen=True)
 class Drop:
-    """A request has left the queue, because its client is silent."""
+    """A request has left the queue: its client is silent, or its session was ended."""
 
     client: Client
     number: int
+    why: str
 
 
 Decision = Grant | Wait | Refuse | End | Drop
@@ -188,6 +190,14 @@ class Leases:
             return []
         return [self._end(lease, "released", "its client released it")]
 
+    def part(self, client: Client, why: str, now_s: float) -> list[Decision]:
+        """End all that a session has or waits for."""
+        waiting = [each for each in self._queue if each.client == client]
+        self._queue = [each for each in self._queue if each.client != client]
+        made: list[Decision] = [Drop(client, each.number, why) for each in waiting]
+        made += [self._end(lease, "failed", why) for lease in self.of(client)]
+        return made + self._advance(now_s)
+
     def leave(self, client: Client, number: int, now_s: float) -> list[Decision] | None:
         """Take a request out of the queue; None if it does not wait there."""
         found = [waiting for waiting in self._queue if (waiting.client, waiting.number) == (client, number)]
@@ -223,7 +233,7 @@ class Leases:
         for waiting in list(self._queue):
             if now_s - self._heard[waiting.client] > waiting.grace_s:
                 self._queue.remove(waiting)
-                made.append(Drop(waiting.client, waiting.number))
+                made.append(Drop(waiting.client, waiting.number, DROPPED))
         for lease, held in self._held.items():
             silent_s = now_s - self._heard.get(held.client, now_s)
             if held.ending:

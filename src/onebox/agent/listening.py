@@ -47,7 +47,6 @@ def listen_at(socket: zmq.Socket[bytes], keys: KeyPair, bind: str, port: int) ->
     """
     configure(socket, keys, server_key=None, queue=QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a connection that comes back takes over from the one that was cut
     # no heartbeats of ZeroMQ: libzmq 4.3.5 aborts where a connection whose input is stopped is reset
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 2)

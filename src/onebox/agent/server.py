@@ -1,8 +1,7 @@
 """The agent: lets in the clients that were paired with it, leases them this host's devices, and starts their workers.
 
-One thread does everything, and waits for nobody: workers start and end while it goes on. A client is known by the key
-that its connection was opened with. What tells several connections of one client apart is the routing id of its socket:
-one that sets its own (16 random bytes) keeps its leases when its connection is cut and comes back.
+One thread does everything, and waits for nobody: workers start and end while it goes on. Each part of its work may
+fail, by a mistake in it or below it: that costs the session whose message or lease it was, and the agent goes on.
 """
 
 from __future__ import annotations
@@ -11,31 +10,30 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 
 import zmq
 
-from onebox.agent.demand import Limits, Offered, what_is_wrong
-from onebox.agent.door import Door, Tell
+from onebox.agent.demand import Limits, Offered
+from onebox.agent.desk import Desk
+from onebox.agent.door import Door
 from onebox.agent.host import Load
-from onebox.agent.leases import Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
+from onebox.agent.leases import Leases
 from onebox.agent.listening import check_address, listen_at
-from onebox.agent.sessions import Session, Sessions, newest
-from onebox.agent.workers import Died, Gone, News, NotStarted, Ready, Workers
+from onebox.agent.mailbox import Mailbox
+from onebox.agent.quiet import Reporter, Tell
+from onebox.agent.sessions import Session, newest
+from onebox.agent.workers import Workers
 from onebox.errors import WireError
 from onebox.pool.versions import mismatch, own_versions
 from onebox.wire import KeyPair
 from onebox.wire.agents import (
-    AgentSaying,
-    Done,
     Inspect,
     Introduce,
     Introduced,
     Lease,
-    Leased,
-    LeaseEnded,
     LogLines,
-    Queued,
     ReadLog,
     Refused,
     Release,
@@ -43,22 +41,17 @@ from onebox.wire.agents import (
     Renewed,
     Request,
     Stock,
-    WorkerEnded,
     decode_request,
-    encode_agent,
 )
-
-RELEASE_S = 1.0
-"""How long workers of a released lease may take to their own end, which their client asks them for."""
 
 LOG_LINES = 1000
 """The most lines of its log that a client gets."""
 
-_DROPPED = "it was silent for longer than its grace while it waited, and has lost its place in the queue; ask again"
+_FAILED = "the agent failed at a message of this session and has ended it; its journal says where"
 
 _TICK_MS = 200
+_PAUSE_S = 0.05
 _HELD_UP_S = 1.0
-_BATCH = 256
 
 
 class Agent:
@@ -106,29 +99,25 @@ class Agent:
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
     ) -> None:
         check_address(bind, port, advertise, has_clients)
-        self._name_of = name_of
-        self._tell = tell
+        self._report = Reporter(tell)
         self._read_log = read_log
         self._advertise = advertise
         self._host = platform.node() or "this host"
         self._began_s = time.monotonic()
         self._leases = Leases(offers, limits)
-        self._sessions = Sessions()
-        self._workers = Workers(host=self._host, bind=bind, advertise=advertise)
         self._load = Load()
-        self._asked: dict[tuple[Client, int], Lease] = {}
-        self._granted: dict[int, Grant] = {}
-        self._ready: dict[int, Leased] = {}
-        self._releasing: dict[int, list[tuple[Client, int]]] = {}
         self._lock = threading.RLock()  # a handler of signals may come while it is held
         self._stopping = False
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._workers = Workers(host=self._host, bind=bind, advertise=advertise)
         try:
-            self._door = Door(self._context, name_of, tell)
+            self._door = Door(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
             self.endpoint = listen_at(self._socket, keys, bind, port)
+            self._mail = Mailbox(self._socket, name_of, self._leases.busy, self._report)
+            self._desk = Desk(self._leases, self._workers, self._mail.say, self._report)
         except BaseException:
             os.close(self._bell)
             self._context.destroy(linger=0)
@@ -139,7 +128,7 @@ class Agent:
     def run(self) -> None:
         """Serve until :meth:`stop`; then end all leases and workers, and close."""
         try:
-            self._tell("started", endpoint=self.endpoint, process=os.getpid())
+            self._report("started", endpoint=self.endpoint, process=os.getpid())
             self._serve()
         finally:
             self.close()
@@ -158,13 +147,12 @@ class Agent:
                 return
             self._closed = True
             os.close(self._bell)
-            for lease, grant in self._granted.items():
-                self._say(grant.client, LeaseEnded(lease, "the agent has ended"))
-            self._workers.close()
+            self._desk.close("the agent has ended", time.monotonic())
         self._socket.close(200)  # milliseconds for the last words to go
         self._door.close()
         self._context.term()
-        self._tell("stopped", process=os.getpid())
+        self._report.tick(time.monotonic(), last=True)
+        self._report("stopped", process=os.getpid())
 
     def stock(self) -> Stock:
         """Return what is offered, who has it and who waits; callable from any thread."""
@@ -184,45 +172,50 @@ class Agent:
             with self._lock:
                 if now_s > expected_s + _HELD_UP_S:  # stopped, or starved: what clients said meanwhile may be lost
                     self._leases.forgive(now_s - expected_s)
-                    self._tell("held-up", seconds=round(now_s - expected_s, 3))
-                self._door.attend(now_s)
-                for news in self._workers.attend({each for each in ready if isinstance(each, int)}, now_s):
-                    self._learn(news, now_s)
-                self._listen(now_s)
-                self._apply(self._leases.tick(now_s), now_s)
-                self._sessions.forget(now_s, self._leases.busy)
+                    self._report("held-up", seconds=round(now_s - expected_s, 3))
+                fine = self._turn({each for each in ready if isinstance(each, int)}, now_s)
+            if not fine:
+                time.sleep(_PAUSE_S)  # what fails once may fail again at once
             expected_s = time.monotonic() + 2 * _TICK_MS / 1000
 
-    def _listen(self, now_s: float) -> None:
-        """Take what clients have said, up to some; the rest next time."""
-        for _ in range(_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            key = str(frames[-1].get("User-Id"))
-            name = self._name_of(key)
-            if name is None or len(frames) != 2:  # no longer let in; or no message of ours, which is one frame
-                continue
-            client = Client(key, frames[0].bytes, name)
-            session = self._sessions.find(client, now_s, self._leases.busy)
-            if session is not None and session.rate.allows(now_s):
-                self._take(session, frames[1].bytes, now_s)
+    def _turn(self, ready: Set[int], now_s: float) -> bool:
+        """See to everything once; tell whether nothing failed."""
+        parts: dict[str, Callable[[float], None]] = {
+            "door": self._door.attend,
+            "workers": partial(self._desk.attend, ready),
+            "clients": self._listen,
+            "time": self._tick,
+        }
+        done = [self._desk.guard(name, None, partial(do, now_s), now_s) for name, do in parts.items()]
+        return all(done)
 
-    def _take(self, session: Session, frame: bytes, now_s: float) -> None:
+    def _listen(self, now_s: float) -> None:
+        """Take what clients have said; a message that cannot be handled ends the session that it was said in."""
+        for session, route, frame in self._mail.take(now_s):
+            take = partial(self._take, session, route, frame, now_s)
+            if not self._desk.guard("message", session.client, take, now_s):
+                self._mail.say(session.client, Refused(0, "failed", _FAILED), now_s)
+                self._mail.end(session.client)
+
+    def _tick(self, now_s: float) -> None:
+        self._desk.tick(now_s)
+        self._mail.tick(now_s)
+        self._report.tick(now_s)
+
+    def _take(self, session: Session, route: bytes, frame: bytes, now_s: float) -> None:
         """Take one message of a client."""
         client = session.client
+        self._mail.hear(session, route, now_s)
         try:
             request = decode_request(frame)
         except WireError as error:
-            self._tell("refused", client=client.name, reason=str(error))
-            self._say(client, Refused(0, "usage", str(error)))
+            self._report.refusal("refused", client.name, now_s, client=client.name, reason=str(error))
+            self._mail.say(client, Refused(0, "usage", str(error)), now_s)
             return
         self._leases.heard(client, now_s)
-        for saying in session.heard(now_s):
-            self._send(client, saying)
         if not session.introduced and not isinstance(request, Introduce | Renew):
-            self._say(client, Refused(request.number, "versions", "introduce yourself first: say your versions"))
+            refused = Refused(request.number, "versions", "introduce yourself first: say your versions")
+            self._mail.say(client, refused, now_s)
             return
         self._answer(session, request, now_s)
 
@@ -230,164 +223,35 @@ class Agent:
         client, number = session.client, request.number
         match request:
             case Introduce():
-                self._introduce(session, request)
+                self._introduce(session, request, now_s)
             case Renew():
-                self._say(client, Renewed(number, self._leases.of(client)))
+                self._mail.say(client, Renewed(number, self._leases.of(client)), now_s)
             case Inspect():
-                self._say(client, self._stock(number))
+                self._mail.say(client, self._stock(number), now_s)
             case Lease():
-                self._lease(client, request, now_s)
+                self._desk.lease(client, request, now_s)
             case Release():
-                self._release(client, request, now_s)
+                self._desk.release(client, request, now_s)
             case ReadLog():
                 lines = self._read_log(max(0, min(request.lines, LOG_LINES)))
-                self._say(client, LogLines(number, newest(lines)))
+                self._mail.say(client, LogLines(number, newest(lines)), now_s)
 
-    # ---- what clients ask for
-
-    def _introduce(self, session: Session, request: Introduce) -> None:
+    def _introduce(self, session: Session, request: Introduce, now_s: float) -> None:
         client, mine = session.client, own_versions()
         wrong = mismatch(request.versions, mine, self._host)
         if wrong is not None:
-            self._tell("refused", client=client.name, reason=wrong)
-            self._say(client, Refused(request.number, "versions", wrong))
+            self._report.refusal("refused", client.name, now_s, client=client.name, reason=wrong)
+            self._mail.say(client, Refused(request.number, "versions", wrong), now_s)
             return
         if not session.introduced:
-            self._tell("connected", client=client.name, version=request.versions.onebox, torch=request.versions.torch)
+            theirs = request.versions
+            self._report.dealing(
+                "connected", client.name, now_s, client=client.name, version=theirs.onebox, torch=theirs.torch
+            )
         session.introduced = True
-        self._say(client, Introduced(request.number, mine, self._host, self._advertise))
-
-    def _lease(self, client: Client, request: Lease, now_s: float) -> None:
-        wrong = what_is_wrong(request)
-        if wrong is not None:
-            self._apply([Refuse(client, request.number, "usage", wrong)], now_s)
-            return
-        for lease, grant in self._granted.items():  # asked again: the answer was lost, or is not there yet
-            if (grant.client, grant.number) == (client, request.number):
-                if lease in self._ready:
-                    self._say(client, self._ready[lease])
-                return
-        self._asked[client, request.number] = request
-        decisions = self._leases.ask(
-            client, request.number, request.wants, grace_s=request.grace_s, wait=request.wait, now_s=now_s
-        )
-        self._apply(decisions, now_s)
-
-    def _release(self, client: Client, request: Release, now_s: float) -> None:
-        lease = request.lease
-        if not lease:
-            left = self._leases.leave(client, request.request, now_s)
-            if left is not None:
-                self._asked.pop((client, request.request), None)
-                self._tell("left", client=client.name)
-                self._say(client, Done(request.number))
-                self._apply(left, now_s)
-                return
-            of_request = (key for key, g in self._granted.items() if (g.client, g.number) == (client, request.request))
-            lease = next(of_request, 0)  # it was granted a moment ago
-        grant = self._granted.get(lease)
-        if grant is None or grant.client.key != client.key:
-            why = f"you have no lease {lease}" if request.lease else f"no request {request.request} waits"
-            self._say(client, Refused(request.number, "ended", f"{why}, or no longer"))
-            return
-        self._releasing.setdefault(lease, []).append((client, request.number))
-        self._apply(self._leases.release(client, lease), now_s)
+        self._mail.say(client, Introduced(request.number, mine, self._host, self._advertise), now_s)
 
     def _stock(self, number: int) -> Stock:
         now_s = time.monotonic()
         offers, queue = self._leases.stock(now_s, lambda device: self._load.of(device, now_s))
         return Stock(number, offers, queue, self._load.average(), now_s - self._began_s)
-
-    # ---- what is decided
-
-    def _apply(self, decisions: Sequence[Decision], now_s: float) -> None:
-        for decision in decisions:
-            client = decision.client
-            match decision:
-                case Grant():
-                    self._start(decision, now_s)
-                case Wait():
-                    self._tell("queued", client=client.name, place=decision.place, behind=decision.behind)
-                    self._say(client, Queued(decision.number, decision.place, decision.behind))
-                case Refuse():
-                    self._asked.pop((client, decision.number), None)
-                    self._tell("lease-refused", client=client.name, kind=decision.kind, reason=decision.reason)
-                    self._say(client, Refused(decision.number, decision.kind, decision.reason))
-                case End():
-                    self._end(decision, now_s)
-                case Drop():
-                    self._asked.pop((client, decision.number), None)
-                    self._tell("dropped", client=client.name, reason=_DROPPED)
-                    self._say(client, Refused(decision.number, "ended", _DROPPED))
-
-    def _start(self, grant: Grant, now_s: float) -> None:
-        """Start the workers of a lease."""
-        asked = self._asked.pop((grant.client, grant.number))
-        self._granted[grant.lease] = grant
-        devices = ", ".join(share.device for share in grant.shares)
-        self._tell("leased", client=grant.client.name, lease=grant.lease, devices=devices)
-        why = self._workers.start(grant.lease, grant.shares, asked.key, asked.speed, now_s)
-        if why is not None:
-            self._learn(NotStarted(grant.lease, why), now_s)
-
-    def _end(self, end: End, now_s: float) -> None:
-        """End the workers of a lease, and tell its client where it does not know."""
-        grant = self._granted[end.lease]
-        event = {"released": "released", "silent": "expired", "time": "timed-out", "failed": "start-failed"}[end.cause]
-        self._tell(event, client=end.client.name, lease=end.lease, reason=end.why)
-        if end.cause == "failed":
-            self._say(end.client, Refused(grant.number, "failed", end.why))
-        elif end.cause != "released":
-            self._say(end.client, LeaseEnded(end.lease, end.why))
-        self._ready.pop(end.lease, None)
-        self._workers.end(end.lease, RELEASE_S if end.cause == "released" else 0.0, now_s)
-
-    # ---- what befalls workers
-
-    def _learn(self, news: News, now_s: float) -> None:
-        grant = self._granted[news.lease]
-        client = grant.client
-        match news:
-            case Ready():
-                for started in news.workers:
-                    self._tell(
-                        "worker-started",
-                        client=client.name,
-                        lease=news.lease,
-                        device=started.device,
-                        process=started.process,
-                    )
-                self._ready[news.lease] = Leased(grant.number, news.lease, news.workers)
-                self._say(client, self._ready[news.lease])
-            case NotStarted():
-                self._apply(self._leases.failed(news.lease, news.why), now_s)
-            case Died():
-                self._tell(
-                    "worker-left" if news.exit_status == 0 else "worker-ended",  # left: its client told it to
-                    client=client.name,
-                    lease=news.lease,
-                    device=grant.shares[news.worker].device,
-                    exit_status=news.exit_status,
-                )
-                self._say(client, WorkerEnded(news.lease, news.worker, news.exit_status, news.last_words))
-                self._apply(self._leases.worker_ended(news.lease, news.worker, now_s), now_s)
-            case Gone():
-                del self._granted[news.lease]
-                self._tell("freed", client=client.name, lease=news.lease)
-                for releaser, number in self._releasing.pop(news.lease, ()):
-                    self._say(releaser, Done(number))
-                self._apply(self._leases.freed(news.lease, now_s), now_s)
-
-    def _say(self, client: Client, saying: AgentSaying) -> None:
-        """Say something to a client."""
-        session = self._sessions.get(client)
-        if session is not None:
-            session.said(saying, time.monotonic())
-        self._send(client, saying)
-
-    def _send(self, client: Client, saying: AgentSaying) -> None:
-        """Send something to a client; one that does not listen, or has gone, misses it."""
-        try:
-            self._socket.send_multipart([client.session, encode_agent(saying)], zmq.NOBLOCK)
-        except (zmq.ZMQError, WireError) as error:
-            self._tell("unsaid", client=client.name, what=type(saying).__name__, reason=str(error))

@@ -159,8 +159,9 @@ class Workers:
                         yield worker.outlet
 
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
-        """End the workers of a lease: wait for their own end for a while, then kill them; :class:`Gone` follows."""
-        crew = self._crews[lease]
+        """End the workers of a lease: wait for their own end for a while, then kill them; :class:`Gone` follows, also
+        where there are none."""
+        crew = self._crews.setdefault(lease, _Crew(lease, now_s))
         crew.ending = True
         crew.until_s = now_s + grace_s
         if grace_s <= 0:

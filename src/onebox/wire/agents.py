@@ -1,7 +1,8 @@
 """What a client and an agent say to each other; an agent leases the devices of its host and starts workers on them.
 
-One message is one frame, strictly decoded and bounded by :data:`MESSAGE_BYTES`; no tensor travels here. A client
-numbers its requests, and the answer bears the number; what an agent says by itself is about a lease. The agent is the
+One message is one frame, strictly decoded and bounded by :data:`MESSAGE_BYTES`; no tensor travels here. A client puts
+another frame before each of its own, a token of :data:`TOKEN_BYTES` that tells its sessions apart; it numbers its
+requests, and the answer bears the number; what an agent says by itself is about a lease. The agent is the
 CURVE server, and lets in the keys that were paired with it. Workers are reached over channels of their own, with keys
 of their own, which the agent hands out with the lease.
 """
@@ -15,7 +16,7 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 
-AGENT_PROTOCOL = 1
+AGENT_PROTOCOL = 2
 """Version of everything in this file; both sides must agree."""
 
 AGENT_PORT = 7171
@@ -26,6 +27,9 @@ PAIRING_PORT = 7172
 
 GRACE_S = 3.0
 """How long a client may be silent before its leases end, unless it asks for longer."""
+
+TOKEN_BYTES = 16
+"""Bytes of the token of a client's session, which it draws by lot and keeps while its connection is made again."""
 
 RENEW_S = 0.5
 """How often a client renews its leases, which is its sign of life; the agent answers each, which is its own."""

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import zmq
@@ -15,6 +15,7 @@ from onebox.agent import Agent, Limits, Offered
 from onebox.pool.versions import own_versions
 from onebox.wire import KeyPair, configure, new_keys
 from onebox.wire.agents import (
+    TOKEN_BYTES,
     AgentSaying,
     Introduce,
     Introduced,
@@ -38,13 +39,15 @@ CPUS = Offered(device="cpu", name="a CPU", memory_bytes=1 << 30, threads=2)
 class Raw:
     """One connection of a client, which renews while it waits."""
 
-    def __init__(self, endpoint: str, agent_key: str, keys: KeyPair) -> None:
+    def __init__(self, endpoint: str, agent_key: str, keys: KeyPair, route: bytes = b"") -> None:
         self.keys = keys
         self.endpoint = endpoint
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         configure(self.socket, keys, server_key=agent_key)
-        self.socket.setsockopt(zmq.ROUTING_ID, secrets.token_bytes(16))
+        if route:
+            self.socket.setsockopt(zmq.ROUTING_ID, route)
+        self.token = secrets.token_bytes(TOKEN_BYTES)
         self.connect()
         self.numbers = 0
         self.heard: list[AgentSaying] = []
@@ -57,7 +60,7 @@ class Raw:
         self.socket.disconnect(self.endpoint)
 
     def say(self, request: Request | bytes) -> None:
-        self.socket.send(request if isinstance(request, bytes) else encode_agent(request))
+        self.socket.send_multipart([self.token, request if isinstance(request, bytes) else encode_agent(request)])
 
     def number(self) -> int:
         self.numbers += 1
@@ -111,31 +114,40 @@ def greeted(endpoint: str, worker_key: str, keys: KeyPair, within_s: float) -> b
 class House:
     """An agent that serves in a thread, and its clients."""
 
-    def __init__(self, *offers: Offered, limits: Limits | None = None, bind: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        *offers: Offered,
+        limits: Limits | None = None,
+        bind: str = "127.0.0.1",
+        read_log: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
         self.keys = new_keys()
         self.known = {new_keys().public: "nobody"}
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.agent = Agent(
             keys=self.keys,
-            name_of=self.known.get,
+            name_of=self.name_of,
             bind=bind,
             port=0,
             advertise=bind,
             offers=offers or (CPUS,),
             limits=limits or Limits(),
             tell=lambda event, **fields: self.events.append((event, fields)),
-            read_log=lambda lines: [f'{{"line": {number}}}' for number in range(lines)],
+            read_log=read_log or (lambda lines: [f'{{"line": {number}}}' for number in range(lines)]),
         )
         self.clients: list[Raw] = []
         self.thread = threading.Thread(target=self.agent.run)
         self.thread.start()
 
-    def raw(self, name: str | None, keys: KeyPair | None = None) -> Raw:
+    def name_of(self, key: str) -> str | None:
+        return self.known.get(key)
+
+    def raw(self, name: str | None, keys: KeyPair | None = None, route: bytes = b"") -> Raw:
         """Return a connection of a client that the agent knows by a name, or does not know."""
         keys = keys or new_keys()
         if name is not None:
             self.known[keys.public] = name
-        self.clients.append(Raw(self.agent.endpoint, self.keys.public, keys))
+        self.clients.append(Raw(self.agent.endpoint, self.keys.public, keys, route))
         return self.clients[-1]
 
     def client(self, name: str, keys: KeyPair | None = None) -> Raw:
@@ -164,9 +176,9 @@ class House:
 
 
 @contextlib.contextmanager
-def house(*offers: Offered, limits: Limits | None = None) -> Iterator[House]:
+def house(*offers: Offered, **more: Any) -> Iterator[House]:
     """Let an agent serve as long as a block lasts."""
-    made = House(*offers, limits=limits)
+    made = House(*offers, **more)
     try:
         yield made
     finally:

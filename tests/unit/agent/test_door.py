@@ -1,56 +1,29 @@
-"""Who is let in, and how often somebody may do something."""
+"""Who is let in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 from zmq.utils import z85
 
-from onebox.agent.door import ADDRESSES, Door, Rate, Strangers
+from onebox.agent.door import Door
+from onebox.agent.quiet import Reporter
 from onebox.wire import new_keys
-
-
-@given(st.lists(st.floats(0, 3, allow_nan=False), max_size=40))
-def test_a_rate_holds_over_any_time(pauses: list[float]) -> None:
-    rate, now_s, allowed = Rate(3, 2.0, 0.0), 0.0, []
-    for pause in pauses:
-        now_s += pause
-        if rate.allows(now_s):
-            allowed.append(now_s)
-    for start in range(len(allowed)):
-        for end in range(start, len(allowed)):
-            assert end - start + 1 <= 3 + (allowed[end] - allowed[start]) / 2.0 + 1e-6
-
-
-def test_a_clock_that_goes_back_gives_nothing() -> None:
-    rate = Rate(1, 1.0, 10.0)
-    assert rate.allows(10.0) and not rate.allows(5.0) and not rate.allows(5.9) and rate.allows(6.1)
-
-
-def test_of_one_address_a_few_failures_are_told_and_the_rest_later() -> None:
-    strangers = Strangers()
-    assert [strangers.failed("x", 0.0) for _ in range(8)] == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert strangers.failed("y", 0.0) == 1
-    assert strangers.failed("x", 11.0) == 4
-
-
-def test_of_many_addresses_not_too_many_are_told_nor_remembered() -> None:
-    strangers = Strangers()
-    assert sum(bool(strangers.failed(str(number), 0.0)) for number in range(5000)) == 50
-    assert len(strangers) == ADDRESSES
 
 
 class Knocking:
     """ZeroMQ's side of the door."""
 
-    def __init__(self, known: dict[str, str]) -> None:
+    def __init__(self, name_of: Callable[[str], str | None]) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.door = Door(self.context, known.get, lambda event, **fields: self.told.append((event, fields)))
+        self.door = Door(self.context, name_of, Reporter(self.tell))
+
+    def tell(self, event: str, **fields: Any) -> None:
+        self.told.append((event, fields))
 
     def knock(self, *request: bytes) -> list[bytes]:
         with self.context.socket(zmq.REQ) as socket:
@@ -69,7 +42,7 @@ class Knocking:
 
 def test_a_known_key_comes_in_and_is_its_user_id() -> None:
     keys = new_keys()
-    knocking = Knocking({keys.public: "ana"})
+    knocking = Knocking({keys.public: "ana"}.get)
     raw = z85.decode(keys.public)
     try:
         answer = knocking.knock(b"1.0", b"7", b"onebox", b"10.0.0.1", b"", b"CURVE", raw)
@@ -90,17 +63,30 @@ def test_a_known_key_comes_in_and_is_its_user_id() -> None:
     ],
 )
 def test_all_else_is_refused(request_: tuple[bytes, ...]) -> None:
-    knocking = Knocking({})
+    knocking = Knocking({}.get)
     try:
         assert knocking.knock(*request_)[2:5] == [b"400", b"refused", b""]
-        assert knocking.told == [("handshake-refused", {"address": "10.0.0.1", "times": 1})]
+        assert knocking.told == [("handshake-refused", {"address": "10.0.0.1"})]
     finally:
         knocking.close()
 
 
 def test_a_request_of_one_frame_is_refused() -> None:
-    knocking = Knocking({})
+    knocking = Knocking({}.get)
     try:
         assert knocking.knock(b"?")[2] == b"400"
+    finally:
+        knocking.close()
+
+
+def test_a_list_of_clients_that_fails_lets_nobody_in_and_the_door_goes_on() -> None:
+    keys, known = new_keys(), {}
+    knocking = Knocking(lambda key: known[key])
+    request = (b"1.0", b"7", b"onebox", b"10.0.0.1", b"", b"CURVE", z85.decode(keys.public))
+    try:
+        assert knocking.knock(*request)[2] == b"400"
+        assert [event for event, _ in knocking.told] == ["failed", "handshake-refused"]
+        known[keys.public] = "ana"
+        assert knocking.knock(*request)[2] == b"200"
     finally:
         knocking.close()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onebox.agent.demand import Limits, Offered, Share, reach
-from onebox.agent.leases import QUEUE, Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
+from onebox.agent.leases import DROPPED, QUEUE, Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
 from onebox.errors import UsageError
 from onebox.wire.agents import Offer, Want
 
@@ -75,7 +75,7 @@ def test_a_silent_client_loses_its_leases_and_its_place() -> None:
     ask(leases, CLEO, 1, Want("cuda"))
     assert leases.heard(ANA, 2.0) == (1,)
     leases.heard(CLEO, 2.0)
-    assert leases.tick(2.1) == [Drop(BEN, 1), Wait(CLEO, 1, 1, "ana")]
+    assert leases.tick(2.1) == [Drop(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana")]
     leases.heard(CLEO, 4.0)
     assert leases.tick(5.0) == []
     (end,) = leases.tick(5.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onebox.agent.leases import Client
-from onebox.agent.sessions import IDLE_S, LOG_BYTES, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
+from onebox.agent.sessions import IDLE_S, LOG_BYTES, NEW_S, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
 from onebox.wire.agents import MESSAGE_BYTES, Done, LogLines, Renewed, encode_agent
 
 
@@ -34,6 +34,13 @@ def test_of_one_key_there_are_not_too_many_and_idle_ones_make_room() -> None:
     assert sessions.find(client(2), 100.0, everybody) is not None
     assert sessions.find(client(1, 999), 100.0, nobody) is not None
     assert sessions.get(client(1, 0)) is None and sessions.get(client(1, 1)) is not None
+
+
+def test_new_sessions_of_a_key_come_no_faster_than_old_ones_may_talk() -> None:
+    sessions = Sessions()
+    made = [sessions.find(client(1, number), number / 1000, nobody) for number in range(10_000)]
+    assert sum(session is not None for session in made) == SESSIONS_OF_ONE + 10 / NEW_S - 1
+    assert sessions.find(client(2), 10.0, nobody) is not None
 
 
 def test_of_all_keys_there_are_not_too_many() -> None:
@@ -86,3 +93,14 @@ def test_of_a_long_log_the_newest_lines_fit_a_message() -> None:
     assert found == tuple(lines[-len(found) :]) and len(found) == LOG_BYTES // 2008 + 1
     assert newest(["x" * LOG_BYTES, "last"]) == ("last",)
     assert len(encode_agent(LogLines(1, newest([""] * 10**5)))) < MESSAGE_BYTES
+
+
+def test_over_another_connection_a_client_is_told_again_what_went_over_the_old_one() -> None:
+    session = Sessions().find(client(1), 0.0, nobody)
+    assert session is not None
+    session.heard(0.0, b"old")
+    session.introduced = True
+    session.said(Done(1), 0.1)
+    assert session.heard(0.2, b"old") == []
+    assert session.heard(0.3, b"new") == [Done(1)] and session.route == b"new"
+    assert session.heard(0.4, b"new") == []

@@ -12,6 +12,7 @@ from onebox.pool.agents.line import AgentLine
 from onebox.pool.versions import own_versions
 from onebox.wire import KeyPair, configure, new_keys
 from onebox.wire.agents import (
+    TOKEN_BYTES,
     AgentSaying,
     Done,
     Inspect,
@@ -62,7 +63,6 @@ class ScriptedAgent:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, self.keys, server_key=None)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.IPV6, "[" in host)
         self._socket.bind(f"tcp://{host}:{port or '*'}")
         self.address = self._socket.last_endpoint.decode().removeprefix("tcp://")
@@ -94,7 +94,8 @@ class ScriptedAgent:
                 self._send(self._say.pop(0))
             if not self._socket.poll(10):
                 continue
-            self._client, frame = self._socket.recv_multipart()
+            self._client, token, frame = self._socket.recv_multipart()
+            assert len(token) == TOKEN_BYTES
             request = decode_request(frame)
             self.heard.append(request)
             if not self.mute:

@@ -11,8 +11,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.keys.ring import full_address
+from onebox.pool.keys.ring import fingerprint, full_address
 from onebox.wire import KeyPair, configure
+from onebox.wire.agents import TOKEN_BYTES
 
 _CONNECT_MS, _RETRY_MS = 1000, 200
 """How long one attempt to connect may take, and the time between two: after a cut the line is soon there again."""
@@ -28,6 +29,9 @@ _HINTS = {
     int(zmq.EVENT_CONNECTED): "something listens there, but does not answer: it may hang, or have another key",
 }
 _NOTHING = "the host may be down, or a firewall between"
+
+_SURE = 3
+"""Handshakes in a row that end without a word before anything else: not an agent that is just being ended."""
 
 
 class AgentSocket:
@@ -45,14 +49,15 @@ class AgentSocket:
     def __init__(self, address: str, key: str, mine: KeyPair) -> None:
         self._address = address
         self._hint = _NOTHING
-        self._let_in = 0
+        self._key = key
+        self._let_in, self._mute = 0, 0
         self._reached = False
         where = split(address)
         family = resolve(address)[0]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.socket = self._context.socket(zmq.DEALER)
         configure(self.socket, mine, server_key=key)
-        self.socket.setsockopt(zmq.IDENTITY, b"\1" + secrets.token_bytes(15))  # the same after a cut
+        self._token = secrets.token_bytes(TOKEN_BYTES)
         self.socket.setsockopt(zmq.IPV6, family == sockets.AF_INET6)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
@@ -69,7 +74,7 @@ class AgentSocket:
     def send(self, frame: bytes) -> None:
         """Send a message; it is lost where a queue of a thousand is full."""
         with contextlib.suppress(zmq.Again):
-            self.socket.send(frame, zmq.NOBLOCK)
+            self.socket.send_multipart([self._token, frame], zmq.NOBLOCK)
 
     def receive(self) -> bytes | None:
         """Return a message, if one has come; one of several frames is none of an agent's."""
@@ -90,11 +95,23 @@ class AgentSocket:
                     f"onebox pair {self._address}"
                 )
             self._let_in += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._mute += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            if self._mute >= _SURE and not self._let_in:
+                refusal = self._another_key()
             self._reached |= event == zmq.EVENT_CONNECTED
             if event == zmq.EVENT_CONNECT_RETRIED:  # it follows a connection that broke, too
                 self._hint, self._reached = self._hint if self._reached else _NOBODY, False
             self._hint = _HINTS.get(event, self._hint)
         return refusal
+
+    def _another_key(self) -> PoolError:
+        return PoolError(
+            f"WHAT LISTENS AT {self._address} HAS NOT THE KEY THAT THIS CLIENT WAS PAIRED WITH\n"
+            f"  paired with:  {fingerprint(self._key)}\n"
+            "  Its keys were made anew, or somebody else listens there, who was told nothing. Ask who runs it, and "
+            "compare: 'onebox pair --list' there shows its fingerprint.\n"
+            f"  If it has new keys, pair again: 'onebox pair --accept' there, 'onebox pair {self._address}' here."
+        )
 
     def absent(self, waited_s: float) -> PoolError:
         """Return the error that says that no answer has come."""

@@ -1,0 +1,153 @@
+"""What one client does, by malice or by a mistake of the agent's, costs another one nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from onebox.agent.workers import Workers
+from onebox.wire.agents import (
+    TOKEN_BYTES,
+    Done,
+    Inspect,
+    LeaseEnded,
+    LogLines,
+    ReadLog,
+    Refused,
+    Release,
+    Renew,
+    Renewed,
+    Stock,
+    Want,
+    encode_agent,
+)
+from tests.process.agent.raw import House, Raw, gone, house
+
+HALF = Want("cpu", 1, 1 << 20)
+POISON = 666
+
+
+def read_log(lines: int) -> Sequence[str]:
+    if lines == POISON:
+        raise KeyError("a mistake of ours")
+    return ["{}"] * lines
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[House]:
+    with house(read_log=read_log) as made:
+        yield made
+
+
+def renewed(client: Raw) -> tuple[int, ...]:
+    number = client.number()
+    client.say(Renew(number))
+    while (found := client.take(Renewed)).number != number:
+        pass
+    return found.leases
+
+
+def test_a_message_that_the_agent_fails_at_costs_its_session_and_nobody_elses(shared: House) -> None:
+    ben, ana = shared.client("ben"), shared.client("ana")
+    other = shared.client("ana", ana.keys)
+    kept, lost = ben.lease(HALF, grace_s=60.0), ana.lease(HALF, grace_s=60.0)
+    ana.say(ReadLog(ana.number(), POISON))
+    assert ana.take(LeaseEnded).lease == lost.lease
+    assert "journal" in ana.take(Refused).reason
+    (told,) = shared.told("failed")
+    assert (told["client"], told["part"]) == ("ana", "message")
+    assert told["reason"].startswith("KeyError") and told["where"].startswith("test_harm.py:")
+    assert gone([lost.workers[0].process])
+
+    assert renewed(ben) == (kept.lease,) and renewed(other) == () == renewed(ana)
+    ana.introduce()
+    ana.say(ReadLog(ana.number(), 1))
+    assert ana.take(LogLines).lines == ("{}",)
+    ben.say(Release(ben.number(), kept.lease))
+    assert gone([kept.workers[0].process])
+
+
+def test_a_lease_that_the_agent_fails_to_begin_is_freed(shared: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Workers, *args: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    client = shared.client("cleo")
+    with monkeypatch.context() as patch:
+        patch.setattr(Workers, "start", fail)
+        number = client.ask(HALF)
+        refused = client.take(Refused)
+    assert (refused.number, refused.kind) == (number, "failed") and "no such luck" in refused.reason
+    end_s = time.monotonic() + 10
+    while shared.agent.stock().offers[0].holders:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_a_list_of_clients_that_cannot_be_read_for_a_while_costs_nobody_a_lease(shared: House) -> None:
+    client = shared.client("dora")
+    leased = len(shared.told("leased"))
+    number = client.ask(HALF, grace_s=60.0)
+    shared.until("leased", leased + 1)
+    before, known = len(shared.told("failed")), shared.known
+    try:
+        shared.known = None  # type: ignore[assignment]
+        client.say(Renew(client.number()))
+        shared.until("failed", before + 1)
+    finally:
+        shared.known = known
+    client.say(Release(client.number(), request=number))
+    client.take(Done)
+
+
+def test_who_takes_the_name_of_anothers_connection_hears_nothing_of_his(shared: House) -> None:
+    """By the name that a socket may give to its connections; those of this package give them none."""
+    name = b"a name to be guessed"
+    ana, thief = shared.raw("ana", route=name), shared.raw("eve", route=name)
+    ana.introduce()
+    thief.say(Inspect(thief.number()))
+    for _ in range(3):
+        ana.say(Inspect(ana.number()))
+        ana.take(Stock)
+    assert not thief.socket.poll(500)
+    thief.disconnect()
+    thief.connect()
+    assert ana.introduce() and not thief.socket.poll(500)
+
+
+def test_who_has_anothers_token_has_a_session_of_his_own(shared: House) -> None:
+    ana, thief = shared.client("ana"), shared.raw("eve")
+    thief.token = ana.token
+    thief.introduce()
+    leased = ana.lease(HALF, grace_s=60.0)
+    assert renewed(thief) == () and renewed(ana) == (leased.lease,)
+    thief.say(Release(thief.number(), leased.lease))
+    assert thief.take(Refused).kind == "ended"
+    thief.say(Release(thief.number(), request=leased.number))
+    assert thief.take(Refused).kind == "ended"
+    assert not any(getattr(saying, "lease", 0) == leased.lease for saying in thief.heard)
+    ana.say(Release(ana.number(), leased.lease))
+    assert gone([leased.workers[0].process])
+
+
+@pytest.mark.parametrize("token", [b"", bytes(TOKEN_BYTES - 1), bytes(TOKEN_BYTES + 1), bytes(10_000)])
+def test_a_message_with_another_token_than_agents_know_is_none(shared: House, token: bytes) -> None:
+    client = shared.raw("finn")
+    client.token = token
+    client.say(Inspect(1))
+    client.socket.send(encode_agent(Inspect(1)))
+    assert not client.socket.poll(300)
+    client.token = bytes(TOKEN_BYTES)
+    client.introduce()
+
+
+def test_of_a_flood_of_nonsense_a_few_lines_are_told(shared: House) -> None:
+    before = len(shared.told("refused"))
+    client = shared.client("greta")
+    for _ in range(90):
+        client.say(b"nonsense")
+    client.say(Inspect(client.number()))
+    client.take(Stock)
+    assert len(shared.told("refused")) - before <= 6
