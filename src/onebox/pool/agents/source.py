@@ -13,15 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.agents.line import AgentLine, Busy
+from onebox.pool.agents.reach import reach
 from onebox.pool.agents.tenant import RemoteMember
 from onebox.pool.failures import wait_in_slices
-from onebox.pool.keys.ring import KnownAgent, identity, known_agent
+from onebox.pool.keys.ring import KnownAgent, identity, known_agent, known_agents
 from onebox.pool.liveness import SILENCE_S
 from onebox.pool.member import Member
 from onebox.pool.spec import GRAMMAR, AgentPart, wants
 from onebox.wire.agents import GRACE_S, Queued, Want
 
 _log = logging.getLogger("onebox.pool")
+
+_NAMED = 8
+"""The most agents that a message lists."""
 
 Connect = Callable[[str], AgentLine]
 """Connects to the agent at an address."""
@@ -47,6 +51,7 @@ def connect_agent(address: str) -> AgentLine:
         PoolError: There is no agent, it refuses this client, or it is of another version.
     """
     agent = paired_agent(address)
+    reach(address)
     return AgentLine(address, agent.key, identity("client"), client_name())
 
 
@@ -58,9 +63,12 @@ def paired_agent(address: str) -> KnownAgent:
     """
     agent = known_agent(address)
     if agent is None:
+        others = [each.address for each in known_agents()]
+        known = f"; it is paired with {', '.join(others[:_NAMED])}{' and others' * (len(others) > _NAMED)}"
         raise UsageError(
-            f"this client is not paired with an agent at {address!r}: run 'onebox pair --accept' there and "
-            f"'onebox pair {address}' here, then 'onebox serve' there; if no host was meant, a pool may be {GRAMMAR}"
+            f"this client is not paired with an agent at {address!r}{known if others else ''}: run 'onebox pair "
+            f"--accept' there and 'onebox pair {address}' here, then 'onebox serve' there"
+            + ("" if ":" in address else f"; if no host was meant, a pool may be {GRAMMAR}")
         )
     return agent
 
@@ -174,7 +182,12 @@ class AgentSource:
             line.close()
 
     def _queued(self, queued: Queued) -> None:
-        _log.warning("waiting for %s: place %d in its queue, behind %s", self.address, queued.place, queued.behind)
+        _log.warning(
+            "waiting for %s: place %d in its queue, behind %s ('onebox status' shows who has what; Ctrl-C gives up)",
+            self.address,
+            queued.place,
+            queued.behind,
+        )
 
 
 def acquire_all(sources: Sequence[AgentSource], client_key: str, *, wait: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,9 +17,12 @@ import zmq
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.agents import line as lines
+from onebox.pool.agents import reach as reaching
 from onebox.pool.agents.line import AgentLine, Busy, RemoteMember
+from onebox.pool.agents.reach import reach
 from onebox.pool.agents.socket import own_address, resolve, split
 from onebox.pool.agents.source import AgentSource, acquire_all, connect_agent
+from onebox.pool.keys.ring import KnownAgent, fingerprint, remember_agent
 from onebox.pool.liveness import SILENCE_S
 from onebox.pool.spec import AgentPart
 from onebox.pool.versions import own_versions
@@ -277,9 +281,28 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_agent_with_another_key(agent: ScriptedAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "CONNECT_S", 0.5)
-    with pytest.raises(PoolError, match=r"no answer from an agent at .*key"):
-        AgentLine(agent.address, new_keys().public, new_keys(), "ana")
+    """As loud as SSH: which key was expected, what may have happened, and what to do."""
+    monkeypatch.setattr(lines, "CONNECT_S", 30.0)
+    expected = new_keys().public
+    with pytest.raises(PoolError, match="HAS NOT THE KEY") as caught:
+        AgentLine(agent.address, expected, new_keys(), "ana")
+    assert fingerprint(expected) in str(caught.value)
+    assert f"onebox pair {agent.address}" in str(caught.value)
+
+
+def test_whether_anybody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        reach(address)
+    monkeypatch.setattr(reaching, "_REFUSED_S", 0.0)
+    with pytest.raises(PoolError, match=f"nobody listens at {address}: run 'onebox serve'"):
+        reach(address)
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as full, contextlib.ExitStack() as waiting:
+        for _ in range(2):  # that nobody accepts: the next gets no answer, as from a host that is down
+            waiting.enter_context(socket.create_connection(full.getsockname()))
+        monkeypatch.setattr(reaching, "WITHIN_S", 0.3)
+        with pytest.raises(PoolError, match="the host may be down, or a firewall"):
+            reach(f"127.0.0.1:{full.getsockname()[1]}")
 
 
 def test_a_client_that_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +495,11 @@ def test_a_host_that_this_client_is_not_paired_with(
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path_factory.mktemp("keys")))
     with pytest.raises(UsageError, match=r"not paired with an agent at 'lab-1': .* 'onebox pair lab-1' here"):
         connect_agent("lab-1")
+    remember_agent(KnownAgent("lab-2", new_keys().public, "lab-2"))
+    with pytest.raises(
+        UsageError, match=r"'lab-2:7200'; it is paired with lab-2:7171: .* 'onebox serve' there$"
+    ):
+        connect_agent("lab-2:7200")
 
 
 def test_signs_of_life_are_given_only_when_let_in() -> None:
