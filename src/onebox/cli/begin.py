@@ -112,6 +112,8 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, pla
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         metrics={"accuracy": accuracy},
+        recover=config.recovers,
+        snapshot_every=config.snapshot_every,
     )
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 
@@ -130,6 +132,8 @@ def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool, plan: 
             make_optimizer(config, model),
             pool=pool,
             metrics={"accuracy": accuracy},
+            recover=config.recovers,
+            snapshot_every=config.snapshot_every,
             **options,
         )
         standing = Standing.from_extra(trainer.extra, seed=config.seed, path=saved)

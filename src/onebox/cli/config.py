@@ -120,6 +120,9 @@ class TrainConfig(JobConfig):
             --epochs and the flags that say where and how it runs may be given anew.
         save_every: Write a checkpoint every so many steps too, not at the end of each epoch alone.
         every: Where output is no terminal: a line of progress every so many steps.
+        recover: Whether to go on when workers are lost: auto (where other machines have a part in it), on or off.
+        snapshot_every: Steps from one snapshot, from which a run goes on after a loss, to the next; without it as many
+            as keep their cost low.
 
     Raises:
         UsageError: A value is out of range, or two do not go together.
@@ -135,10 +138,15 @@ class TrainConfig(JobConfig):
     resume: Folder = None
     save_every: Int = None
     every: int = 20
+    recover: Literal["auto", "on", "off"] = "auto"
+    snapshot_every: Int = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
+        at_least(1, snapshot_every=self.snapshot_every)
+        if self.snapshot_every is not None and self.recover == "off":
+            raise UsageError(f"--snapshot-every {self.snapshot_every} is for runs that recover; --recover is off")
         positive(clip_grad_norm=self.clip_grad_norm)
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
@@ -156,6 +164,11 @@ class TrainConfig(JobConfig):
         if not self.plan or odd:
             what = f"and {odd[0]}: a plan says that itself; give one of them" if odd else "'': a plan file, or auto"
             raise UsageError(f"--plan {self.plan} {what}".replace("  ", " "))
+
+    @property
+    def recovers(self) -> bool | None:
+        """``recover`` as the trainer takes it."""
+        return None if self.recover == "auto" else self.recover == "on"
 
     @property
     def share_weights(self) -> Literal["auto", "equal", "measured"] | tuple[float, ...]:

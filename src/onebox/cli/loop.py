@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from onebox.cli.config import TrainConfig
 from onebox.engine import StepLoss, Trainer
+from onebox.engine.history import Recovery
 from onebox.errors import CheckpointError, OneboxError
 from onebox.feed import Batches, Position, Prefetch
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
@@ -125,7 +127,8 @@ class Loop:
         standing: How far the run is.
         saved: The last checkpoint, if any.
         meter: Samples and seconds of training.
-        peak_bytes: Most memory of each device up to the end of the first epoch of training; empty before.
+        peak_bytes: Most memory of each device that is left, up to the end of the first epoch of training; empty before.
+        unsaved: Why the last checkpoint that was due is not there; ``None`` if it is.
         full_steps: The numbers of the last steps that had a whole batch, as events count them, from 0.
     """
 
@@ -139,10 +142,13 @@ class Loop:
     standing: Standing
     saved: Path | None = None
     meter: Meter = field(default_factory=Meter)
-    peak_bytes: list[int] = field(default_factory=list)
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+    unsaved: OneboxError | None = None
     full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
+    _stories: int = 0
+    _silent: bool = False
 
     @property
     def full_batch(self) -> int:
@@ -157,8 +163,10 @@ class Loop:
     def run(self) -> None:
         """Train the epochs that are left.
 
+        A checkpoint that cannot be written, as on a full disk, is said and left to the next time that one is due.
+
         Raises:
-            OneboxError: A step or a checkpoint failed.
+            OneboxError: A step failed.
         """
         while self.standing.position.epoch < self.config.epochs:
             self._epoch(self.standing)
@@ -178,7 +186,8 @@ class Loop:
                     self._save(Standing(position=here, loss_sum=self._loss_sum, last=standing.last))
         self._drain(position.epoch)
         if not self.peak_bytes:  # now, as a test may need more than a step
-            self.peak_bytes = [used.peak_bytes for used in self.trainer.memory()]
+            memory, present = self.trainer.memory(), self.trainer.pool.present
+            self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
         result = self._test(position.epoch + 1)
         following = Position(epoch=position.epoch + 1, index=0, seed=position.seed)
         self._save(Standing(position=following, last=result))
@@ -201,8 +210,9 @@ class Loop:
         self._loss_sum += loss * samples
         self.meter.add(samples)
         norm = {} if value.gradient_norm is None else {"gradient_norm": value.gradient_norm}
-        self.log.write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
+        self._write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
         self.progress.step(step, loss=loss, samples=samples)
+        self._tell_recoveries()
 
     def _drain(self, epoch: int) -> None:
         while self._pending:
@@ -218,7 +228,8 @@ class Loop:
             test_accuracy=found.metrics["accuracy"],
             samples_per_s=self.meter.epoch_samples_per_s,
         )
-        self.log.write({"event": "epoch", **msgspec.to_builtins(result)})
+        self._tell_recoveries()
+        self._write({"event": "epoch", **msgspec.to_builtins(result)})
         self.progress.note(result_line(result, self.config.epochs))
         return result
 
@@ -230,8 +241,38 @@ class Loop:
         if not self.computes:
             self.standing = standing
             return
-        self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
-        self.standing = standing
+        self.standing, self.unsaved = standing, None
+        try:
+            self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
+        except CheckpointError as error:
+            self.unsaved = error
+            step = self.trainer.steps_done
+            self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
+            self._write({"event": "unsaved", "step": step, "error": str(error)})
+        self._tell_recoveries()
+
+    def _tell_recoveries(self) -> None:
+        """Put what was lost since, and how the run went on, on record; the trainer has logged it."""
+        for story in self.trainer.recoveries[self._stories :]:
+            self._write({"event": "recovery", **recovery_data(story)})
+            self._stories += 1
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        """Put something on record; where the disk is full, it is written when there is room again."""
+        try:
+            self.log.write(record)
+        except OSError as error:
+            if not self._silent:
+                what = f"{self.folder.metrics} cannot be written: {error.strerror}; it is tried again with every step"
+                self.progress.note(what)
+            self._silent = True
+        else:
+            self._silent = False
+
+
+def recovery_data(story: Recovery) -> dict[str, object]:
+    """Return the story of a recovery as plain data, with what is said of it."""
+    return {**dataclasses.asdict(story), "text": str(story)}
 
 
 def result_line(result: EpochResult, epochs: int) -> str:

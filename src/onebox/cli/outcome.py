@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from onebox.cli.console import OutputConsole
-from onebox.cli.loop import Loop
+from onebox.cli.loop import Loop, recovery_data
 from onebox.plan import Simulation, as_data
 from onebox.pool import DeviceInfo, Pool
 from onebox.report import Comparison, compare, comparison_tables, timeline_of, typical_step
@@ -59,6 +59,7 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
+    lines += _recoveries(loop)
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():
@@ -66,6 +67,18 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
             lines.append(f"  {name:<{width}}  {what}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _recoveries(loop: Loop) -> list[str]:
+    """Say what was lost and what that cost."""
+    stories = loop.trainer.recoveries
+    if not stories:
+        return []
+    redone, seconds = sum(story.redone for story in stories), sum(story.seconds for story in stories)
+    times = "once" if len(stories) == 1 else f"{len(stories)} times"
+    gone = sorted(loop.trainer.pool.gone)
+    left = f"; without device {', '.join(map(str, gone))} since" if gone else ""
+    return [f"recovered {times}: {redone} steps done again, {seconds:.1f} s{left}"]
 
 
 def _kind(device: DeviceInfo) -> str:
@@ -81,7 +94,7 @@ def _compare(loop: Loop) -> Comparison | None:
     return compare(
         plan,
         trainer.events(),
-        dict(enumerate(loop.peak_bytes)),
+        loop.peak_bytes,
         batch=size,
         steps=set(loop.full_steps),
         exact=trainer.predicted_memory(split.images[:size], split.labels[:size]),
@@ -118,7 +131,7 @@ def _print_comparison(found: Comparison, loop: Loop, console: OutputConsole) -> 
 
 def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -> dict[str, object]:
     last, meter, plan = loop.standing.last, loop.meter, loop.trainer.plan
-    memory = loop.trainer.memory()
+    memory = dict(zip(pool.present, loop.trainer.memory(), strict=True))
     return {
         "model": loop.config.model,
         "data": loop.config.data,
@@ -130,10 +143,14 @@ def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -
         "seconds": seconds,
         "samples_per_s": meter.samples / meter.seconds if meter.seconds else None,
         "devices": [
-            {**dataclasses.asdict(device), "peak_bytes": used.peak_bytes}
-            for device, used in zip(pool.devices, memory, strict=True)
+            {
+                **dataclasses.asdict(device),
+                "peak_bytes": memory[device.number].peak_bytes if device.number in memory else None,
+            }
+            for device in pool.devices
         ],
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
         "comparison": found and found.to_data(),
+        "recoveries": [recovery_data(story) for story in loop.trainer.recoveries],
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),
     }

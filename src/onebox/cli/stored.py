@@ -11,7 +11,11 @@ from onebox.cli.config import TrainConfig
 from onebox.errors import UsageError
 
 _NOT_STORED = ("run", "resume")
-_MAY_CHANGE = ("epochs", "pool", "threads", "memory", "plan", "sync", "shares", "save_every", "every", *_NOT_STORED)
+_MAY_CHANGE = (
+    *("epochs", "pool", "threads", "memory", "plan", "sync", "shares", "save_every", "every"),
+    *("recover", "snapshot_every"),
+    *_NOT_STORED,
+)
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
 
 

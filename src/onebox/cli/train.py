@@ -108,6 +108,8 @@ def _run(loop: Loop, pool: Pool, console: OutputConsole, expected: Simulation | 
             loop.run()
         found = write_outcome(loop, pool, seconds=time.monotonic() - began_s, expected=expected)
     print_outcome(loop, console, found)
+    if loop.unsaved is not None:
+        raise Exit(FAILED, f"the run has ended, but its end is not saved: {loop.unsaved}\n  {_whereabouts(loop)}")
 
 
 def _note_start(loop: Loop) -> None:

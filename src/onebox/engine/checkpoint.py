@@ -137,7 +137,8 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole",
+            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole: make room, or "
+            "save to another folder",
             path=folder,
         ) from error
     others = [save for save in saves(folder) if save != final]

@@ -161,7 +161,7 @@ class _Runs:
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
         if self.captures is None:
-            with Trainer(*self._arguments, pool=pool, precision=self._precision) as probe:
+            with Trainer(*self._arguments, pool=pool, precision=self._precision, recover=False) as probe:
                 self.captures = probe.captures
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 
@@ -196,7 +196,9 @@ class _Runs:
     def _trainer(self, pool: Pool, device: int) -> Trainer:
         assert self.captures is not None
         plan = _one_by_one(self._names, device, self._size)
-        trainer = Trainer(*self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0)
+        trainer = Trainer(
+            *self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0, recover=False
+        )
         trainer.captures = self.captures
         return trainer
 

@@ -18,6 +18,7 @@ from onebox.errors import OneboxError, UsageError
 from onebox.graph.placements import Shard
 from onebox.plan import Plan, Sync
 from onebox.pool import Pool
+from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
 
 
@@ -193,13 +194,23 @@ def check_settings(seed: int, precision: str, clip_grad_norm: float | None, chec
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
 
 
-def check_recovery(pool: Pool, recover: bool, snapshot_every: int | None) -> None:
-    """Refuse what cannot be of recovery.
+def recovers(pool: Pool, recover: bool | None, snapshot_every: int | None) -> bool:
+    """Tell whether a run is to go on after a loss.
+
+    Args:
+        pool: The pool.
+        recover: What the user says; ``None`` for yes where an agent or a Ray cluster runs some of the workers, or where
+            it is said how often snapshots are to be taken.
+        snapshot_every: Steps between snapshots, if the user says that.
 
     Raises:
-        UsageError: What, and what is allowed.
+        UsageError: What cannot be, and what is allowed.
     """
-    if snapshot_every is not None and (not recover or snapshot_every < 1):
+    emulated = any(device.kind == "sim" for device in pool.devices)
+    far = any(device.host != LOCAL_HOST for device in pool.devices)
+    wanted = (far and not emulated) or snapshot_every is not None if recover is None else recover
+    if snapshot_every is not None and (not wanted or snapshot_every < 1):
         raise UsageError(f"snapshot_every={snapshot_every}: at least 1 is allowed, and only with recover=True")
-    if recover and any(device.kind == "sim" for device in pool.devices):
+    if wanted and emulated:
         raise UsageError("recover=True: sim devices have no values to keep; leave it out")
+    return wanted

@@ -21,7 +21,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
 from onebox.engine.results import Evaluation, Event, StepLoss
 from onebox.engine.run import TrainingRun
-from onebox.engine.setup import Request, check_recovery, check_settings
+from onebox.engine.setup import Request, check_settings, recovers
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -59,12 +59,15 @@ class Trainer:
         check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
         in_flight: Steps that may be under way at once.
         trace: Whether workers time their instructions, for :meth:`events`.
-        recover: Whether to go on when a worker dies, hangs or cannot be reached any more: it is started again, or what
-            is left gets a new plan; all get the newest snapshot, and the steps since are done again. Each time a line
-            is logged and :attr:`recoveries` has one more. Snapshots and the batches since are kept in the memory of
-            this process. With the same plan the run ends with the bits of one in which nothing was lost.
+        recover: Whether to go on when a worker dies, hangs or cannot be reached any more; ``None`` for yes where agents
+            or a Ray cluster run some of the workers, and no where all are processes of this machine. The worker is
+            started again; where that cannot be, its replicas do its part, another device takes its place, or a plan is
+            sought for the devices that are left, with the same micro-batches. All get the newest snapshot, and the
+            steps since are done again. Each time a line is logged and :attr:`recoveries` has one more. With the same
+            plan the run ends with the bits of one in which nothing was lost, with another one it agrees with that to
+            rounding.
         snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
-            time.
+            time. Who says it wants recovery.
 
     Raises:
         UsageError: An argument is wrong.
@@ -98,11 +101,11 @@ class Trainer:
         check_every: int = 100,
         in_flight: int = 2,
         trace: bool = True,
-        recover: bool = False,
+        recover: bool | None = None,
         snapshot_every: int | None = None,
     ) -> None:
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
-        check_recovery(pool, recover, snapshot_every)
+        recover = recovers(pool, recover, snapshot_every)
         self.model = model
         self.loss = loss
         self.optimizer = optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,9 +13,14 @@ import msgspec
 from onebox.errors import UsageError
 from onebox.report.files import to_json, write_atomically
 
+_WAITING_BYTES = 16 << 20
+"""So much is kept of what cannot be written; later lines are lost."""
+
 
 class MetricsLog:
-    """Appends one JSON object per line to a file; each line is flushed as it is written.
+    """Appends one JSON object per line to a file, each line at once.
+
+    What cannot be written, as on a full disk, is kept, up to a bound, and goes before the next line.
 
     JSON has no NaN and no infinity: a number that is not finite is written as ``null``, so that a loss that
     diverges is on record and the file stays readable. What a crash left of an unfinished last line is dropped
@@ -32,7 +38,8 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._file = Path(path).open("ab")  # noqa: SIM115 - close() closes it
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - close() closes it
+        self._waiting = bytearray()
         _drop_unfinished_line(Path(path))
 
     def write(self, record: Mapping[str, object]) -> None:
@@ -43,14 +50,24 @@ class MetricsLog:
 
         Raises:
             UsageError: A value cannot be expressed in JSON; nothing is written.
+            OSError: It cannot be written now; a later call tries again.
             ValueError: The log is closed.
         """
-        self._file.write(to_json(record) + b"\n")
-        self._file.flush()
+        line = to_json(record) + b"\n"
+        if len(self._waiting) + len(line) <= _WAITING_BYTES:
+            self._waiting += line
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
+        """Write what waits, if that can be, and close the file; a second call does nothing."""
+        if not self._file.closed:
+            with self._file, contextlib.suppress(OSError):
+                self._write()
 
     def __enter__(self) -> Self:
         return self
