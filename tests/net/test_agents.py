@@ -99,7 +99,7 @@ def test_an_agent_may_stop_and_be_cut_off_for_a_while(fleet: Fleet, network: Net
     red, agent = network["red"], fleet.agents["red"]
     with fleet.client():
         pool = onebox.open(f"{red.address}/cpu", threads=1, grace_s=10.0)
-    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0) as trainer:
+    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0, recover=False) as trainer:
         agent.send_signal(signal.SIGSTOP)
         try:
             steps_for(trainer, AWAY_S)
@@ -128,7 +128,7 @@ def test_an_agent_that_is_killed_is_named_and_comes_back_at_an_advertised_addres
     with fleet.client():
         pool = onebox.open(f"{green.address}/cpu", threads=1)
     (worker,) = pool.process_ids
-    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0) as trainer:
+    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0, recover=False) as trainer:
         steps(trainer, 1)
         start_s = time.monotonic()
         fleet.kill("green")
@@ -199,7 +199,7 @@ def test_a_host_that_is_cut_off_for_good_is_named(fleet: Fleet, network: Network
     with fleet.client():
         pool = onebox.open(f"{red}/cpu,{blue}/cpu", threads=1)
     (_, worker) = pool.process_ids
-    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0, micro_batch=4) as trainer:
+    with pool, onebox.Trainer(*parts(), pool=pool, check_every=0, micro_batch=4, recover=False) as trainer:
         steps(trainer, 1)
         start_s = time.monotonic()
         with cut(network["blue"], 60.0):
