@@ -167,7 +167,7 @@ class Agent:
             poller = zmq.Poller()
             for source in (self._socket, self._door.socket, self._bell, *self._workers.descriptors()):
                 poller.register(source, zmq.POLLIN)
-            ready = dict(poller.poll(_TICK_MS))
+            ready = dict(poller.poll(0 if self._workers.pressed else _TICK_MS))
             now_s = time.monotonic()
             with self._lock:
                 if now_s > expected_s + _HELD_UP_S:  # stopped, or starved: what clients said meanwhile may be lost

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from onebox.agent.demand import Share
-from onebox.errors import PoolError, WorkerDied
+from onebox.errors import PoolError
 from onebox.pool.failures import Place
 from onebox.pool.process import START_S, WorkerProcess
 from onebox.wire import new_keys
 from onebox.wire.agents import Started
 from onebox.worker import Ports, WorkerConfig
+
+STARTS = 4
+"""How many workers of a lease are started before others get a turn: to start one takes some ten milliseconds."""
 
 CLOSE_S = 2.0
 """How long the workers of an agent that ends may take to be gone."""
@@ -25,12 +29,8 @@ class LeasedWorker(WorkerProcess):
 
     ports_found: Ports | None = None
     ended = False
-
-    @property
-    def outlet(self) -> int:
-        """A file descriptor that becomes readable when :meth:`ports` does not wait any more."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+    mute = False
+    """Whether it says nothing any more."""
 
     def kill(self) -> None:
         """End it at once."""
@@ -86,6 +86,9 @@ News = Ready | NotStarted | Died | Gone
 class _Crew:
     lease: int
     until_s: float
+    client_key: str = ""
+    speed: float = 1.0
+    to_start: deque[Share] = field(default_factory=deque)
     keys: list[str] = field(default_factory=list)
     workers: list[LeasedWorker] = field(default_factory=list)
     ready: bool = False
@@ -122,32 +125,13 @@ class Workers:
         Returns:
             Why that failed at once; None if it did not.
         """
-        crew = self._crews[lease] = _Crew(lease, now_s + START_S)
-        try:
-            for number, share in enumerate(shares):
-                keys = new_keys()
-                config = WorkerConfig(
-                    share.device,
-                    share.threads,
-                    keys.public,
-                    keys.secret,
-                    client_key,
-                    self._bind,
-                    quota_bytes=share.memory_bytes,
-                    speed=speed if share.device == "cpu" else 1.0,
-                    owner=os.getpid(),
-                )
-                place = Place(worker=number, host=self._host, device=share.device)
-                crew.workers.append(LeasedWorker(place, config))
-                crew.keys.append(keys.public)
-        except OSError as error:
-            crew.failed = True
-            return f"{shares[len(crew.workers)].device} on {self._host}: no worker could be started: {error.strerror}"
-        return None
+        crew = self._crews[lease] = _Crew(lease, now_s + START_S, client_key, speed, deque(shares))
+        return self._start_some(crew)
 
-    def processes(self, lease: int) -> tuple[int, ...]:
-        """Return the process ids of the workers of a lease."""
-        return tuple(worker.pid for worker in self._crews[lease].workers)
+    @property
+    def pressed(self) -> bool:
+        """Whether :meth:`attend` has more to do at once."""
+        return any(crew.to_start for crew in self._crews.values())
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that become readable when there is something to attend to."""
@@ -155,7 +139,7 @@ class Workers:
             for worker in crew.workers:
                 if not worker.ended:
                     yield worker.descriptor
-                    if worker.ports_found is None and not (crew.failed or crew.ending):
+                    if worker.ports_found is None and not (worker.mute or crew.failed or crew.ending):
                         yield worker.outlet
 
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
@@ -163,6 +147,7 @@ class Workers:
         where there are none."""
         crew = self._crews.setdefault(lease, _Crew(lease, now_s))
         crew.ending = True
+        crew.to_start.clear()
         crew.until_s = now_s + grace_s
         if grace_s <= 0:
             self._kill(crew)
@@ -176,6 +161,9 @@ class Workers:
         """
         news: list[News] = []
         for crew in list(self._crews.values()):
+            why = self._start_some(crew)
+            if why is not None:
+                news.append(NotStarted(crew.lease, why))
             for number, worker in enumerate(crew.workers):
                 if not worker.ended:
                     news += self._look(crew, number, worker, ready)
@@ -197,6 +185,36 @@ class Workers:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
 
+    def _start_some(self, crew: _Crew) -> str | None:
+        """Start the next workers of a lease, a few: each takes the thread of everybody else's clients some time.
+
+        Returns:
+            Why that failed; None if it did not.
+        """
+        for _ in range(min(len(crew.to_start), STARTS)):
+            share = crew.to_start.popleft()
+            keys = new_keys()
+            config = WorkerConfig(
+                share.device,
+                share.threads,
+                keys.public,
+                keys.secret,
+                crew.client_key,
+                self._bind,
+                quota_bytes=share.memory_bytes,
+                speed=crew.speed if share.device == "cpu" else 1.0,
+                owner=os.getpid(),
+            )
+            place = Place(worker=len(crew.workers), host=self._host, device=share.device)
+            try:
+                crew.workers.append(LeasedWorker(place, config))
+            except OSError as error:
+                crew.to_start.clear()
+                crew.failed = True
+                return f"{share.device} on {self._host}: no worker could be started: {error.strerror}"
+            crew.keys.append(keys.public)
+        return None
+
     def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[News]:
         """See what has become of one worker."""
         if worker.descriptor in ready:
@@ -210,9 +228,13 @@ class Workers:
         if crew.ready or crew.failed or crew.ending or worker.ports_found is not None or worker.outlet not in ready:
             return []
         try:
-            worker.ports_found = worker.ports()
-        except (PoolError, WorkerDied) as error:
+            worker.ports_found = worker.hear()
+        except EOFError:
+            worker.mute = True  # its end follows, or its time is over
+        except PoolError as error:
             return [self._fail(crew, str(error))]
+        if crew.to_start or worker.ports_found is None:
+            return []
         started = [self._started(key, each) for key, each in zip(crew.keys, crew.workers, strict=True)]
         if any(each is None for each in started):
             return []
@@ -235,6 +257,7 @@ class Workers:
 
     def _fail(self, crew: _Crew, why: str) -> NotStarted:
         crew.failed = True
+        crew.to_start.clear()
         return NotStarted(crew.lease, why)
 
     def _kill(self, crew: _Crew) -> None:

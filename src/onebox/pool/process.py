@@ -24,6 +24,7 @@ START_S = 90.0
 """How long a worker may take until it has bound its ports: importing torch is most of it."""
 
 _LAST_WORDS = 4000
+_SAID_BYTES = 4096
 
 _HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _FAMILIES = (
@@ -80,11 +81,14 @@ class WorkerProcess:
     address = "127.0.0.1"
     """The address of this host that its peers connect to."""
 
+    command = (sys.executable, "-P", "-m", "onebox.worker")
+    """What is run; with -P nothing is imported from the current folder."""
+
     def __init__(self, place: Place, config: WorkerConfig) -> None:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "onebox.worker"],  # -P: nothing is imported from the current folder
+            list(self.command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -96,6 +100,7 @@ class WorkerProcess:
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
         self.descriptor = os.pidfd_open(self._process.pid)
+        self._said = b""
 
     @property
     def pid(self) -> int:
@@ -109,22 +114,44 @@ class WorkerProcess:
             WorkerDied: It ended instead.
             PoolError: It took too long, or said something else.
         """
-        assert self._process.stdout is not None
-        line = b""
         end_s = time.monotonic() + START_S
         poll = select.poll()  # which, unlike select, has no limit to the number of a descriptor
-        poll.register(self._process.stdout, select.POLLIN)
-        while not line.endswith(b"\n"):
-            if not poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                raise PoolError(f"{self.place} did not start within {START_S:.0f} s: {self.last_words()}")
-            part = os.read(self._process.stdout.fileno(), 256)
-            if not part:
-                raise self.death()
-            line += part
+        poll.register(self.outlet, select.POLLIN)
+        while poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+            try:
+                found = self.hear()
+            except EOFError:
+                raise self.death() from None
+            if found is not None:
+                return found
+        raise PoolError(f"{self.place} did not start within {START_S:.0f} s: {self.last_words()}")
+
+    @property
+    def outlet(self) -> int:
+        """A file descriptor that is readable when the worker has said something of its ports."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def hear(self) -> Ports | None:
+        """Take what the worker has said, without a wait where :attr:`outlet` is readable.
+
+        Returns:
+            The endpoints that it has bound; ``None`` if it has not said them whole.
+
+        Raises:
+            EOFError: It says nothing any more: it is about to end.
+            PoolError: It said something else.
+        """
+        part = os.read(self.outlet, _SAID_BYTES)
+        if not part:
+            raise EOFError(f"{self.place} ends")
+        self._said += part
+        if not self._said.endswith(b"\n") and len(self._said) < _SAID_BYTES:
+            return None
         try:
-            return msgspec.json.decode(line, type=Ports)
-        except msgspec.DecodeError:
-            raise PoolError(f"{self.place} said {line[:200]!r} where its ports were expected") from None
+            return msgspec.json.decode(self._said, type=Ports)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise PoolError(f"{self.place} said {self._said[:200]!r} where its ports were expected") from None
 
     def death(self) -> WorkerDied:
         """Return the error that tells of the end of the process."""

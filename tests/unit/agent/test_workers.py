@@ -10,7 +10,7 @@ import pytest
 
 from onebox.agent import workers as module
 from onebox.agent.demand import Share
-from onebox.agent.workers import Died, Gone, NotStarted, Ready, Workers
+from onebox.agent.workers import STARTS, Died, Gone, NotStarted, Ready, Workers
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.failures import Place
 from onebox.pool.process import START_S
@@ -25,11 +25,14 @@ class Fake:
 
     made: list[Fake]
     ports_found: Ports | None = None
-    ended = False
+    ended = mute = False
     killed = 0
+    most = 3
+    part = False
+    """Whether it says something, but not all."""
 
     def __init__(self, place: Place, config: WorkerConfig) -> None:
-        if len(self.made) >= 3:
+        if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
         self.place, self.config = place, config
         self.pid = 1000 + len(self.made)
@@ -37,9 +40,11 @@ class Fake:
         self.bad = False
         self.made.append(self)
 
-    def ports(self) -> Ports:
+    def hear(self) -> Ports | None:
         if self.bad:
             raise PoolError("it said nonsense")
+        if self.part:
+            return None
         return Ports(f"tcp://0.0.0.0:{self.pid}", f"tcp://[::]:{self.pid + 1}")
 
     def death(self) -> WorkerDied:
@@ -58,6 +63,7 @@ class Fake:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(Fake, "made", [], raising=False)
+    monkeypatch.setattr(Fake, "most", 3)
     monkeypatch.setattr(module, "LeasedWorker", Fake)
     yield Fake.made
     for fake in Fake.made:
@@ -142,6 +148,37 @@ def test_when_the_host_has_no_room_for_a_process_what_was_started_ends(fakes: li
     workers.end(1, 0.0, 0.0)
     assert [fake.killed for fake in fakes] == [1, 1, 1]
     assert workers.attend({fake.descriptor for fake in fakes}, 0.1) == [Gone(1)]
+
+
+def test_a_worker_that_says_a_part_of_its_ports_is_waited_for_by_nobody(fakes: list[Fake]) -> None:
+    workers = started(1)
+    (one,) = fakes
+    one.part = True
+    assert workers.attend({one.outlet}, 1.0) == [] == workers.attend({one.outlet}, 2.0)
+    one.part = False
+    (ready,) = workers.attend({one.outlet}, 3.0)
+    assert isinstance(ready, Ready)
+
+
+def test_many_workers_are_started_a_few_at_a_time(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "most", 10)
+    workers = started(10)
+    assert len(fakes) == STARTS and workers.pressed
+    assert workers.attend({fake.outlet for fake in fakes}, 1.0) == []
+    assert len(fakes) == 2 * STARTS and workers.pressed
+    assert workers.attend({fake.outlet for fake in fakes}, 2.0) == []
+    assert len(fakes) == 10 and not workers.pressed
+    (ready,) = workers.attend({fake.outlet for fake in fakes}, 3.0)
+    assert isinstance(ready, Ready) and len(ready.workers) == 10
+    assert [fake.place.worker for fake in fakes] == list(range(10))
+
+
+def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: list[Fake]) -> None:
+    Fake.most = 100
+    workers = started(20)
+    workers.end(1, 0.0, 1.0)
+    assert not workers.pressed
+    assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [Gone(1)] and len(fakes) == STARTS
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:

@@ -171,3 +171,22 @@ def test_a_worker_that_does_not_end_is_killed(worker: tuple[WorkerProcess, Any])
     made.close(grace_s=0.0)
     assert started.killed
     assert started.stdin.closed, "which ends it, too"
+
+
+def test_what_a_worker_says_in_parts_is_put_together_without_a_wait(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    os.write(started.says, b'{"commands": "tcp://')
+    assert made.hear() is None
+    os.write(started.says, b'1:2", "beats": "tcp://1:3"}\n')
+    assert made.hear() == Ports("tcp://1:2", "tcp://1:3")
+    os.close(started.says)
+    with pytest.raises(EOFError):
+        made.hear()
+    started.says = os.open(os.devnull, os.O_WRONLY)
+
+
+def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    os.write(started.says, b"x" * 5000)
+    with pytest.raises(PoolError, match="where its ports were expected"):
+        made.hear()
