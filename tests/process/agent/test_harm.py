@@ -105,8 +105,9 @@ def test_a_list_of_clients_that_cannot_be_read_for_a_while_costs_nobody_a_lease(
 def test_who_takes_the_name_of_anothers_connection_hears_nothing_of_his(shared: House) -> None:
     """By the name that a socket may give to its connections; those of this package give them none."""
     name = b"a name to be guessed"
-    ana, thief = shared.raw("ana", route=name), shared.raw("eve", route=name)
+    ana = shared.raw("ana", route=name)
     ana.introduce()
+    thief = shared.raw("eve", route=name)
     thief.say(Inspect(thief.number()))
     for _ in range(3):
         ana.say(Inspect(ana.number()))
