@@ -2,6 +2,9 @@
 
 One worker against plain eager PyTorch, each on one thread, in turn. The published system (Yang 2018) takes 2.44 times
 as long on a remote GPU as on a local one.
+
+And what do encryption and acknowledgements cost, which messages to other hosts have? The same training over TCP with
+and without each, in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import statistics
 import time
 
 from common import BATCH, MODELS, Peer, batches, finish, make, show, spread
+from remote_channel import measure_channel
 from torch import nn
 
 import onebox
@@ -24,6 +28,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pool", default="cpu")
+    parser.add_argument("--channel-rounds", type=int, default=30, help="0: do without the second question")
     options = parser.parse_args()
     rows, result, processor = [], {}, []
     with onebox.open(options.pool, threads=1) as pool:
@@ -39,6 +44,8 @@ def main() -> None:
         ["model", "local ms/step", "worker ms/step", "worker / local", "client CPU ms/step"],
         rows,
     )
+    if options.channel_rounds:
+        result |= measure_channel(options.channel_rounds)
     finish(result, as_json=options.json)
 
 

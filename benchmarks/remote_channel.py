@@ -1,0 +1,125 @@
+"""What remote.py measures of the channel: what encryption and acknowledgements cost a training, and a transfer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from channels import CHANNELS, Client, open_channels
+from common import BATCH, MODELS, batches, make, show, spread
+from torch import nn
+
+import onebox
+from onebox.wire import spec_of, to_frame
+from onebox.wire.messages import Get, Put
+
+WITHOUT = {"encryption": "not encrypted", "acknowledgement": "not acknowledged"}
+STEPS = {"cnn": 2, "mlp": 12}
+"""Turns are short: what else the machine does is then much the same in those that are compared."""
+
+TRANSFER_BYTES = 32 << 20
+TRANSFERS = 6
+
+
+def measure_channel(rounds: int) -> dict[str, float]:
+    """Measure, print tables, and return what belongs into the JSON object."""
+    rows: list[list[str]] = []
+    result: dict[str, float] = {}
+    for name in MODELS:
+        wall, processor = train_in_turn(name, rounds)
+        for what in CHANNELS:
+            over, more = (
+                [ours / theirs - 1 for ours, theirs in zip(sides["as it is"], sides[what], strict=True)]
+                for sides in (wall, processor)
+            )
+            last = [spread([100 * share for share in shares], 1) for shares in (over, more)]
+            median = f"{statistics.median(processor[what]):.2f}"
+            rows.append([f"{name}, {what}", spread(wall[what], 1), median, *(last if what != "as it is" else ["", ""])])
+            for part in [part for part, without in WITHOUT.items() if without == what]:
+                for key, found in ((f"{part}_overhead", over), (f"{part}_cpu_overhead", more)):
+                    result[key] = max(result.get(key, -1.0), round(statistics.median(found), 4))
+    show(
+        f"Training over TCP on one worker, batch {BATCH}, one thread: median (least to most)",
+        ["channel", "ms/step", "CPU ms/step", "as it is / this - 1, %", "likewise of the CPU, %"],
+        rows,
+    )
+    rates = transfer_in_turn(max(3, rounds // 4))
+    show(
+        f"Tensors of {TRANSFER_BYTES >> 20} MiB over TCP: median (least to most)",
+        ["channel", "to the worker, GB/s", "from the worker, GB/s"],
+        [[what, *(spread(each, 2) for each in rates[what])] for what in CHANNELS],
+    )
+    for key, what in (("encrypted_gb_s", "as it is"), ("unencrypted_gb_s", "not encrypted")):
+        result[key] = round(statistics.median(rates[what][0]), 3)
+    return result
+
+
+def in_turn(rounds: int) -> Iterator[str]:
+    """Yield the channels of each round, each round beginning with another one."""
+    names = list(CHANNELS)
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from [*names[first:], *names[:first]]
+
+
+def train_in_turn(name: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return milliseconds a step by the clock, and of the processors of client and worker, for each channel."""
+    wall: dict[str, list[float]] = {what: [] for what in CHANNELS}
+    processor: dict[str, list[float]] = {what: [] for what in CHANNELS}
+    data = batches(8, BATCH)
+    model, optimizer = make(name)
+    with (
+        open_channels() as client,
+        onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=client.pool, trace=False) as trainer,
+    ):
+        _train(trainer, data, STEPS[name])
+        for what in in_turn(rounds):
+            client.use(what)
+            _train(trainer, data, 1)
+            used, seconds = _train(trainer, data, STEPS[name])
+            processor[what].append(used / STEPS[name] * 1e3)
+            wall[what].append(seconds / STEPS[name] * 1e3)
+    return wall, processor
+
+
+def _train(trainer: onebox.Trainer, data: Sequence[Any], steps: int) -> tuple[float, float]:
+    """Run steps; return seconds of the processors of both ends, and by the clock."""
+    worker = trainer.pool.process_ids[0]
+    begin, used = time.perf_counter(), time.process_time() + _processor_s(worker)
+    for step in range(steps):
+        trainer.step(*data[step % len(data)])
+    trainer.wait()
+    return time.process_time() + _processor_s(worker) - used, time.perf_counter() - begin
+
+
+def _processor_s(process: int) -> float:
+    """Return the processor time of another process, to the nanosecond: ``clock_getcpuclockid`` of POSIX on Linux."""
+    return time.clock_gettime((~process << 3) | 2)
+
+
+def transfer_in_turn(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Return 10^9 bytes a second to the worker and back, for each channel; several tensors are under way at once."""
+    rates: dict[str, tuple[list[float], list[float]]] = {what: ([], []) for what in CHANNELS}
+    tensor = torch.rand(TRANSFER_BYTES // 4)
+    spec, frame = spec_of(tensor), to_frame(tensor)
+    with open_channels() as client:
+        number = client.pool.new_number()
+        put, get = Put((number,), (spec,)), Get((number,))
+        _transfer(client, put, [frame])
+        for what in in_turn(rounds):
+            client.use(what)
+            rates[what][0].append(_transfer(client, put, [frame]))
+            rates[what][1].append(_transfer(client, get, []))
+    return rates
+
+
+def _transfer(client: Client, message: Put | Get, frames: Sequence[Any]) -> float:
+    """Return 10^9 bytes a second of several tensors, of which some are under way at once."""
+    begin = time.perf_counter()
+    sent = [client.pool.post(0, [message], frames, answer=True) for _ in range(TRANSFERS)]
+    for each in sent:
+        each.result(60)
+    return TRANSFERS * TRANSFER_BYTES / (time.perf_counter() - begin) / 1e9
