@@ -1,4 +1,4 @@
-"""An agent in a process of its own; its keys and that of its client come on standard input."""
+"""An agent in a process of its own; its keys and that of its client come on standard input, its port as an argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
         keys=KeyPair(public, secret),
         name_of=lambda key: "ana" if key == client else None,
         bind="127.0.0.1",
-        port=0,
+        port=int(sys.argv[1]) if len(sys.argv) > 1 else 0,
         advertise="127.0.0.1",
         offers=[Offered(device="cpu", name="a CPU", memory_bytes=1 << 30, threads=2)],
         limits=Limits(),

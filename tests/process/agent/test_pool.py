@@ -6,12 +6,9 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,65 +18,12 @@ import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from onebox.pool.agents.source import connect_agent
-from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
-from onebox.wire import new_keys
 from onebox.wire.messages import Ask
 from tests.models import CASES, OPTIMIZERS
+from tests.process.agent.hosts import NOTICED_S, Host, start, until
 from tests.reference import Outcome, assert_same, train
 
-NOTICED_S = 5.0
-"""Whatever ends is noticed within this time."""
-
 STEPS = 20
-
-
-@dataclass
-class Host:
-    """An agent in a process.
-
-    Args:
-        process: It.
-        address: Where it listens.
-    """
-
-    process: subprocess.Popen[str]
-    address: str
-
-    def held(self) -> int:
-        """Return how many workers it has leased."""
-        line = connect_agent(self.address)
-        try:
-            return sum(len(offer.holders) for offer in line.inspect().offers)
-        finally:
-            line.close()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def start(count: int) -> list[Host]:
-    """Start agents, all at once, that the client of this test is paired with."""
-    pairs = [new_keys() for _ in range(count)]
-    command = [sys.executable, "-m", "tests.process.agent.serving"]
-    made = [
-        Host(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True), "") for _ in pairs
-    ]
-    try:
-        for keys, host in zip(pairs, made, strict=True):
-            assert host.process.stdin is not None
-            host.process.stdin.write(f"{keys.public}\n{keys.secret}\n{identity('client').public}\n")
-            host.process.stdin.flush()
-        for keys, host in zip(pairs, made, strict=True):
-            assert host.process.stdout is not None
-            host.address = host.process.stdout.readline().strip().removeprefix("tcp://")
-            remember_agent(KnownAgent(host.address, keys.public, "host"))
-    except BaseException:
-        for host in made:
-            host.end()
-        raise
-    return made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +42,7 @@ def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     made = start(2)
     yield made[0], made[1]
     for host in made:
-        host.end()
+        host.kill()
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +50,6 @@ def pool(hosts: tuple[Host, Host]) -> Iterator[Pool]:
     """A pool of one worker of each agent, for tests that leave it whole."""
     with onebox.open(f"{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1) as opened:
         yield opened
-
-
-def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:
-    """Wait until something is so."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 def test_devices_of_several_hosts_have_one_numbering(hosts: tuple[Host, Host], pool: Pool) -> None:
@@ -187,7 +123,7 @@ def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
             first.close()
             waiting.join(30)
     (record,) = caplog.records
-    assert record.getMessage() == f"waiting for {hosts[0].address}: place 1 in its queue, behind ana"
+    assert record.getMessage().startswith(f"waiting for {hosts[0].address}: place 1 in its queue, behind ana")
     assert hosts[0].held() == held + 1
     opened[0].close()
     assert hosts[0].held() == held
@@ -221,7 +157,7 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
 def test_an_agent_that_ends_or_hangs_is_noticed(folder: Path, how: signal.Signals) -> None:
     with contextlib.ExitStack() as stack:
         (host,) = start(1)
-        stack.callback(host.end)
+        stack.callback(host.kill)
         opened = stack.enter_context(open_pool(f"{host.address}/cpu", threads=1))
         host.process.send_signal(how)
         error = failure(opened, 0)

@@ -1,0 +1,90 @@
+"""Agents in processes of this machine, each a host of its own for its client."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onebox.pool.agents.source import connect_agent
+from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
+from onebox.wire import KeyPair, new_keys
+
+NOTICED_S = 5.0
+"""Whatever ends is noticed within this time."""
+
+
+@dataclass
+class Host:
+    """An agent in a process.
+
+    Args:
+        process: It.
+        keys: The agent's.
+        address: Where it listens.
+    """
+
+    process: subprocess.Popen[str]
+    keys: KeyPair
+    address: str = ""
+
+    def held(self) -> int:
+        """Return how many workers it has leased."""
+        line = connect_agent(self.address)
+        try:
+            return sum(len(offer.holders) for offer in line.inspect().offers)
+        finally:
+            line.close()
+
+    def kill(self) -> None:
+        """Kill the agent."""
+        self.process.kill()
+        self.process.communicate()
+
+    def start_again(self) -> None:
+        """Start it once more, with the same keys, where it was."""
+        self.process = _process(self.address.rpartition(":")[2])
+        self.hand_over()
+        self.read_address()
+
+    def hand_over(self) -> None:
+        """Give it its keys."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{self.keys.public}\n{self.keys.secret}\n{identity('client').public}\n")
+        self.process.stdin.flush()
+
+    def read_address(self) -> None:
+        """Wait until it listens."""
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip().removeprefix("tcp://")
+
+
+def start(count: int) -> list[Host]:
+    """Start agents, all at once, that the client of this test is paired with."""
+    made = [Host(_process(), new_keys()) for _ in range(count)]
+    try:
+        for host in made:
+            host.hand_over()
+        for host in made:
+            host.read_address()
+            remember_agent(KnownAgent(host.address, host.keys.public, "host"))
+    except BaseException:
+        for host in made:
+            host.kill()
+        raise
+    return made
+
+
+def _process(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:
+    """Wait until something is so."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
