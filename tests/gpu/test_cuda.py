@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import onebox
+from onebox.worker.device import Device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,3 +106,14 @@ def test_two_gpus_over_nccl() -> None:
 def test_memory_of_the_device_is_reported() -> None:
     with onebox.open("cuda:0") as pool:
         assert pool.devices[0].memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_what_operators_need_in_passing_is_limited_with_the_memory_of_a_worker() -> None:
+    device = Device("cuda:0", 1)
+    try:
+        assert device.quota_bytes(256 << 20) == 256 << 20
+        assert torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0").numel() == 256 << 20
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.device)

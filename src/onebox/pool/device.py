@@ -31,6 +31,7 @@ class DeviceInfo:
         emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
         processors: Streaming multiprocessors of a GPU; 0 for all else.
+        nccl: Whether its worker, of a GPU, has NCCL.
     """
 
     number: int
@@ -43,6 +44,7 @@ class DeviceInfo:
     emulated: bool = False
     capability: tuple[int, int] = (0, 0)
     processors: int = 0
+    nccl: bool = False
     address: str = "127.0.0.1"
 
     @property
@@ -83,5 +85,6 @@ def welcome(member: Member, future: Future[Hello]) -> DeviceInfo:
         emulated=hello.emulated,
         capability=hello.capability,
         processors=hello.processors,
+        nccl=hello.nccl,
         address=member.address,
     )

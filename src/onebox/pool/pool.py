@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
-
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
 from onebox.pool.device import DeviceInfo
@@ -131,7 +129,7 @@ class Pool:
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
-        elif kinds == {"cuda"} and not aside and torch.distributed.is_nccl_available():
+        elif not aside and all(self.devices[worker].nccl for worker in workers):  # whatever this client's PyTorch has
             backend = "nccl"
         addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)

@@ -24,6 +24,7 @@ class Hello(Message, frozen=True, tag="hello"):
         emulated: Whether times on it are made: it is throttled, or computes nothing (``sim``).
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
         processors: Streaming multiprocessors of a GPU; 0 for all else.
+        nccl: Whether the worker of a GPU has NCCL.
     """
 
     protocol: int
@@ -36,6 +37,7 @@ class Hello(Message, frozen=True, tag="hello"):
     emulated: bool = False
     capability: tuple[int, int] = (0, 0)
     processors: int = 0
+    nccl: bool = False
 
 
 class Failure(Message, frozen=True, tag="failure"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from onebox.errors import UsageError, WireError
@@ -18,6 +19,9 @@ from onebox.wire.messages import Optimizer, StoredProgram
 from onebox.worker.memory import sleep_until, wake_on_time
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.tape import Progress, Tape
+
+PASSING_BYTES = 64 << 20
+"""What a GPU's worker may take besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
 
 
 class Device:
@@ -137,12 +141,14 @@ class Device:
                 return line.split(":", 1)[1].strip()
         return platform.processor() or platform.machine()
 
-    def make(self) -> tuple[tuple[int, int], int]:
-        """Return compute capability and streaming multiprocessors of a GPU; zeros of all else."""
+    def make(self) -> tuple[tuple[int, int], int, bool]:
+        """Return compute capability and streaming multiprocessors of a GPU, and whether this PyTorch has NCCL for it;
+        zeros of all else."""
         if self.device.type != "cuda":
-            return (0, 0), 0
+            return (0, 0), 0, False
         properties = torch.cuda.get_device_properties(self.device)
-        return (properties.major, properties.minor), properties.multi_processor_count
+        capability = (properties.major, properties.minor)
+        return capability, properties.multi_processor_count, dist.is_nccl_available()
 
     def memory_bytes(self) -> int:
         """Return the memory of the device."""
@@ -151,7 +157,18 @@ class Device:
         return int(psutil.virtual_memory().total)
 
     def quota_bytes(self, asked_bytes: int) -> int:
-        """Return the most bytes that buffers may take: what was asked for, 0 for no limit but that of the device."""
+        """Limit what this worker takes, and return the most bytes that its buffers may take.
+
+        What operators on a GPU need in passing is no buffer: PyTorch's allocator is held to an eighth more than the
+        buffers, and :data:`PASSING_BYTES`, so that one share of a GPU cannot take what others have leased. What the
+        driver takes for each process itself comes on top of that.
+
+        Args:
+            asked_bytes: What was asked for; 0 for no limit but that of the device.
+        """
+        if asked_bytes and self.device.type == "cuda":
+            share = (asked_bytes + asked_bytes // 8 + PASSING_BYTES) / self.memory_bytes()
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
         return asked_bytes
 
 

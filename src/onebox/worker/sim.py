@@ -118,9 +118,9 @@ class SimDevice(Device):
         """Return what stands in the place of a product name."""
         return "computes nothing"
 
-    def make(self) -> tuple[tuple[int, int], int]:
+    def make(self) -> tuple[tuple[int, int], int, bool]:
         """Return what :meth:`onebox.worker.device.Device.make` returns of what is no GPU."""
-        return (0, 0), 0
+        return (0, 0), 0, False
 
     def memory_bytes(self) -> int:
         """Return the memory that it stands for."""

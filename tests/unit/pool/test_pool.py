@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -271,6 +272,30 @@ def test_a_group_adds_up(pool: Pool, via: Any) -> None:
     pool.leave_group(group, (0, 1))
     with pytest.raises(PeerLost):
         result(pool.post(0, [Reduce((1,), group)], answer=True))
+
+
+@pytest.mark.parametrize(
+    ("nccl", "aside", "backend"),
+    [((True, True), False, "nccl"), ((True, False), False, "gloo"), ((True, True), True, "gloo")],
+)
+def test_what_workers_meet_by_is_what_all_of_them_have(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, nccl: tuple[bool, bool], aside: bool, backend: str
+) -> None:
+    """Not what this client's own PyTorch has, which is not between them."""
+    devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
+    formed: list[Any] = []
+
+    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[None]:
+        formed.extend(instructions)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    monkeypatch.setattr(pool, "devices", devices)
+    monkeypatch.setattr(pool, "post", post)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: backend != "nccl")
+    pool.form_group((0, 1), "workers", aside=aside)
+    assert [form.backend for form in formed] == [backend] * 2
 
 
 @pytest.mark.parametrize("via", ["workers", "client"])

@@ -106,3 +106,33 @@ def test_costs_that_are_none(cost_s: float) -> None:
     assert [failure.kind for failure in rig.failures] == ["protocol"] * 2
     with pytest.raises(WireError, match="cost"):
         Device("cpu", 1).load(stored)
+
+
+class Gpu:
+    """Stands in for the driver of a GPU of 8 GiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fractions: list[float] = []
+        properties: Any = type("Properties", (), {"total_memory": 8 << 30})
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "default_generators", [torch.default_generator])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: self.fractions.append(fraction)
+        )
+
+
+@pytest.mark.parametrize(("quota", "fraction"), [(4 << 30, 4.5 / 8 + 1 / 128), (8 << 30, 1.0), (7 << 40, 1.0)])
+def test_the_worker_of_a_gpu_takes_little_more_than_its_buffers(
+    monkeypatch: pytest.MonkeyPatch, quota: int, fraction: float
+) -> None:
+    gpu = Gpu(monkeypatch)
+    assert Device("cuda:0", 1).quota_bytes(quota) == quota
+    assert gpu.fractions == [pytest.approx(fraction)]
+
+
+def test_a_gpu_without_a_limit_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    assert Device("cuda:0", 1).quota_bytes(0) == 0
+    assert Device("cpu", 1).quota_bytes(1 << 30) == 1 << 30
+    assert gpu.fractions == []
