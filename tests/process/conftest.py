@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-import onebox
-
-Pools = Callable[[int], onebox.Pool]
+from tests.process.shelf import Shelf
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
+def shelf() -> Iterator[Shelf]:
+    """The pools that are open; modules take them by :func:`pools`."""
+    made = Shelf()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pools(shelf: Shelf) -> Iterator[Shelf]:
     """From a number of workers to a pool of so many CPU workers; for tests that leave it whole."""
-    opened: dict[int, onebox.Pool] = {}
-
-    def pool(workers: int) -> onebox.Pool:
-        if workers not in opened:
-            opened[workers] = onebox.open(f"cpu*{workers}", threads=1)
-        return opened[workers]
-
-    yield pool
-    for each in opened.values():
-        each.close()
+    yield shelf
+    shelf.look()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import onebox
 from onebox.errors import CheckpointError, UsageError
 from onebox.worker import OPTIMIZERS as NATIVE
 from tests.models import CASES, OPTIMIZERS, Case, adam_in_groups, adamw, sgd
-from tests.process.conftest import Pools
+from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
 
 MICRO_BATCH = 3
@@ -75,14 +75,14 @@ def interrupted(
     ("name", "optimizer"),
     [("cnn", "adamw"), ("cnn", "sgd"), ("tied", "adam-in-groups"), ("dropping", "sgd"), ("dropping", "adamw")],
 )
-def test_a_resumed_run_ends_with_the_same_bits(name: str, optimizer: str, pools: Pools, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(name: str, optimizer: str, pools: Shelf, tmp_path: Path) -> None:
     options = {"micro_batch": MICRO_BATCH, "shares": [2, 1], "seed": 3}
     straight, resumed = interrupted(CASES[name], OPTIMIZERS[optimizer], (pools(2), pools(2)), tmp_path, **options)
     assert_same(resumed, straight, tolerance=0)
 
 
 @pytest.mark.parametrize("optimizer", NATIVE)
-def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Pools, tmp_path: Path) -> None:
+def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Shelf, tmp_path: Path) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return getattr(torch.optim, optimizer)([p for p in model.parameters() if p.dim() == 2])
 
@@ -91,7 +91,7 @@ def test_the_state_of_every_optimizer_is_kept(optimizer: str, pools: Pools, tmp_
 
 
 @pytest.mark.parametrize("options", [{"sync": "client"}, {"clip_grad_norm": 0.5}, {"micro_batch": None}])
-def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Pools, tmp_path: Path) -> None:
+def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Shelf, tmp_path: Path) -> None:
     straight, resumed = interrupted(CASES["cnn"], adamw, (pools(2), pools(2)), tmp_path, **options)
     assert_same(resumed, straight, tolerance=0)
 
@@ -100,7 +100,7 @@ def test_the_settings_of_the_trainer_are_kept(options: dict[str, Any], pools: Po
     ("name", "before", "after"), [("cnn", 1, 3), ("cnn", 3, 2), ("dropping", 2, 1), ("dropping", 1, 2)]
 )
 def test_another_number_of_workers_goes_on_with_the_same_run(
-    name: str, before: int, after: int, pools: Pools, tmp_path: Path
+    name: str, before: int, after: int, pools: Shelf, tmp_path: Path
 ) -> None:
     options = {"micro_batch": MICRO_BATCH, "seed": 3}
     both = pools(before), pools(after)
@@ -108,7 +108,7 @@ def test_another_number_of_workers_goes_on_with_the_same_run(
     assert_same(resumed, straight)
 
 
-def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Shelf, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model = case.model()
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Pools, 
     assert_same(found, expected)
 
 
-def test_learning_rates_and_what_the_user_adds_come_back(pools: Pools, tmp_path: Path) -> None:
+def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
 
@@ -168,7 +168,7 @@ class Tempered(nn.Module):
         return nn.functional.cross_entropy(outputs * self.temperature, targets)
 
 
-def test_parameters_of_the_loss_are_kept(pools: Pools, tmp_path: Path) -> None:
+def test_parameters_of_the_loss_are_kept(pools: Shelf, tmp_path: Path) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model, loss = case.model(), Tempered()
@@ -186,13 +186,13 @@ def test_parameters_of_the_loss_are_kept(pools: Pools, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(pools: Pools, tmp_path: Path) -> Path:
+def saved(pools: Shelf, tmp_path: Path) -> Path:
     """A checkpoint folder with one save, of the MLP with AdamW at step 2."""
     save(pools, tmp_path)
     return tmp_path
 
 
-def save(pools: Pools, folder: Path, times: int = 1, **options: Any) -> list[Path]:
+def save(pools: Shelf, folder: Path, times: int = 1, **options: Any) -> list[Path]:
     case = CASES["mlp"]
     model = case.model()
     with onebox.Trainer(model, case.loss, adamw(model), pool=pools(1)) as trainer:
@@ -204,7 +204,7 @@ def save(pools: Pools, folder: Path, times: int = 1, **options: Any) -> list[Pat
     return made
 
 
-def resume(pools: Pools, path: Path, *, case: str = "mlp", optimizer: Make = adamw) -> int:
+def resume(pools: Shelf, path: Path, *, case: str = "mlp", optimizer: Make = adamw) -> int:
     """Resume and return the steps done; the model must be whole, or untouched when this fails."""
     model = CASES[case].model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -220,7 +220,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_newest_two_are_kept_unless_told_otherwise(pools: Pools, tmp_path: Path) -> None:
+def test_the_newest_two_are_kept_unless_told_otherwise(pools: Shelf, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=3)
     assert made[-1].name == "step-00000006"
     assert names(tmp_path) == ["step-00000004", "step-00000006"]
@@ -230,20 +230,20 @@ def test_the_newest_two_are_kept_unless_told_otherwise(pools: Pools, tmp_path: P
     assert names(tmp_path / "one") == ["step-00000006"]
 
 
-def test_the_newest_save_counts_and_each_can_be_named(pools: Pools, tmp_path: Path) -> None:
+def test_the_newest_save_counts_and_each_can_be_named(pools: Shelf, tmp_path: Path) -> None:
     made = save(pools, tmp_path, times=2)
     assert resume(pools, tmp_path) == 4
     assert resume(pools, made[0]) == 2
 
 
-def test_a_step_that_is_saved_twice_has_two_folders(pools: Pools, saved: Path) -> None:
+def test_a_step_that_is_saved_twice_has_two_folders(pools: Shelf, saved: Path) -> None:
     save(pools, saved)
     assert names(saved) == ["step-00000002", "step-00000002.1"]
     (saved / "step-00000002" / "manifest.json").write_text("damaged")
     assert resume(pools, saved) == 2
 
 
-def test_what_a_killed_process_left_is_ignored_and_removed(pools: Pools, saved: Path) -> None:
+def test_what_a_killed_process_left_is_ignored_and_removed(pools: Shelf, saved: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     left = saved / f".writing-{int(ended.stdout)}"
     shutil.copytree(saved / "step-00000002", left)
@@ -309,18 +309,18 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(tmp_path: Pat
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_something_must_be_kept(keep: int, pools: Pools, tmp_path: Path) -> None:
+def test_something_must_be_kept(keep: int, pools: Shelf, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"keep={keep}"):
         save(pools, tmp_path, keep=keep)
 
 
-def test_what_the_user_adds_must_be_json(pools: Pools, saved: Path) -> None:
+def test_what_the_user_adds_must_be_json(pools: Shelf, saved: Path) -> None:
     with pytest.raises(UsageError, match="cannot be written as JSON"):
         save(pools, saved, extra={"model": nn.Linear(1, 1)})
     assert names(saved) == ["step-00000002"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(pools: Pools, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(pools: Shelf, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=f"could not be written to {tmp_path}/file"):
         save(pools, tmp_path / "file")
@@ -376,7 +376,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved: Path, pools: Pools) -> None:
+def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved: Path, pools: Shelf) -> None:
     damage, message = DAMAGE[kind]
     damage(saved / "step-00000002")
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -384,7 +384,7 @@ def test_a_damaged_checkpoint_is_refused_and_says_what_is_wrong(kind: str, saved
     assert str(caught.value.path).startswith(str(saved))
 
 
-def test_no_checkpoint_is_no_checkpoint(tmp_path: Path, pools: Pools) -> None:
+def test_no_checkpoint_is_no_checkpoint(tmp_path: Path, pools: Shelf) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="holds no checkpoint"):
             resume(pools, path)
@@ -404,13 +404,13 @@ def fewer_groups(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(
-    case: str, optimizer: Make, message: str, saved: Path, pools: Pools
+    case: str, optimizer: Make, message: str, saved: Path, pools: Shelf
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         resume(pools, saved, case=case, optimizer=optimizer)
 
 
-def test_a_model_of_other_types_is_refused(saved: Path, pools: Pools) -> None:
+def test_a_model_of_other_types_is_refused(saved: Path, pools: Shelf) -> None:
     model = CASES["mlp"].model(torch.float32)
     with pytest.raises(CheckpointError, match=r"float64.* there and .*float32.* in the model"):
         onebox.Trainer.resume(saved, model, CASES["mlp"].loss, adamw(model), pool=pools(1))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import onebox
 from onebox.errors import CaptureError
 from tests.models import CLASSES, features, sgd
-from tests.process.conftest import Pools
+from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
 
 MICRO_BATCH = 3
@@ -168,7 +168,7 @@ def train_on(pool: onebox.Pool, model: nn.Module, loss: Loss, sync: str) -> Outc
 
 @pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (3, "workers"), (2, "client")])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_unusual_graphs_train_as_in_one_process(name: str, workers: int, sync: str, pools: Pools) -> None:
+def test_unusual_graphs_train_as_in_one_process(name: str, workers: int, sync: str, pools: Shelf) -> None:
     make, loss = GRAPHS[name]
     found = train_on(pools(workers), build(make), loss, sync)
     model = build(make)
@@ -202,7 +202,7 @@ def updating(update: Callable[[Any, Tensor], object]) -> nn.Module:
 
 @pytest.mark.parametrize("sync", ["workers", "client"])
 @pytest.mark.parametrize("name", UPDATES)
-def test_replicas_share_the_updates_of_buffers_exactly(name: str, sync: str, pools: Pools) -> None:
+def test_replicas_share_the_updates_of_buffers_exactly(name: str, sync: str, pools: Shelf) -> None:
     found = train_on(pools(3), build(lambda: updating(UPDATES[name])), functional.cross_entropy, sync)
     model = build(lambda: updating(UPDATES[name]))
     assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), cut))
@@ -212,12 +212,12 @@ def greatest(self: Any, y_BD: Tensor) -> None:
     self.mean.copy_(torch.maximum(self.mean, y_BD.amax(0)))
 
 
-def test_one_worker_runs_an_update_that_replicas_cannot_share(pools: Pools) -> None:
+def test_one_worker_runs_an_update_that_replicas_cannot_share(pools: Shelf) -> None:
     found = train_on(pools(1), build(lambda: updating(greatest)), functional.cross_entropy, "workers")
     model = build(lambda: updating(greatest))
     assert_same(found, train(model, functional.cross_entropy, sgd(model), batches(SIZES), cut))
 
 
-def test_replicas_refuse_an_update_that_they_cannot_share(pools: Pools) -> None:
+def test_replicas_refuse_an_update_that_they_cannot_share(pools: Shelf) -> None:
     with pytest.raises(CaptureError, match=r"buffer model\.mean changes in a way .* train this model on one device"):
         train_on(pools(2), build(lambda: updating(greatest)), functional.cross_entropy, "workers")

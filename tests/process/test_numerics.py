@@ -14,7 +14,7 @@ import pytest
 import onebox
 from onebox.plan import Plan
 from tests.models import CASES, OPTIMIZERS
-from tests.process.conftest import Pools
+from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, drawing, train
 
 SEED = 5
@@ -112,6 +112,6 @@ def train_here(run: Setting, sizes: list[int]) -> Outcome:
 
 
 @pytest.mark.parametrize("run", settings(), ids=lambda run: "-".join(map(str, run)))
-def test_any_plan_gives_the_result_of_one_process(run: Setting, pools: Pools) -> None:
+def test_any_plan_gives_the_result_of_one_process(run: Setting, pools: Shelf) -> None:
     sizes = batch_sizes(run)
     assert_same(train_on(pools(run.workers), run, sizes), train_here(run, sizes))

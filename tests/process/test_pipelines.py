@@ -8,13 +8,13 @@ array of strength two: every two settings of different kinds that can go togethe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
 import onebox
 from onebox.plan import Plan, Stage
+from tests.process.shelf import Shelf
 from tests.process.stages import expected, reference, run, segments, staged, tabled
 from tests.reference import assert_same
 
@@ -69,10 +69,9 @@ def test_every_two_settings_meet() -> None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[onebox.Pool]:
+def pool(pools: Shelf) -> onebox.Pool:
     """One pool of four workers for all runs."""
-    with onebox.open("cpu*4", threads=1) as opened:
-        yield opened
+    return pools(4)
 
 
 def batch_sizes(model: str) -> list[int]:

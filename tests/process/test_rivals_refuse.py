@@ -6,7 +6,6 @@ its issues, which are named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.models import CASES, adamw, sgd
+from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, segments, staged
 from tests.reference import Outcome, assert_same
 
@@ -24,10 +24,9 @@ SIZES = [8, 5, 12, 8, 2, 8]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[onebox.Pool]:
+def pool(pools: Shelf) -> onebox.Pool:
     """One pool of four workers for all tests."""
-    with onebox.open("cpu*4", threads=1) as opened:
-        yield opened
+    return pools(4)
 
 
 def same(pool: onebox.Pool, name: str, plan: Plan, sizes: list[int], **options: Any) -> Outcome:

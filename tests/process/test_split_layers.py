@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, segments
 from tests.reference import assert_same
 
@@ -21,9 +21,8 @@ SIZES = (6, 6, 5, 6)
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*4", threads=1) as opened:
-        yield opened
+def pool(pools: Shelf) -> onebox.Pool:
+    return pools(4)
 
 
 def split(name: str, layout: str) -> Plan:

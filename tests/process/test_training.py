@@ -17,7 +17,7 @@ from onebox.wire import spec_of, to_frame
 from onebox.wire.messages import Put
 from onebox.worker import OPTIMIZERS as NATIVE
 from tests.models import CASES, OPTIMIZERS, adam_in_groups, adamw, sgd
-from tests.process.conftest import Pools
+from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, train
 
 MICRO_BATCH = 3
@@ -44,7 +44,7 @@ def finished(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
 
 @pytest.mark.parametrize(("name", "limit"), [("mlp", 2.3), ("cnn", 1.3)])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers: int, pools: Pools) -> None:
+def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers: int, pools: Shelf) -> None:
     case = CASES[name]
     batches = case.batches(SIZES)
     model = case.model()
@@ -58,7 +58,7 @@ def test_gradients_are_clipped_as_pytorch_does(name: str, limit: float, workers:
     assert found.norms == pytest.approx(expected.norms, abs=1e-10)
 
 
-def test_without_clipping_there_is_no_norm(pools: Pools) -> None:
+def test_without_clipping_there_is_no_norm(pools: Shelf) -> None:
     case = CASES["mlp"]
     model = case.model()
     with onebox.Trainer(model, case.loss, sgd(model), pool=pools(1)) as trainer:
@@ -81,7 +81,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer: str, pools: Pools) -> None:
+def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer: str, pools: Shelf) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES)
     model = case.model()
@@ -99,7 +99,7 @@ def test_schedulers_step_on_the_client_and_take_effect(scheduler: str, optimizer
     assert schedule.get_last_lr() == [group["lr"] for group in plain.param_groups]
 
 
-def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Pools) -> None:
+def test_an_option_that_the_user_sets_between_steps_takes_effect(pools: Shelf) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
 
@@ -131,7 +131,7 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pools: Pools) -> None:
+def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pools: Shelf) -> None:
     case = CASES["mlp"]
     batches = case.batches([8, 8, 8, 5, 8])
     kind = getattr(torch.optim, name)
@@ -144,7 +144,7 @@ def test_every_optimizer_that_workers_run_does_what_pytorch_does(name: str, pool
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}])
-def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: Pools) -> None:
+def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: Shelf) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
     model = case.model()
@@ -156,7 +156,7 @@ def test_options_of_optimizers_are_taken_over(options: dict[str, bool], pools: P
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pools: Pools) -> None:
+def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pools: Shelf) -> None:
     case = CASES["cnn"]
     batches = case.batches(SIZES)
     model = case.model()
@@ -174,7 +174,7 @@ def test_an_optimizer_that_has_stepped_before_is_taken_over(optimizer: str, pool
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt2", "attention"])
-def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: Pools) -> None:
+def test_bfloat16_is_as_near_to_float32_as_pytorchs_autocast(name: str, pools: Shelf) -> None:
     case = CASES[name]
     batches = case.batches(SIZES, torch.float32)
 
@@ -216,7 +216,7 @@ def correct(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Pools) -> None:
+def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Shelf) -> None:
     case = CASES["cnn"]
     batches = case.batches([9, 9, 4, 2])
     model = case.model()
@@ -239,7 +239,7 @@ def test_evaluation_is_what_pytorch_says_in_eval_mode(workers: int, pools: Pools
     assert found.metrics["loss again"] == found.loss
 
 
-def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Pools) -> None:
+def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Shelf) -> None:
     case = CASES["cnn"]
     model = case.model().train()
     model[1].eval()
@@ -249,7 +249,7 @@ def test_evaluation_may_come_first_and_leaves_the_models_mode(pools: Pools) -> N
     assert [module.training for module in model.modules()] == modes
 
 
-def test_evaluation_wants_a_batch(pools: Pools) -> None:
+def test_evaluation_wants_a_batch(pools: Shelf) -> None:
     case = CASES["mlp"]
     model = case.model()
     trainer = onebox.Trainer(model, case.loss, sgd(model), pool=pools(1))
@@ -260,7 +260,7 @@ def test_evaluation_wants_a_batch(pools: Pools) -> None:
 # ---- giving back
 
 
-def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Pools) -> None:
+def test_pull_restores_weights_and_buffers_into_the_users_model(pools: Shelf) -> None:
     case = CASES["cnn"]
     batches = case.batches(SIZES[:4])
     expected = case.model()
@@ -293,7 +293,7 @@ class Tempered(nn.Module):
         return functional.cross_entropy(outputs * self.temperature, targets)
 
 
-def test_a_loss_with_parameters_is_trained_too(pools: Pools) -> None:
+def test_a_loss_with_parameters_is_trained_too(pools: Shelf) -> None:
     case = CASES["mlp"]
     batches = case.batches(SIZES[:4])
     plain, loss = case.model(), Tempered()
@@ -314,7 +314,7 @@ def test_a_loss_with_parameters_is_trained_too(pools: Pools) -> None:
 # ---- inputs
 
 
-def test_batches_of_other_shapes_are_captured_once_more(pools: Pools) -> None:
+def test_batches_of_other_shapes_are_captured_once_more(pools: Shelf) -> None:
     case = CASES["gpt2"]
     batches = case.batches([6, 5, 6])
     inputs, targets = batches[1]
@@ -326,7 +326,7 @@ def test_batches_of_other_shapes_are_captured_once_more(pools: Pools) -> None:
         assert_same(finished(trainer, [trainer.step(*batch) for batch in batches]), expected)
 
 
-def test_inputs_may_be_views_and_the_targets_too(pools: Pools) -> None:
+def test_inputs_may_be_views_and_the_targets_too(pools: Shelf) -> None:
     line = nn.Linear(10, 10).double()
     x_BD = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).t()
     expected = functional.mse_loss(line(x_BD), x_BD).item()
@@ -334,7 +334,7 @@ def test_inputs_may_be_views_and_the_targets_too(pools: Pools) -> None:
         assert float(trainer.step(x_BD, x_BD)) == pytest.approx(expected, abs=1e-10)
 
 
-def test_inputs_may_be_overwritten_after_the_step_was_started(pools: Pools) -> None:
+def test_inputs_may_be_overwritten_after_the_step_was_started(pools: Shelf) -> None:
     case = CASES["mlp"]
     ((x_BD, y_B),) = case.batches([8])
     model = case.model()

@@ -135,11 +135,16 @@ _local = threading.local()
 
 
 def attach(pool: Pool) -> Box:
-    """Let the devices of a pool be ``vgpu:0 …`` from now on, until it is closed or another one is attached."""
-    made = Box(pool)
-    _kept[id(pool)] = made
+    """Let the devices of a pool be ``vgpu:0 …`` from now on, until it is closed or another one is attached.
+
+    One that was attached before keeps its tensors.
+    """
+    made = _kept.get(id(pool))
+    if made is None:
+        made = _kept[id(pool)] = Box(pool)
+        pool.closing.append(lambda: _kept.pop(id(pool), None))
+    _boxes[:] = [each for each in _boxes if each() is not made]
     _boxes.append(weakref.ref(made))
-    pool.closing.append(lambda: _kept.pop(id(pool), None))
     return made
 
 

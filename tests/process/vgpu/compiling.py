@@ -17,14 +17,8 @@ HERE = "vgpu:0"
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as opened:
-        yield opened
-
-
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(pool: onebox.Pool) -> Iterator[None]:
     """Each test compiles for itself, in float64."""
     torch._dynamo.reset()
     torch.set_default_dtype(torch.float64)

@@ -1,19 +1,43 @@
-"""What tests of several virtual devices share; a module says by ``DEVICES`` how many it needs."""
+"""What tests of several virtual devices share; a module says by ``DEVICES`` how many it needs, if not two."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import onebox
+from onebox.vgpu import attach
+from onebox.vgpu.cuda import alias_cuda
+from tests.process.shelf import Shelf
 
 
 @pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Iterator[onebox.Pool]:
-    with onebox.open(f"cpu*{request.module.DEVICES}", threads=1) as opened:
-        yield opened
+def pool(request: pytest.FixtureRequest, pools: Shelf) -> Iterator[onebox.Pool]:
+    """A pool whose devices are ``vgpu:0 …``; for tests that leave it whole."""
+    opened = pools(getattr(request.module, "DEVICES", 2))
+    box = attach(opened)
+    yield opened
+    gc.collect()
+    for stream in box.streams:
+        stream.flush()
+
+
+@pytest.fixture(scope="module")
+def alias(pool: onebox.Pool) -> Iterator[None]:
+    with alias_cuda():
+        yield
+
+
+@pytest.fixture
+def aliased(alias: None) -> Iterator[None]:
+    """The devices of the pool are ``cuda:0 …``, of which the first is the current one."""
+    torch.cuda.set_device(0)
+    yield
+    torch.cuda.set_device(0)
+    torch.set_default_device(None)
 
 
 @pytest.fixture

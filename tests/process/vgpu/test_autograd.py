@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,7 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def leaf(*shape: int, device: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.autograd import Function, forward_ad, functional, gradcheck, gradgrad
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-import onebox
 from tests.process.vgpu.beside import Case, beside, fails_beside, fill, listed, normal
 
 WORKING: list[Case] = []
@@ -20,10 +18,7 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def leaf(*shape: int, device: str) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import CASES
-from tests.process.vgpu.compiling import EXACT, HERE, close, compiled, fresh, moved, pool, programs
+from tests.process.vgpu.compiling import EXACT, HERE, close, compiled, fresh, moved, programs
 from tests.reference import call
 
-__all__ = ["fresh", "pool", "programs"]
+__all__ = ["fresh", "programs"]
 
 
 def trained(name: str, device: Any, wrap: Callable[[nn.Module], Any]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -19,9 +19,9 @@ from onebox.errors import OneboxError
 from onebox.vgpu import VirtualTensor
 from onebox.vgpu.stream import Stream
 from onebox.wire.messages import Define, StoredProgram
-from tests.process.vgpu.compiling import HERE, close, compiled, fresh, moved, pool, programs
+from tests.process.vgpu.compiling import HERE, close, compiled, fresh, moved, programs
 
-__all__ = ["fresh", "pool", "programs"]
+__all__ = ["fresh", "programs"]
 
 
 class Norm(nn.Module):

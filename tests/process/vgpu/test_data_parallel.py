@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-import onebox
 from onebox.vgpu.box import current_box
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 DEVICES = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open(f"cpu*{DEVICES}", threads=1) as opened:
-        yield opened
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 class Net(nn.Module):

@@ -24,10 +24,7 @@ from onebox.vgpu.box import current_box
 VGPU: Any = torch  # whose attribute ``vgpu`` no type checker knows
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, func, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import onebox
 from tests.process.vgpu.beside import Case, beside, fails_beside, fill, listed, normal
 
 WORKING: list[Case] = []
@@ -20,15 +18,10 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 pytestmark = [
+    pytest.mark.usefixtures("pool"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # which PyTorch calls for forward mode
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),  # func.linearize's own, on any device
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
 
 
 def waves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import onebox
 from tests.process.vgpu.beside import HERE, Case, beside, fails_beside, listed, normal, waits
 
 WORKING: list[Case] = []
@@ -18,10 +16,7 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def indices(device: str) -> dict[str, Any]:

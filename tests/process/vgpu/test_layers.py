@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-import onebox
 from tests.process.vgpu.beside import HERE, Case, beside, fails_beside, fill, listed, normal
 
 WORKING: list[Case] = []
@@ -19,10 +18,7 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def trained(module: nn.Module, device: str, *shapes: tuple[int, ...]) -> Any:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-import onebox
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def _lazy() -> nn.Module:

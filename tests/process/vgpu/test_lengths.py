@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-import onebox
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu", threads=1) as pool:
-        yield pool
+DEVICES = 1
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def padded(*shape: int) -> Tensor:

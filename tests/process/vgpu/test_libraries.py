@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,8 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 
-import onebox
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu", threads=1) as pool:
-        yield pool
+DEVICES = 1
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def test_a_view_is_in_the_storage_of_its_base() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-import onebox
 from tests.process.vgpu.beside import HERE, Case, beside, fails_beside, fill, listed, normal
 
 WORKING: list[Case] = []
@@ -21,10 +19,7 @@ FAILING: list[Case] = []
 works, fails = listed(WORKING), listed(FAILING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @works

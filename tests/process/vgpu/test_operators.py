@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
-import onebox
 from onebox.vgpu.box import current_box
 
-
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu", threads=1) as pool:
-        yield pool
+DEVICES = 1
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
-import onebox
 from tests.process.vgpu.beside import Case, beside, fill, listed, normal, waits
 
 WORKING: list[Case] = []
@@ -21,10 +20,7 @@ works = listed(WORKING)
 Make = Callable[[nn.Module], optim.Optimizer]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def net(device: str) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import onebox
 from onebox.vgpu import interrupts
 from tests.process.faults.scripts import Script
 
@@ -19,10 +18,8 @@ INTERRUPTIONS_S = 60.0
 """A script that is interrupted many times has ended within this time."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu", threads=1) as pool:
-        yield pool
+DEVICES = 1
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @pytest.fixture

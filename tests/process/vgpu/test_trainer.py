@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,7 @@ from tests.models import CASES, OPTIMIZERS
 SEED = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as opened:
-        yield opened
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 def moved(values: Any, device: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-import onebox
 from tests.process.vgpu.beside import Case, beside, listed, normal
 
 WORKING: list[Case] = []
 works = listed(WORKING)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def pool() -> Iterator[onebox.Pool]:
-    with onebox.open("cpu*2", threads=1) as pool:
-        yield pool
+pytestmark = pytest.mark.usefixtures("pool")
 
 
 @works
