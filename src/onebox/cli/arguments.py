@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from onebox import __version__
 from onebox.cli.config import PlanConfig, TrainConfig
 from onebox.cli.machines_config import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
 from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
@@ -31,10 +32,33 @@ _Command = (
     | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]
 )
+_COMMANDS = ("train", "plan", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
+
 _BARE = ("--help", "-h", "--sync")
 """Flags of ``onebox run`` that take no value."""
 
 _DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
+
+_OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]}
+
+on a pool of devices, of this machine or of others:
+  run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
+  train    one of the models that come with it, from a folder that tells of the run, and goes on with it
+  plan     which device should compute what, and when
+  devices  what a pool has, and who has leased it
+  profile  how fast devices and links are
+
+several machines:
+  pair     make a client and an agent known to each other
+  serve    offer this machine's devices, as an agent
+  status   who has what, who waits, how busy it is
+  logs     the newest lines of an agent's log
+
+  env      versions, what this machine has, and what is missing
+
+onebox COMMAND --help says more of each. Without a GPU and without another machine:
+  onebox train --pool cpu*2 --data digits --model cnn --epochs 3
+"""
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -47,8 +71,13 @@ def parse(arguments: Sequence[str]) -> Config:
 
     Raises:
         UsageError: They are wrong; the message has one line.
-        SystemExit: They ask for help, which has been printed.
+        SystemExit: They ask for help or for the version, which has been printed.
     """
+    if not arguments:
+        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
+    if arguments[0] in ("--help", "-h", "--version"):
+        print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
+        raise SystemExit(0)
     own, script = _without_script(arguments)
     config = _tyro(_Command, own, prog="onebox", description=_DESCRIPTION)
     if isinstance(config, RunConfig):
@@ -128,4 +157,6 @@ def _plain(text: str) -> str:
     text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
     text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
     text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
+    text = re.sub(r"^Missing from (onebox \w+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
+    text = re.sub(r"^Missing value for argument '(--[\w-]+)'\. Expected 1 values?", r"\1 needs a value", text)
     return text.removeprefix("Error parsing ")

@@ -1,4 +1,4 @@
-"""``onebox env``: versions, what this machine has, and what is missing."""
+"""``onebox env``: versions, what this machine has, what its workers are held to, and what is missing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch.distributed
 from onebox import __version__
 from onebox.cli.console import OutputConsole
 from onebox.cli.pool_config import EnvConfig
+from onebox.worker import landlock
+from onebox.worker.confine import confinement
 
 _PACKAGES = (
     "torch",
@@ -48,8 +50,9 @@ def show_environment(config: EnvConfig) -> None:
 
 
 def environment() -> dict[str, dict[str, str] | list[str]]:
-    """Return versions, devices, and what is missing, as text for a person."""
-    return {"versions": _versions(), "devices": _devices(), "missing": _missing()}
+    """Return versions, devices, what workers are held to here, and what is missing, as text for a person."""
+    held = _confinement()
+    return {"versions": _versions(), "devices": _devices(), "workers": held, "missing": _missing() + _loose(held)}
 
 
 def _lines(content: dict[str, str] | list[str]) -> list[str]:
@@ -98,3 +101,21 @@ def _missing() -> list[str]:
     if not torch.distributed.is_gloo_available():
         missing.append("Gloo: this torch is built without it; use sync='client'")
     return missing
+
+
+def _confinement() -> dict[str, str]:
+    """Return what workers on this machine give up before they hear a client."""
+    abi = landlock.version()
+    found = {"Landlock": f"version {abi} of its interface" if abi else "none"}
+    found |= confinement()
+    found["namespaces"] = "those of the agent; a container, or a service of systemd, for onebox serve has its own"
+    return found
+
+
+def _loose(held: dict[str, str]) -> list[str]:
+    """Say what would hold workers tighter."""
+    off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
+    loose = [f"workers, {part}: {why}" for part, why in off.items()]
+    if os.geteuid() == 0:
+        loose.append("workers: this user is root, whose files and processes they could reach; serve as another user")
+    return loose

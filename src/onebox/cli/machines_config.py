@@ -128,10 +128,10 @@ class PairConfig:
         }
         given = [what for what, there in asked.items() if there]
         if len(given) != 1:
-            what = f"{given[0]} and {given[1]}: give one of them" if given else "pair with whom"
+            what = f"{given[0]} and {given[1]}: give one of them;" if given else "pair with whom?"
             raise UsageError(
-                f"{what}? On the agent's machine: onebox pair --accept; on the client's: onebox pair HOST; or --list, "
-                "--remove, --forget"
+                f"{what} on the agent's machine it is onebox pair --accept, on the client's onebox pair HOST; --list "
+                "shows who is paired, --remove and --forget end that"
             )
         if self.name is not None and self.host is None:
             raise UsageError(f"--name {self.name} is for a client: onebox pair HOST --name {self.name}")

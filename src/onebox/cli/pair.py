@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 
 from onebox.cli.machines_config import AGENT_PORT, PAIRING_PORT, PairConfig
 from onebox.errors import UsageError
 from onebox.pool.agents.source import client_name
 from onebox.pool.keys.code import Code, new_code, read_code
-from onebox.pool.keys.pairing import GOOD_FOR_S, PairingDoor, pair_with
+from onebox.pool.keys.pairing import GOOD_FOR_S, PairingDoor, find_door, pair_with
 from onebox.pool.keys.ring import (
     KnownAgent,
+    Role,
     allow_client,
     allowed_clients,
     fingerprint,
@@ -21,6 +23,7 @@ from onebox.pool.keys.ring import (
     is_name,
     known_agent,
     known_agents,
+    made_identity,
     remember_agent,
     remove_client,
 )
@@ -71,8 +74,9 @@ def _join(config: PairConfig, host: str) -> None:
     if not is_name(name):
         raise UsageError(f"--name {name!r}: allowed are 1 to 128 characters that can be printed")
     before = known_agent(address)
-    code = _asked_code(address)
     machine, _, port = address.rpartition(":")
+    find_door(machine.strip("[]"), config.pairing_port)
+    code = _asked_code(address)
     paired = pair_with(machine.strip("[]"), config.pairing_port, code, Pair(name, mine.public))
     remember_agent(KnownAgent(address, paired.key, paired.host))
     _say(f"paired with the agent on {paired.host}:  {fingerprint(paired.key)}")
@@ -113,13 +117,25 @@ def _forget(address: str) -> None:
 
 def _list() -> None:
     clients, agents = allowed_clients(), known_agents()
+    _say("fingerprints of this user:")
+    _rows([("as agent", _own("agent")), ("as client", _own("client"))])
     _say("clients that may lease devices from this user's agents:")
-    for client in clients:
-        _say(f"  {client.name}  {fingerprint(client.key)}")
-    _say("agents that this user was paired with:" if clients else "  none\nagents that this user was paired with:")
-    for agent in agents:
-        _say(f"  {agent.address}  {agent.host}  {fingerprint(agent.key)}")
-    if not agents:
+    _rows([(client.name, fingerprint(client.key)) for client in clients])
+    _say("agents that this user was paired with:")
+    _rows([(agent.address, agent.host, fingerprint(agent.key)) for agent in agents])
+
+
+def _own(role: Role) -> str:
+    key = made_identity(role)
+    return "none yet" if key is None else fingerprint(key)
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        _say("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    if not rows:
         _say("  none")
 
 

@@ -114,7 +114,7 @@ class RunConfig(OfPool):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvConfig:
-    """Show versions, what this machine has, and what is missing.
+    """Show versions, what this machine has, what its workers are held to, and what is missing.
 
     Args:
         json: Print a JSON object.

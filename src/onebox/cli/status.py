@@ -70,7 +70,7 @@ def _print(states: list[HostState], console: OutputConsole, *, json: bool) -> No
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     lost = [state for state in states if state.stock is None]
     if len(lost) == len(states):
-        raise Exit(FAILED, "no agent could be looked at" + ("" if lost[0].problem else ": none answered in time"))
+        raise Exit(FAILED, f"no agent could be looked at; {lost[0].problem or 'none answered in time'}")
 
 
 def _live(watches: Sequence[HostWatch], console: OutputConsole) -> None:

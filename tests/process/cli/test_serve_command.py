@@ -174,7 +174,7 @@ def test_the_live_table_ends_with_ctrl_c(as_client: Serving, tmp_path: Path) -> 
     process = start(["status", "--every", "0.2"], as_client.client, tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     with ended(process), open(ours, errors="replace") as screen:
-        line_with(screen, r"(cores)")
+        line_with(screen, r"(1 agent)")
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # how the other end of a terminal tells that it is gone
             screen.read()

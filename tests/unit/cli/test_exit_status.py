@@ -141,5 +141,14 @@ def test_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_environment_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"versions", "devices", "missing"}
+    assert set(found) == {"versions", "devices", "workers", "missing"}
     assert {"onebox", "python", "torch", "pyzmq"} <= set(found["versions"])
+    assert {"Landlock", "files", "system calls", "capabilities"} <= set(found["workers"])
+    off = [part for part, what in found["workers"].items() if what.startswith("off: ")]
+    assert all(any(line.startswith(f"workers, {part}: ") for line in found["missing"]) for part in off)
+
+
+@pytest.mark.parametrize(("line", "part"), [("--version", "onebox 0.1.0"), ("--help", "\n  serve "), ("-h", "status")])
+def test_what_there_is(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([line]) == 0
+    assert part in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from onebox.cli import main
 from onebox.cli.arguments import parse
 from onebox.cli.machines_config import AGENT_PORT, PAIRING_PORT, LogsConfig, PairConfig, ServeConfig, StatusConfig
 from onebox.errors import UsageError
+from onebox.pool.keys.ring import fingerprint, identity
 from onebox.wire import agents
 
 
@@ -133,11 +135,35 @@ def test_a_code_that_is_none_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
-    for typed in ("", "\n", "ABCD-EFGH\n"):
-        (tmp_path / "typed").write_text(typed)
-        with (tmp_path / "typed").open() as stdin:
-            monkeypatch.setattr("sys.stdin", stdin)
-            assert main(["pair", "127.0.0.1", "--pairing-port", "1"]) == 2
-        said = capfd.readouterr()
-        assert "code" in said.err
-        assert "ABCD" not in said.err + said.out
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = str(there.getsockname()[1])
+        for typed in ("", "\n", "ABCD-EFGH\n"):
+            (tmp_path / "typed").write_text(typed)
+            with (tmp_path / "typed").open() as stdin:
+                monkeypatch.setattr("sys.stdin", stdin)
+                assert main(["pair", "127.0.0.1", "--pairing-port", port]) == 2
+            said = capfd.readouterr()
+            assert "code" in said.err
+            assert "ABCD" not in said.err + said.out
+
+
+def test_where_nobody_waits_for_a_pairing_no_code_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
+    monkeypatch.setattr("sys.stdin", None)  # whoever reads it fails
+    assert main(["pair", "127.0.0.1", "--pairing-port", "1"]) == 1
+    assert "nobody waits for a pairing at 127.0.0.1:1" in capfd.readouterr().err
+
+
+def test_the_list_shows_own_fingerprints_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are what others compare; asking makes no keys."""
+    monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path / "keys"))
+    assert main(["pair", "--list"]) == 0
+    assert capfd.readouterr().out.count("none yet") == 2
+    assert not (tmp_path / "keys").exists()
+    key = identity("agent").public
+    assert main(["pair", "--list"]) == 0
+    assert f"as agent   {fingerprint(key)}\n" in capfd.readouterr().out

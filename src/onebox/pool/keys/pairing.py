@@ -36,6 +36,9 @@ ATTEMPTS = 10
 CONNECT_S = 10.0
 """How long a client tries: a handshake takes milliseconds, a host that drops what it does not want answers nothing."""
 
+FIND_S = 3.0
+"""How long it may take to see whether anybody waits for a pairing at all."""
+
 _MOST_BYTES = 4096
 """Of a message: two names and keys."""
 
@@ -204,6 +207,36 @@ def pair_with(host: str, port: int, code: Code, pair: Pair, *, within_s: float =
     raise PoolError(answer)
 
 
+def find_door(host: str, port: int, *, within_s: float = FIND_S) -> None:
+    """Find out whether somebody waits for a pairing, before a person types a long code.
+
+    Args:
+        host: The agent's host: a name or an IP address, without brackets.
+        port: The port of the pairing.
+        within_s: How long to try; where nothing answers, only the pairing itself tells why.
+
+    Raises:
+        PoolError: There is no such host, or nobody waits there.
+    """
+    addresses = _addresses(host, port)
+    refused = 0
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), within_s / len(addresses)).close()
+        except ConnectionRefusedError:
+            refused += 1
+        except OSError:
+            continue
+        else:
+            return
+    if refused == len(addresses):
+        raise PoolError(_nobody(f"{host}:{port}"))
+
+
+def _nobody(where: str) -> str:
+    return f"nobody waits for a pairing at {where}: run onebox pair --accept there, and let its port through"
+
+
 def _addresses(host: str, port: int) -> list[str]:
     """Return the numeric addresses of a host, each once, in the order of the system's preference."""
     try:
@@ -252,7 +285,7 @@ def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, en
     if events not in ready:
         return f"{where} does not answer: is it the right host, and is its port {where.rpartition(':')[2]} open?"
     if parse_monitor_message(events.recv_multipart())["event"] == zmq.EVENT_CLOSED:
-        return f"nobody waits for a pairing at {where}: run onebox pair --accept there, and let its port through"
+        return _nobody(where)
     raise PoolError(
         f"{where} did not take the code: it is that of another host, was used already, or its time is over; begin "
         "again with onebox pair --accept there"

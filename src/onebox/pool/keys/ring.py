@@ -96,6 +96,16 @@ def identity(role: Role) -> KeyPair:
     return found
 
 
+def made_identity(role: Role) -> str | None:
+    """Return this person's public key in a role, ``None`` where it has not been made yet.
+
+    Raises:
+        UsageError: The file is damaged, or others can read it.
+    """
+    path = config_folder() / f"{role}.key.json"
+    return None if read(path, KeyPair, secret=True) is None else identity(role).public
+
+
 def fingerprint(public: str) -> str:
     """Return what a person compares to know a key: 160 bits of its hash, in eight groups.
 
