@@ -13,8 +13,19 @@ from onebox.worker.arena import Block
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import Letter
 
-SUM = -1
-"""What a letter of a collective is for: a sum, or else a gather along the dimension of that number."""
+
+def of_sum(meant: int) -> int:
+    """Return what a letter for a sum is for.
+
+    Args:
+        meant: A number of 32 bits for what the rank means; the others' letters must say the same.
+    """
+    return -1 - meant
+
+
+def is_sum(code: int) -> bool:
+    """Tell whether a letter is for a sum; else it is for a gather along the dimension of that number."""
+    return code < 0
 
 
 class Collective:
@@ -106,9 +117,10 @@ class Collective:
         mine = specs[self._rank]
         for rank, (letter, spec) in enumerate(zip(letters, specs, strict=True)):
             if letter.code != self._own.code or spec != mine:
+                other = _name(letter) if _name(letter) != _name(self._own) else "one of tensors of other sizes"
                 raise WireError(
                     f"the ranks disagree on collective {self._order} of the group: rank {self._rank} came for "
-                    f"{_name(self._own)}, rank {rank} for {_name(letter)}"
+                    f"{_name(self._own)}, rank {rank} for {other}"
                 )
 
     def _parts(self, letters: Sequence[Letter]) -> list[Tensor]:
@@ -121,5 +133,5 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
 
 
 def _name(letter: Letter) -> str:
-    kind = "a sum" if letter.code == SUM else f"a gather along dimension {letter.code}"
+    kind = "a sum" if is_sum(letter.code) else f"a gather along dimension {letter.code}"
     return f"{kind} of {letter.spec}"

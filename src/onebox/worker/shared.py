@@ -24,8 +24,9 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
 from onebox.wire.messages import FormGroup
+from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block
-from onebox.worker.collective import SUM, Collective
+from onebox.worker.collective import Collective, is_sum, of_sum
 from onebox.worker.handover import Post
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import FREE, LEFT, READY, Letter, check_dimensions
@@ -110,11 +111,9 @@ class SharedGroup:
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        kinds = {dtype_name(tensor.dtype) for tensor in tensors}
-        if len(kinds) != 1:
-            raise WireError(f"tensors of {', '.join(sorted(kinds)) or 'no type'} in one sum; they must be of one type")
-        spec = TensorSpec(kinds.pop(), (sum(tensor.numel() for tensor in tensors),))
-        return self._start(tensors, spec, SUM, lambda collective, letters: collective.sum(letters))
+        code = of_sum(meaning(self._order, tensors))
+        spec = TensorSpec(dtype_name(tensors[0].dtype), (sum(tensor.numel() for tensor in tensors),))
+        return self._start(tensors, spec, code, lambda collective, letters: collective.sum(letters))
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension."""
@@ -287,6 +286,6 @@ class _Named:
 
 def _load(letters: Sequence[Letter]) -> tuple[int, int]:
     """Return how often a collective's bytes go round the ring, and how many of them there are."""
-    if letters[0].code == SUM:
+    if is_sum(letters[0].code):
         return 2, letters[0].spec.size_bytes
     return 1, sum(letter.spec.size_bytes for letter in letters)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.messages import FormGroup
+from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 from onebox.worker.memory import PeerLost
 from onebox.worker.peers import Arrived, Finish
 from onebox.worker.tape import Progress
@@ -24,7 +26,7 @@ from onebox.worker.tape import Progress
 _CLOSE_S = 5.0
 """How long a worker that leaves waits for what it has sent to be taken."""
 
-_SIZE_BYTES = 8
+_HEAD_BYTES = 16
 
 
 class TorchGroup:
@@ -44,6 +46,8 @@ class TorchGroup:
         self._device = device
         self._progress = progress
         self._size = form.size
+        self._order = 0
+        self._agreed: set[int] = set()
         self._outgoing = _Outgoing(form.backend == "gloo")
         self._staged = torch.device("cpu") if form.backend == "gloo" else device
         timeout = timedelta(seconds=form.timeout_s)
@@ -61,24 +65,41 @@ class TorchGroup:
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        order, self._order = self._order, self._order + 1
+        meant = meaning(order, tensors)
+        own = marks(meant, tensors[0].dtype, self._size).to(tensors[0].device)
+        flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), own])
         work = self._guard(lambda: self._group.allreduce([flat]))
-        return self._finish(work, lambda: flat)
+        kind = meaning(0, tensors)
+        known = flat.is_cuda and kind in self._agreed  # to look at it makes the host wait for the GPU: once for each
+        self._agreed.add(kind)
+
+        def made() -> Tensor:
+            if not known:
+                check_marks(flat[-MARKS:], meant, self._size, order)
+            return flat[:-MARKS]
+
+        return self._finish(work, made)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension.
 
         Nobody knows the sizes of the others' parts beforehand, so each rank sends its size and room for the whole.
+
+        Raises:
+            WireError: The tensor cannot be a part of the whole; or later, another rank came for something else.
         """
+        order, self._order = self._order, self._order + 1
         own = spec_of(tensor)
         if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
             raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
-        mine = torch.zeros(_SIZE_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
-        mine[:_SIZE_BYTES].view(torch.int64)[0] = own.shape[dim]
-        mine[_SIZE_BYTES : _SIZE_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        meant = crc32(f"gather {order} {spec} {dim}".encode())
+        mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
+        mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], meant]))
+        mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
         work = self._guard(lambda: self._group.allgather([parts], [mine]))
-        return self._finish(work, lambda: _join(parts, own, spec, dim).to(self._device))
+        return self._finish(work, lambda: _join(parts, own, spec, dim, meant).to(self._device))
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> int:
         """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone."""
@@ -170,13 +191,15 @@ class _Outgoing:
             del item
 
 
-def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int) -> Tensor:
-    """Return the parts of all ranks together; each comes behind its size along the dimension."""
+def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, meant: int) -> Tensor:
+    """Return the parts of all ranks together; each comes behind its size along the dimension and what is meant."""
     tensors = []
-    for part in parts:
-        size = int(part[:_SIZE_BYTES].view(torch.int64)[0])
+    for rank, part in enumerate(parts):
+        size, means = part[:_HEAD_BYTES].view(torch.int64).tolist()
+        if means != meant:
+            raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
         shape = (*own.shape[:dim], size, *own.shape[dim + 1 :])
-        elements = part[_SIZE_BYTES : _SIZE_BYTES + TensorSpec(own.dtype, shape).size_bytes]
+        elements = part[_HEAD_BYTES : _HEAD_BYTES + TensorSpec(own.dtype, shape).size_bytes]
         tensors.append(elements.view(DTYPES[own.dtype]).view(shape))
     made = torch.cat(tensors, dim)
     if spec_of(made) != spec:

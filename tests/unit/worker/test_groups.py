@@ -63,6 +63,42 @@ def test_sums_of_several_buckets(size: int, same_host: bool) -> None:
 
 
 @both
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        ([torch.ones(4)], [torch.ones(4, dtype=torch.int32)]),
+        ([torch.ones(4)], [torch.zeros(4, dtype=torch.int32)]),
+        ([torch.ones(2), torch.ones(6)], [torch.ones(6), torch.ones(2)]),
+        ([torch.ones(8, dtype=torch.bfloat16)], [torch.ones(8, dtype=torch.float16)]),
+    ],
+    ids=["types", "zeros", "order", "halves"],
+)
+def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list[Tensor], same_host: bool) -> None:
+    def rank(number: int, group: Group, progress: Progress) -> str:
+        finish = group.reduce([mine, other][number])
+        try:
+            finish()
+        except WireError as error:
+            return str(error)
+        return ""
+
+    found = run(2, rank, same_host=same_host)
+    assert any("disagree on collective 0" in error or "disagree on collective 1" in error for error in found)
+
+
+def test_ranks_that_mean_different_gathers_get_none() -> None:
+    def rank(number: int, group: Group, progress: Progress) -> str:
+        spec = TensorSpec(["float32", "int32"][number], (4,))
+        try:
+            group.gather(torch.ones(2, dtype=[torch.float32, torch.int32][number]), spec, 0)()
+        except WireError as error:
+            return str(error)
+        return ""
+
+    assert all("came for another gather" in error for error in run(2, rank, same_host=False))
+
+
+@both
 def test_what_is_reduced_stays_as_it_is(same_host: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> Tensor:
         tensor = torch.ones(4)

@@ -1,0 +1,52 @@
+"""Whether ranks that mean different sums are found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.errors import WireError
+from onebox.worker.agreement import MARKS, check_marks, marks, meaning
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+TYPES = [*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.complex64]
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
+
+
+@given(sizes, st.sampled_from(TYPES), st.integers(0, 1 << 40), st.integers(1, 256))
+def test_any_number_of_ranks_that_mean_the_same_agree(
+    numels: list[int], dtype: torch.dtype, order: int, ranks: int
+) -> None:
+    meant = meaning(order, [torch.zeros(numel, dtype=dtype) for numel in numels])
+    total = torch.zeros(MARKS, dtype=dtype)
+    for _ in range(ranks):
+        total += marks(meant, dtype, ranks)
+    check_marks(total, meant, ranks, order)
+
+
+@given(st.lists(st.integers(0, (1 << 32) - 1), min_size=2, max_size=6), st.sampled_from(FLOATS))
+def test_of_ranks_that_differ_one_is_told(meant: list[int], dtype: torch.dtype) -> None:
+    parts = [marks(each, dtype, len(meant)) for each in meant]
+    total = sum(parts[1:], parts[0].clone())
+    told = 0
+    for each in meant:
+        try:
+            check_marks(total, each, len(meant), 0)
+        except WireError:
+            told += 1
+    assert bool(told) == any(not torch.equal(part, parts[0]) for part in parts)
+
+
+def test_order_sizes_and_types_are_what_is_meant() -> None:
+    one, two = torch.zeros(2), torch.zeros(3)
+    found = [meaning(0, [one, two]), meaning(1, [one, two]), meaning(0, [two, one]), meaning(0, [one.int(), two.int()])]
+    assert len(set(found)) == 4 and meaning(0, [two.view(3, 1), one]) == found[2]
+
+
+def test_a_sum_of_several_types_is_refused() -> None:
+    with pytest.raises(WireError, match="float32, int32 in one sum"):
+        meaning(0, [torch.zeros(1), torch.zeros(1).int()])
+    with pytest.raises(WireError, match="no type in one sum"):
+        meaning(0, [])
