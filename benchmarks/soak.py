@@ -1,9 +1,15 @@
 """Does a run that is hit by 200 faults at random moments end with the parameters of an undisturbed one?
 
-A small model with dropout is trained for 2,000 steps on three workers of this machine, once undisturbed, then with
-workers killed or stopped at moments drawn from a seed; data-parallel and as a pipeline. Both runs must end with the
-same bits. The seed is printed first; with ``--seed`` the same faults are drawn again. Killed and stopped are the
-workers that the pool has at that moment, while a step is under way; one that is hit while it starts counts, too.
+A small model with dropout is trained for 2,000 steps on three workers: two processes of this machine, and one of an
+agent that is reached through a proxy. Once undisturbed, then with faults at moments drawn from a seed; data-parallel
+and as a pipeline. Both runs must end with the same bits. A fault is one of these:
+
+- kill: a worker is killed while a step is under way, or while it starts;
+- stop: it is stopped for good, which takes seconds to be noticed;
+- pause: it is stopped and goes on before that is noticed;
+- cut: all connections to the agent and its worker are cut, and there are none for a while that is ridden out.
+
+The seed is printed first; with ``--seed`` the same faults are drawn again.
 """
 
 from __future__ import annotations
@@ -15,8 +21,12 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +36,14 @@ from torch import Tensor, nn
 import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
+from onebox.pool.agents.tenant import RemoteMember
+from onebox.pool.keys.ring import KnownAgent, remember_agent
+from onebox.worker import Ports
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.process.agent.hosts import start
+from tests.process.faults.proxy import Network
 
 WORKERS = 3
 MICRO_BATCH = 4
@@ -33,8 +51,35 @@ SAMPLES = 12
 LATE_S = 0.01
 """A fault comes up to so long after a step has been begun: a step takes about as long."""
 
-Faults = dict[int, list[tuple[int, signal.Signals, float]]]
-"""From a step to who is hit in it, by what, and how long after its beginning."""
+KINDS = {"kill": 0.5, "stop": 0.1, "pause": 0.15, "cut": 0.25}
+"""How often each kind of fault is drawn."""
+
+AWAY_S = 1.5
+"""A pause or cut takes up to so long; after three seconds it would be taken for a loss."""
+
+REPORTED = 10
+"""So often a run says how far it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What befalls a run.
+
+    Args:
+        kind: One of :data:`KINDS`.
+        worker: Whom; a cut befalls the agent's.
+        late_s: How long after the beginning of a step.
+        away_s: How long a pause or cut takes.
+    """
+
+    kind: str
+    worker: int
+    late_s: float
+    away_s: float
+
+
+Faults = dict[int, list[Fault]]
+"""From a step to what comes in it."""
 
 
 def main() -> None:
@@ -50,7 +95,7 @@ def main() -> None:
     torch.set_num_threads(1)
     seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    result: dict[str, Any] = {"seed": seed, "steps": options.steps, "equal": True}
+    result: dict[str, Any] = {"seed": seed, "steps": options.steps, "faults": options.faults, "equal": True}
     for name in options.plans.split(","):
         faults = drawn(random.Random(f"{seed}/{name}"), options.steps, options.faults)
         expected, _, undisturbed_s = train(name, options.steps, {})
@@ -65,42 +110,78 @@ def main() -> None:
 
 
 def drawn(draw: random.Random, steps: int, faults: int) -> Faults:
-    """Draw who is hit when: four of five are killed, the others stopped, which takes seconds to be noticed."""
+    """Draw what comes when."""
     found: Faults = {}
     for _ in range(faults):
-        kind = signal.SIGSTOP if draw.random() < 0.2 else signal.SIGKILL
-        found.setdefault(draw.randrange(1, steps), []).append(
-            (draw.randrange(WORKERS), kind, draw.uniform(0.0, LATE_S))
+        (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
+        step, worker = draw.randrange(1, steps), draw.randrange(WORKERS)
+        fault = Fault(
+            kind=kind, worker=worker, late_s=draw.uniform(0.0, LATE_S), away_s=draw.uniform(0.0, AWAY_S) ** 2 / AWAY_S
         )
+        found.setdefault(step, []).append(fault)
     return found
 
 
 def train(name: str, steps: int, faults: Faults) -> tuple[dict[str, Tensor], dict[str, int], float]:
     """Train; return the parameters, what happened, and the seconds that it took."""
     model, loss, optimizer = parts()
-    told: Counter[str] = Counter(killed=0, stopped=0, missed=0)
-    start_s = time.monotonic()
+    told: Counter[str] = Counter(dict.fromkeys(KINDS, 0), missed=0)
+    begin_s = time.monotonic()
     with (
-        onebox.open(f"cpu*{WORKERS}", threads=1) as pool,
+        workers() as (pool, network),
         onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan(name), seed=1, recover=True) as trainer,
     ):
         for step in range(steps):
             trainer.step(*batch(step))
-            for worker, kind, late_s in faults.get(step, ()):
-                time.sleep(late_s)
-                told[hit(pool.process_ids[worker], kind)] += 1
+            for fault in faults.get(step, ()):
+                time.sleep(fault.late_s)
+                told[hit(fault, pool, network)] += 1
+            if faults and (step + 1) * REPORTED % steps < REPORTED:
+                struck = ", ".join(f"{count} {kind}" for kind, count in told.items())
+                recovered = f"{len(trainer.recoveries)} recoveries, {time.monotonic() - begin_s:.0f} s"
+                print(f"{name}: step {step + 1} of {steps}: {struck}, {recovered}", flush=True)
         weights = trainer.tensors()
         told["recoveries"] = len(trainer.recoveries)
         told["steps redone"] = sum(recovery.redone for recovery in trainer.recoveries)
-    return weights, dict(told), time.monotonic() - start_s
+        told["devices gone"] = len(pool.gone)
+    return weights, dict(told), time.monotonic() - begin_s
 
 
-def hit(process: int, kind: signal.Signals) -> str:
-    """Send a signal to a worker; return what became of it."""
+def hit(fault: Fault, pool: onebox.Pool, network: Network) -> str:
+    """Let a fault come; return what became of it."""
+    if fault.kind == "cut":
+        with network.down():
+            time.sleep(fault.away_s)
+        return fault.kind
+    process = pool.process_ids[fault.worker]
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, kind)
-        return "stopped" if kind == signal.SIGSTOP else "killed"
+        os.kill(process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        if fault.kind == "pause":
+            time.sleep(fault.away_s)
+            os.kill(process, signal.SIGCONT)
+        return fault.kind
     return "missed"
+
+
+@contextlib.contextmanager
+def workers() -> Iterator[tuple[onebox.Pool, Network]]:
+    """Open a pool of two workers of this machine and one of an agent behind a network that can be cut."""
+    network, found = Network(), RemoteMember.ports
+
+    def through(member: RemoteMember) -> Ports:
+        ports = found(member)
+        return Ports(network.door(ports.commands, wears=False), network.door(ports.beats, wears=False))
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        os.environ["ONEBOX_CONFIG"] = folder  # for keys that nobody else knows
+        (host,) = start(1)
+        stack.callback(host.kill)
+        stack.callback(network.close)
+        address = network.door(f"tcp://{host.address}", wears=False).removeprefix("tcp://")
+        remember_agent(KnownAgent(address, host.keys.public, "host"))
+        RemoteMember.ports = through  # type: ignore[method-assign]
+        stack.callback(setattr, RemoteMember, "ports", found)
+        yield stack.enter_context(onebox.open(f"cpu*2,{address}/cpu", threads=1)), network
 
 
 def parts() -> tuple[nn.Module, Any, torch.optim.Optimizer]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from onebox.pool.agents.source import connect_agent
 from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
@@ -14,6 +15,8 @@ from onebox.wire import KeyPair, new_keys
 
 NOTICED_S = 5.0
 """Whatever ends is noticed within this time."""
+
+_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @dataclass
@@ -79,7 +82,7 @@ def start(count: int) -> list[Host]:
 
 def _process(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:
