@@ -45,6 +45,15 @@ class Member(Protocol):
         """End it: wait for its own end for a while, then kill it. Idempotent."""
 
 
+@runtime_checkable
+class Hosted(Protocol):
+    """A member on whose host somebody else can be heard."""
+
+    @property
+    def heard_s(self) -> float:
+        """When they were last heard, on the monotonic clock."""
+
+
 class Source(Protocol):
     """Where some of a pool's workers come from: this machine, an agent, a cluster."""
 
@@ -102,4 +111,4 @@ def end_all(members: Sequence[Member], *, grace_s: float) -> None:
         member.close(grace_s=max(0.0, end_s - time.monotonic()))
 
 
-__all__ = ["Member", "Replacing", "Source", "end_all"]
+__all__ = ["Hosted", "Member", "Replacing", "Source", "end_all"]

@@ -23,7 +23,7 @@ from onebox.pool.failures import AFTERWARDS, fail
 from onebox.pool.groups import GroupServices, Notice
 from onebox.pool.line import Answer, Line
 from onebox.pool.liveness import Liveness
-from onebox.pool.member import Member
+from onebox.pool.member import Hosted, Member
 from onebox.pool.pending import Pending
 from onebox.wire import KeyPair, Restarted, check_frames, decode_saying, encode
 from onebox.wire.messages import Envelope, Instruction
@@ -66,6 +66,7 @@ class Switchboard:
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
+        self._look_s = -math.inf
         self._groups = GroupServices()
         self._errands = Errands()
         self._gone: dict[int, OneboxError] = {}
@@ -251,13 +252,23 @@ class Switchboard:
                 self._let_in(now_s)
                 for line in list(self._lines.values()):
                     line.link.flush(now_s)
-                self._pending.release(now_s)
-                for worker, why in self._liveness.hung(now_s).items():
-                    self._lost(self._lines[worker], self._hung(worker, why))
+                self._look(now_s)
             self._send(self._outbox.take_all())
         except BaseException as error:
             self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
             raise
+
+    def _look(self, now_s: float) -> None:
+        """See who is alive, not more often than anything can have changed."""
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _TICK_MS / 2000
+        self._pending.release(now_s)
+        for worker, line in self._lines.items():
+            if isinstance(line.member, Hosted):
+                self._liveness.overhear(worker, line.member.heard_s)
+        for worker, why in self._liveness.hung(now_s).items():
+            self._lost(self._lines[worker], self._hung(worker, why))
 
     def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
         line = self._lines.pop(worker)

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import onebox
-from onebox.errors import PoolError, UsageError, WorkerDied
+from onebox.errors import PoolError, UsageError, WorkerDied, WorkerError, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.wire.messages import Ask
@@ -129,10 +130,10 @@ def test_who_waits_is_told_the_place_and_gets_the_devices_when_they_are_free(
     assert hosts[0].held() == held
 
 
-def failure(pool: Pool, worker: int) -> WorkerDied:
+def failure(pool: Pool, worker: int, kind: type[WorkerError] = WorkerDied) -> Any:
     """Ask a worker until that fails; return the error."""
     end_s = time.monotonic() + NOTICED_S
-    with pytest.raises(WorkerDied) as raised:
+    with pytest.raises(kind) as raised:
         while time.monotonic() < end_s:
             pool.post(worker, [Ask("memory")], answer=True).result(NOTICED_S)
             time.sleep(0.05)
@@ -151,6 +152,16 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
         assert opened.process_ids != (number,)
         assert opened.devices[0].host == hosts[1].address
         opened.post(0, [Ask("memory")], answer=True).result(NOTICED_S)
+
+
+def test_a_worker_that_hangs_is_noticed_in_time_however_long_a_cut_may_last(hosts: tuple[Host, Host]) -> None:
+    with open_pool(f"{hosts[1].address}/cpu", threads=1, grace_s=60.0) as opened:
+        (number,) = opened.process_ids
+        os.kill(number, signal.SIGSTOP)
+        begin_s = time.monotonic()
+        error = failure(opened, 0, WorkerHung)
+        assert time.monotonic() - begin_s < NOTICED_S
+        assert "while its host could be heard" in str(error)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -12,6 +12,7 @@ import pytest
 import onebox
 from onebox.pool import local as local_module
 from onebox.pool.failures import Place
+from onebox.pool.liveness import SILENCE_S
 from onebox.pool.process import WorkerProcess
 from onebox.worker import Ports, WorkerConfig
 from tests.process.faults.proxy import Network
@@ -49,12 +50,13 @@ class FarWorker(WorkerProcess):
 
 
 @contextmanager
-def behind(network: Network, spec: str) -> Iterator[tuple[onebox.Pool, Far]]:
-    """Open a pool of workers behind a network."""
+def behind(network: Network, spec: str, patience_s: float = SILENCE_S) -> Iterator[tuple[onebox.Pool, Far]]:
+    """Open a pool of workers behind a network, which may be silent for so long."""
     far = Far(network)
     with ExitStack() as stack:
         stack.callback(network.close)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(local_module, "WorkerProcess", far.start)
             pool = onebox.open(spec, threads=1)
+        pool._switchboard._liveness.patience_s = dict.fromkeys(pool.present, patience_s)
         yield stack.enter_context(pool), far

@@ -20,6 +20,9 @@ from tests.process.faults.training import WITHIN_S, Stopwatch, Tensors, fails, s
 AWAY_S = 2.0
 """A cut that is to be ridden out."""
 
+LONG_S = 4.5
+"""A cut that is longer than silence is taken for, unless a longer grace was asked for."""
+
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Tensors]:
@@ -69,6 +72,18 @@ def test_a_network_that_is_away_for_two_seconds_is_waited_for(how: str, undistur
     with behind(network, "cpu*2") as (pool, _), trainer_on(pool, "client") as trainer:
         steps(trainer, 3)
         back = later(getattr(network, how), AWAY_S)
+        found = steps(trainer, 8)
+        back.join(10)
+    assert same(found, undisturbed["client"])
+
+
+def test_a_network_that_is_away_for_longer_is_waited_for_where_that_was_asked_for(
+    undisturbed: dict[str, Tensors],
+) -> None:
+    network = Network()
+    with behind(network, "cpu*2", patience_s=LONG_S + WITHIN_S) as (pool, _), trainer_on(pool, "client") as trainer:
+        steps(trainer, 3)
+        back = later(network.down, LONG_S)
         found = steps(trainer, 8)
         back.join(10)
     assert same(found, undisturbed["client"])

@@ -35,6 +35,49 @@ def test_a_worker_that_may_be_cut_off_for_longer_is_waited_for() -> None:
     assert hung_s == {0: 4.0, 1: 20.5}
 
 
+def cut_off(liveness: Liveness, worker: int, from_s: float, to_s: float, until_s: float, **more: float) -> float | None:
+    """Let a host be cut off for a while, and its worker hang in the end; return when that is noticed."""
+    for tick in range(int(4 * until_s)):
+        now_s = tick / 4
+        reachable = not from_s <= now_s < to_s
+        if reachable and now_s < more.get("hangs_s", until_s):
+            liveness.beat(worker, now_s)
+        if reachable and tick % 2:
+            liveness.overhear(worker, now_s)
+        if worker in liveness.hung(now_s):
+            return now_s
+    return None
+
+
+def test_a_worker_that_is_silent_while_its_host_is_heard_is_hung_whatever_a_cut_may_last() -> None:
+    noticed_s = cut_off(Liveness({1: 30.0}), 1, 99, 99, 60, hangs_s=10.0)
+    assert noticed_s is not None and SILENCE_S <= noticed_s - 10.0 < 5.0
+
+
+@given(length_s=st.floats(0.0, 10.0), begin_s=st.floats(1.0, 3.0), agent=st.booleans())
+def test_a_cut_is_ridden_out_to_the_end_of_the_grace(length_s: float, begin_s: float, agent: bool) -> None:
+    liveness = Liveness({1: 10.5})
+    if not agent:
+        liveness.overhear = lambda *_: None  # type: ignore[method-assign]
+    assert cut_off(liveness, 1, begin_s, begin_s + length_s, 20) is None
+
+
+def test_a_cut_that_lasts_is_noticed_at_the_end_of_the_grace_and_a_hang_after_one_in_time() -> None:
+    noticed_s = cut_off(Liveness({1: 10.5}), 1, 2.0, 99, 60)
+    assert noticed_s is not None and 10.5 < noticed_s - 2.0 + 0.25 < 11.5
+    noticed_s = cut_off(Liveness({1: 30.0}), 1, 2.0, 8.0, 60, hangs_s=9.0)
+    assert noticed_s is not None and noticed_s - 9.0 < 5.0
+
+
+def test_a_worker_whose_agent_comes_back_before_it_is_given_time() -> None:
+    liveness = Liveness({1: 20.0})
+    liveness.beat(1, 0.0)
+    liveness.overhear(1, 0.0)
+    for tick in range(1, 13):
+        liveness.overhear(1, 8.0 + 0.25 * tick)
+        assert liveness.hung(8.0 + 0.25 * tick) == {}
+
+
 def test_a_worker_that_stands_still_is_hung_though_it_beats() -> None:
     liveness = Liveness()
     liveness.beat(0, 1.0, stalled_s=STALL_S, doing="call")

@@ -336,8 +336,8 @@ class AgentLine:
         except WireError as error:
             self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
             return
-        self._contact.heard(time.monotonic())
         with self._lock:
+            self._hear(time.monotonic())
             match saying:
                 case Renewed():
                     for lease in self._contact.unknown(saying.leases):
@@ -354,6 +354,13 @@ class AgentLine:
                     if not isinstance(saying, Queued):
                         del self._asked[saying.number]
                     asked.answers.put(saying)
+
+    def _hear(self, now_s: float) -> None:
+        """Note that the agent can be heard."""
+        self._contact.heard(now_s)
+        for members in self._members.values():
+            for member in members:
+                member.heard_s = now_s
 
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Note a lease at once: what the agent says next may be of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
 
 from onebox.errors import PoolError, WorkerDied
@@ -36,6 +37,8 @@ class RemoteMember:
         self.lease = lease
         self.key = started.key
         self.pid = started.process
+        self.heard_s = time.monotonic()
+        """When its agent was last heard; see :class:`~onebox.pool.member.Hosted`."""
         self._ports = Ports(started.commands, started.beats)
         self._lock = threading.Lock()
         self._exit_status: int | None = None
