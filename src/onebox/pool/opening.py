@@ -58,7 +58,7 @@ def open_pool(
             signs of life are not held up. Emulated likewise.
         faults: For tests: what goes wrong on which worker of this machine.
         grace_s: How long the way to another host may be cut, or this process be gone, before the leases there end and
-            its workers are given up; that a host has failed is noticed only then.
+            its workers are given up; that a host has failed as a whole is noticed only then.
         wait: Whether to queue for devices that others have leased; the place in the queue is logged.
 
     Returns:
