@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from onebox.wire.messages import Ask, LeaveGroup
 
 PATIENCE_S = 30.0
 """How long a survivor may take to be done with what it was given before the loss."""
+
+_AGAIN_S = 1.0
+"""How often a survivor is told again that nobody will come any more: it may just have begun to wait."""
 
 _ROUNDS = 6
 """How often workers may be lost again while a pool is healed."""
@@ -112,7 +116,12 @@ class _Healer:
         asked: dict[int, Future[Answer]] = {}
         for worker in survivors:
             asked[worker] = self._switchboard.post(worker, [*leave, Ask("memory")], answer=True)
-        _, late = wait(asked.values(), timeout=patience_s)
+        late = wait(asked.values(), timeout=0).not_done
+        end_s = time.monotonic() + patience_s
+        while late and (left_s := end_s - time.monotonic()) > 0:
+            for worker in [worker for worker, future in asked.items() if future in late and self.groups]:
+                self._switchboard.interrupt(worker, sorted(self.groups))
+            late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done
         for worker, future in asked.items():
             if future in late:
                 place = self._members[worker].place

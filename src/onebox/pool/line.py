@@ -12,7 +12,8 @@ from typing import Any
 import zmq
 
 from onebox.pool.member import Member
-from onebox.wire import KeyPair, Link, configure, endure, receive, send
+from onebox.wire import KeyPair, Link, configure, encode, endure, receive, send
+from onebox.wire.messages import Envelope, LeaveGroup
 from onebox.wire.sayings import Hello, Result
 
 
@@ -105,6 +106,13 @@ class Line:
         if self.beats in ready:
             while self.beats.poll(0):
                 yield receive(self.beats)
+
+    def interrupt(self, groups: Sequence[int]) -> None:
+        """Let the worker wait for nobody in some groups any more, whatever it is about: it hears this between its signs
+        of life."""
+        envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
+        with contextlib.suppress(zmq.Again):
+            send(self.beats, [encode(envelope)], zmq.NOBLOCK)
 
     def listen(self, poller: zmq.Poller) -> None:
         """Let a poller watch the sockets and the process."""

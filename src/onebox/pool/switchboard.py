@@ -163,6 +163,15 @@ class Switchboard:
         """Take a worker for lost."""
         self._errand(lambda _: self._lost(self._lines[worker], error))
 
+    def interrupt(self, worker: int, groups: Sequence[int]) -> None:
+        """Let a worker wait for nobody in some groups any more, which have lost somebody without a word."""
+
+        def tell(_: zmq.Poller) -> None:
+            if worker in self._lines:
+                self._lines[worker].interrupt(groups)
+
+        self._errand(tell)
+
     def miss(self, worker: int, error: OneboxError) -> None:
         """Note that a worker that was dropped will not be replaced."""
         self._gone[worker] = error

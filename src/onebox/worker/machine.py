@@ -113,6 +113,10 @@ class Machine:
         own = iter(list(itertools.islice(frames, frame_count(instruction))))
         return self._guarded(instruction, own, _same)
 
+    def interrupt(self, group: int) -> None:
+        """Let what is under way wait no longer for peers of a group; callable from any thread."""
+        self._groups.interrupt(group)
+
     def close(self) -> None:
         """Leave all groups."""
         self._groups.close()

@@ -7,6 +7,7 @@ import torch
 from onebox.wire.messages import FormGroup, Gather, Receive, Reduce, Routine, Send
 from onebox.wire.sayings import Failure, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
+from onebox.worker.sockets import Sockets
 from onebox.worker.store import Poisoned
 from onebox.worker.tape import Progress
 
@@ -29,6 +30,7 @@ class Memberships:
         self._groups: dict[int, Group] = {}
         self._lost: dict[int, Failure] = {}
         self._wires = Wires()
+        self._sockets = Sockets()
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -42,7 +44,8 @@ class Memberships:
             PeerLost: The others did not come in time.
         """
         device, progress = (_HOST, Progress()) if form.aside else (self._device, self._progress)
-        self._groups[form.group] = form_group(form, self._channel, device, progress, self._wires)
+        with self._sockets.making(form.group):
+            self._groups[form.group] = form_group(form, self._channel, device, progress, self._wires)
 
     def get(self, number: int) -> Group:
         """Return a group.
@@ -65,6 +68,11 @@ class Memberships:
         group = self._groups.pop(number, None)
         if group is not None:
             group.close()
+        self._sockets.forget(number)
+
+    def interrupt(self, number: int) -> None:
+        """Let nobody wait in a group any more for somebody who is silent; callable from any thread."""
+        self._sockets.shut(number)
 
     def abandon(self, number: int, failure: Failure) -> None:
         """Leave a group in which this worker cannot do its part, unless it has done so before."""

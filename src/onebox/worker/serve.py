@@ -101,6 +101,7 @@ class Server:
             address=config.address,
             lifelines=lifelines,
             progress=self.machine.progress,
+            interrupt=self.machine.interrupt,
         )
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, keys, server_key=None)

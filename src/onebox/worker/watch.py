@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import resource
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.auth
 
-from onebox.wire import KeyPair, configure, encode, listen
+from onebox.errors import WireError
+from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
+from onebox.wire.messages import LeaveGroup
 from onebox.wire.sayings import Beat
 from onebox.worker.tape import Progress
 
@@ -71,6 +74,7 @@ class Watcher:
         address: Where to bind; see :func:`~onebox.wire.listen`.
         lifelines: Descriptors of which any that becomes readable means that the owner has gone.
         progress: The worker's progress.
+        interrupt: Called with the number of a group in which the working thread is to wait for nobody any more.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class Watcher:
         address: str,
         lifelines: Sequence[int],
         progress: Progress,
+        interrupt: Callable[[int], None],
     ) -> None:
         self._context = context
+        self._interrupt = interrupt
         self._lifelines = lifelines
         self._progress = progress
         self._bell = context.socket(zmq.PAIR)
@@ -93,6 +99,7 @@ class Watcher:
         self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
         self._beats = context.socket(zmq.DEALER)
         configure(self._beats, keys, server_key=None, queue=4)
+        self._beats.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
         self.endpoint = listen(self._beats, address)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
 
@@ -120,6 +127,7 @@ class Watcher:
         assert zap is not None
         poller.register(zap, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._beats, zmq.POLLIN)
         for lifeline in self._lifelines:
             poller.register(lifeline, zmq.POLLIN)
         stall = Stall()
@@ -133,12 +141,23 @@ class Watcher:
                 break
             if zap in ready:
                 asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
+            if self._beats in ready:
+                self._hear()
             if time.monotonic() >= next_s:
                 heard = self._beat(stall) or heard
                 next_s = time.monotonic() + (BEAT_S if heard else min(_FIRST_S, BEAT_S))
         self._authenticator.stop()
         self._beats.close(0)
         self._bell.close(0)
+
+    def _hear(self) -> None:
+        """Take what the client says beside the queue: groups to leave at once, in which others are silent."""
+        with contextlib.suppress(zmq.Again, WireError):  # what breaks the protocol nobody of this version says
+            while True:
+                envelope, _ = decode_envelope(receive(self._beats))
+                for instruction in envelope.instructions:
+                    if isinstance(instruction, LeaveGroup):
+                        self._interrupt(instruction.group)
 
     def _beat(self, stall: Stall) -> bool:
         """Give a sign of life, and return whether there is somebody to take it."""

@@ -38,6 +38,7 @@ class FakeBoard:
         self.dropped: list[int] = []
         self.posted: dict[int, list[Instruction]] = {}
         self.refuses: set[int] = set()
+        self.interrupted: dict[int, list[int]] = {}
         self.always_late: set[int] = set()
         self.futures: dict[int, Future[Any]] = {}
 
@@ -55,6 +56,10 @@ class FakeBoard:
     def give_up(self, worker: int, error: OneboxError) -> None:
         self.lost[worker] = error
         self.futures[worker].set_exception(error)
+
+    def interrupt(self, worker: int, groups: list[int]) -> None:
+        assert worker in self.late
+        self.interrupted.setdefault(worker, groups)
 
     def miss(self, worker: int, error: OneboxError) -> None:
         self.missed[worker] = error
@@ -123,6 +128,7 @@ def test_a_survivor_that_is_not_done_in_time_is_lost_too() -> None:
     found = case.heal()
     assert found.replaced == (1, 2)
     assert isinstance(found.lost[2], WorkerHung)
+    assert case.board.interrupted == {2: [101]}, "it may wait for who was lost"
     assert case.first[2].closed
     assert case.started == [1, 2]
 

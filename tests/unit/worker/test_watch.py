@@ -12,7 +12,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.wire import KeyPair, configure, decode_saying, new_keys
+from onebox.wire import KeyPair, configure, decode_saying, encode, new_keys
+from onebox.wire.messages import Envelope, LeaveGroup
 from onebox.wire.sayings import Beat
 from onebox.worker import watch
 from onebox.worker.tape import Progress
@@ -75,6 +76,7 @@ class Watched:
         self.keys, self.client = new_keys(), new_keys()
         self.lifeline, self.owner = os.pipe()
         self.progress = Progress()
+        self.interrupted: list[int] = []
         self.watcher = Watcher(
             context,
             keys=self.keys,
@@ -82,6 +84,7 @@ class Watched:
             address="127.0.0.1",
             lifelines=(self.lifeline,),
             progress=self.progress,
+            interrupt=self.interrupted.append,
         )
         self.watcher.start()
 
@@ -128,6 +131,19 @@ def test_strangers_hear_nothing(watched: Watched) -> None:
     assert watched.hear(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
     assert watched.hear(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
     assert watched.hear(watched.client) is not None, "and the client is still let in"
+
+
+def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched: Watched) -> None:
+    said = encode(Envelope(0, False, (LeaveGroup(3), LeaveGroup(5))))
+    with watched.context.socket(zmq.DEALER) as socket:
+        configure(socket, watched.client, server_key=watched.keys.public)
+        socket.connect(watched.watcher.endpoint)
+        socket.send(b"no message")
+        socket.send(said)
+        end_s = time.monotonic() + 20
+        while watched.interrupted != [3, 5] and time.monotonic() < end_s:
+            time.sleep(0.01)
+    assert watched.interrupted == [3, 5]
 
 
 def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
