@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,11 @@ from onebox.pool.keys.ring import KnownAgent, allow_client, identity, remember_a
 from tests.net.hosts import Network
 
 ROOT = Path(__file__).resolve().parents[2]
+MACHINES = ("red", "green", "blue")
 PORT = 7171
 START_S = 60.0
+WITHIN_S = 30.0
+"""For what comes in a second or two on a machine that has nothing else to do."""
 
 
 class Fleet:
@@ -68,12 +71,16 @@ class Fleet:
             remember_agent(KnownAgent(address, public, name))
         return address
 
+    def spec(self, *names: str) -> str:
+        """Return what names a worker on each of some hosts; on all where none is named."""
+        return ",".join(f"{self.network[name].address}/cpu" for name in names or MACHINES)
+
     def start(self, names: Sequence[str], *options: str) -> None:
-        """Start the agents of some hosts, and wait until they serve."""
+        """Start the agents of some hosts, and wait until they serve: one core each, so that a lease has all."""
         for name in names:
             bind = () if "--bind" in options else ("--bind", self.network[name].address)
             journal = ("--journal", str(self.folder / f"{name}.jsonl"))
-            self.agents[name] = self.command(name, "serve", *bind, *journal, *options)
+            self.agents[name] = self.command(name, "serve", "--allow-root", "--cores", "1", *bind, *journal, *options)
         for name in names:
             end_s = time.monotonic() + START_S
             while '"started"' not in self.printed(name).rpartition('"stopped"')[2]:
@@ -82,7 +89,7 @@ class Fleet:
 
     def kill(self, name: str) -> None:
         """Kill a host's agent, and let what it printed be forgotten."""
-        agent = self.agents.pop(name)
+        agent = self.agents[name]
         agent.kill()
         agent.wait(10)
         (self.folder / f"{name}.out").unlink()
@@ -98,16 +105,20 @@ class Fleet:
 
     def environment(self, who: str) -> dict[str, str]:
         """Return what sets somebody's processes apart."""
-        return {"ONEBOX_CONFIG": str(self.folder / who), "PYTHONPATH": str(ROOT / "src")}
+        return {"ONEBOX_CONFIG": str(self.folder / who), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
     def printed(self, name: str) -> str:
         """Return what the commands on a host have printed."""
         return (self.folder / f"{name}.out").read_text()
 
-    def told(self, name: str) -> list[str]:
-        """Return the events of an agent's journal."""
+    def told(self, name: str, since: int = 0) -> list[str]:
+        """Return the events of an agent's journal, those apart that a test knows already."""
         lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
-        return [json.loads(line)["event"] for line in lines]
+        return [json.loads(line)["event"] for line in lines[since:]]
+
+    def workers(self, name: str) -> list[int]:
+        """Return the processes on a host besides its agent."""
+        return [process for process in self.network[name].processes() if process != self.agents[name].pid]
 
     @contextlib.contextmanager
     def _config(self, name: str) -> Iterator[None]:
@@ -125,3 +136,11 @@ class Fleet:
         """Return a client's line to a host's agent."""
         with self._config(client), self.network["client"].inside():
             return connect_agent(f"{self.network[name].address}:{port}")
+
+
+def until(true: Callable[[], bool], within_s: float = WITHIN_S) -> None:
+    """Wait for something to become true."""
+    end_s = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

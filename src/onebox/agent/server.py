@@ -26,6 +26,7 @@ from onebox.agent.quiet import Reporter, Tell
 from onebox.agent.sessions import Session, newest
 from onebox.agent.workers import Workers
 from onebox.errors import WireError
+from onebox.pool.account import Account
 from onebox.pool.versions import mismatch, own_versions
 from onebox.wire import KeyPair
 from onebox.wire.agents import (
@@ -68,6 +69,7 @@ class Agent:
         tell: Told of everything that happens: an event, and what is to be known of it.
         has_clients: Whether there is anybody whom ``name_of`` knows.
         read_log: Returns the last lines of the log, as many as asked for at most.
+        account: Whom workers run as; the agent's own user where ``None``.
 
     Raises:
         UsageError: It cannot listen there, or must not.
@@ -97,6 +99,7 @@ class Agent:
         tell: Tell,
         has_clients: bool = False,
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
+        account: Account | None = None,
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
@@ -111,7 +114,7 @@ class Agent:
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._workers = Workers(host=self._host, bind=bind, advertise=advertise)
+        self._workers = Workers(host=self._host, bind=bind, advertise=advertise, account=account)
         try:
             self._door = Door(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)

@@ -8,9 +8,11 @@ import signal
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from subprocess import SubprocessError
 
 from onebox.agent.demand import Share
 from onebox.errors import PoolError
+from onebox.pool.account import Account
 from onebox.pool.failures import Place
 from onebox.pool.process import START_S, WorkerProcess
 from onebox.wire import new_keys
@@ -103,12 +105,14 @@ class Workers:
         host: Its name, for messages.
         bind: The IP address that workers bind to.
         advertise: The address of this host that clients connect to.
+        account: Whom workers run as; the agent's own user where ``None``.
     """
 
-    def __init__(self, *, host: str, bind: str, advertise: str) -> None:
+    def __init__(self, *, host: str, bind: str, advertise: str, account: Account | None = None) -> None:
         self._host = host
         self._bind = bind
         self._advertise = advertise
+        self._account = account
         self._crews: dict[int, _Crew] = {}
         self._closed = False
 
@@ -207,11 +211,13 @@ class Workers:
             )
             place = Place(worker=len(crew.workers), host=self._host, device=share.device)
             try:
-                crew.workers.append(LeasedWorker(place, config))
-            except OSError as error:
+                crew.workers.append(LeasedWorker(place, config, self._account))
+            except (OSError, SubprocessError) as error:  # the latter is of what comes between fork and exec
                 crew.to_start.clear()
                 crew.failed = True
-                return f"{share.device} on {self._host}: no worker could be started: {error.strerror}"
+                return (
+                    f"{share.device} on {self._host}: no worker could be started: {getattr(error, 'strerror', error)}"
+                )
             crew.keys.append(keys.public)
         return None
 

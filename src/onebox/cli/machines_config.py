@@ -48,6 +48,8 @@ class ServeConfig(OfPool):
         max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
         max_cores_per_client: The most cores that one client may have; 0 for no limit.
         max_lease: Seconds after which a lease ends, in use or not; without it it does not end by that.
+        user: Whom workers run as, where root starts this: a user with nothing of its own. The keys stay root's.
+        allow_root: Let workers run as root, as in a container that has no other user.
         journal: A file for the JSON lines too; onebox logs shows what is in it from earlier times.
         metrics_port: Serve metrics for Prometheus at this port, 0 for any that is free; without it there are none.
         metrics_address: IP address for metrics. They are not encrypted; whoever reaches it can read them.
@@ -66,6 +68,8 @@ class ServeConfig(OfPool):
     max_memory_per_client: Bytes = None
     max_cores_per_client: int = 0
     max_lease: Seconds = None
+    user: Text = None
+    allow_root: Flag = False
     journal: File = None
     metrics_port: Int = None
     metrics_address: str = "127.0.0.1"

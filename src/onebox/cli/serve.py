@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from onebox.agent.journal import Journal
 from onebox.agent.metrics import serve_metrics
 from onebox.cli.machines_config import ServeConfig
 from onebox.errors import UsageError
+from onebox.pool.account import worker_account
 from onebox.pool.keys.ring import AllowedClients, fingerprint, identity
 from onebox.report import memory_text
 
@@ -26,8 +28,10 @@ def serve(config: ServeConfig) -> None:
     """Offer this machine's devices until somebody ends it.
 
     Raises:
-        UsageError: A device is not there, an address is none of this machine's, or nobody could come.
+        UsageError: A device is not there, an address is none of this machine's, nobody could come, or workers would run
+            as root.
     """
+    account = worker_account(config.user, allow_root=config.allow_root)
     keys = identity("agent")
     clients = AllowedClients()
     offers = offered_devices(config.devices, threads=config.cores, memory_bytes=config.memory_bytes)
@@ -43,6 +47,7 @@ def serve(config: ServeConfig) -> None:
             tell=journal.tell,
             has_clients=len(clients) > 0,
             read_log=journal.last,
+            account=account,
         )
         stack.callback(agent.close)
         stack.enter_context(_ended_by_signals(agent.stop))
@@ -54,6 +59,8 @@ def serve(config: ServeConfig) -> None:
             stack.enter_context(metrics)
             _say(f"metrics at {metrics.url}")
         _say(f"agent at {agent.endpoint.removeprefix('tcp://')}, fingerprint {fingerprint(keys.public)}")
+        if account is None and os.geteuid() == 0:
+            _say("workers run as root: a hole in a library would be one in this machine; see --user")
         _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
         agent.run()
 

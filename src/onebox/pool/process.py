@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 
 from onebox.errors import PoolError, WorkerDied
+from onebox.pool.account import Account
 from onebox.pool.failures import AFTERWARDS, Place
 from onebox.worker import Ports, WorkerConfig
 
@@ -76,6 +77,7 @@ class WorkerProcess:
     Args:
         place: Where the worker is, for messages.
         config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
+        account: Whom it runs as; this process's own user where ``None``.
     """
 
     address = "127.0.0.1"
@@ -84,7 +86,7 @@ class WorkerProcess:
     command = (sys.executable, "-P", "-m", "onebox.worker")
     """What is run; with -P nothing is imported from the current folder."""
 
-    def __init__(self, place: Place, config: WorkerConfig) -> None:
+    def __init__(self, place: Place, config: WorkerConfig, account: Account | None = None) -> None:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
         self._process = subprocess.Popen(
@@ -92,7 +94,8 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=_environment(config.threads),
+            env=_environment(config.threads) | ({} if account is None else {"HOME": account.home}),
+            **({} if account is None else account.options()),
             start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
         )
         assert self._process.stdin is not None

@@ -97,7 +97,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         patch.setenv("ONEBOX_CONFIG", str(owner))
         allow_client("ana@desk", key)
         agent = identity("agent").public
-    line = ["serve", "--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--metrics-port", "0"]
+    line = ["serve", "--allow-root", "--bind", "127.0.0.1", "--port", "0", "--devices", "cpu", "--metrics-port", "0"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with ended(start([*line, "--journal", "agent.log"], owner, folder, **streams)) as process:
         metrics = line_with(process.stderr, r"metrics at (http://127.0.0.1:\d+/metrics)")

@@ -12,6 +12,7 @@ from onebox.agent import workers as module
 from onebox.agent.demand import Share
 from onebox.agent.workers import STARTS, Died, Gone, NotStarted, Ready, Workers
 from onebox.errors import PoolError, WorkerDied
+from onebox.pool.account import Account
 from onebox.pool.failures import Place
 from onebox.pool.process import START_S
 from onebox.wire import new_keys
@@ -31,7 +32,7 @@ class Fake:
     part = False
     """Whether it says something, but not all."""
 
-    def __init__(self, place: Place, config: WorkerConfig) -> None:
+    def __init__(self, place: Place, config: WorkerConfig, account: Account | None) -> None:
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
         self.place, self.config = place, config
