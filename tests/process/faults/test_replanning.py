@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import onebox
+from onebox.engine.checkpoint import read
 from onebox.engine.history import Recovery
-from onebox.errors import OneboxError, PlanError
+from onebox.errors import CheckpointError, OneboxError, PlanError, PoolError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
@@ -174,3 +178,55 @@ def test_when_every_device_has_gone_that_is_said() -> None:
         trainer.step(*batches()[0])
         with pytest.raises(PlanError, match=r"every device of the pool has gone.*saved none"):
             trainer.step(*batches()[1]).item()
+
+
+def test_a_worker_that_is_lost_again_and_again_is_one_error_and_the_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Tensor]
+) -> None:
+    begin = LocalSource._start
+
+    def sickly(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+        return begin(self, number, request, key, folder, (Fault("kill", "define", 1),))
+
+    with open_pool("cpu*1", threads=1) as pool, trainer_on(pool, staged(((0,),))) as trainer:
+        for batch in batches()[:5]:
+            trainer.step(*batch)
+        saved = trainer.save(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalSource, "_start", sickly)
+            os.kill(pool.process_ids[0], signal.SIGKILL)
+            with pytest.raises(PoolError, match="no step ended in between; resume from the last checkpoint") as caught:
+                trainer.step(*batches()[5]).item()
+        with pytest.raises(PoolError) as again:
+            trainer.tensors()
+        assert again.value is caught.value
+    with open_pool("cpu*1", threads=1) as pool, onebox.Trainer.resume(saved, *parts(), pool=pool) as resumed:
+        for batch in batches()[resumed.steps_done :]:
+            resumed.step(*batch)
+        assert all(torch.equal(found, undisturbed[name]) for name, found in resumed.tensors().items())
+
+
+def test_a_checkpoint_that_finds_no_room_is_an_error_of_saving_alone(
+    tmp_path: Path, undisturbed: dict[str, Tensor]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_pool("cpu*1", threads=1) as pool, trainer_on(pool, staged(((0,),))) as trainer:
+        for batch in batches()[:5]:
+            trainer.step(*batch)
+        saved = trainer.save(tmp_path)
+        trainer.step(*batches()[5])
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LAYER_BYTES // 2, before[1]))
+            with pytest.raises(
+                CheckpointError, match=r"could not be written to .*make room, or save to another"
+            ) as caught:
+                trainer.save(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert caught.value.path == tmp_path
+        assert list(tmp_path.iterdir()) == [saved]
+        assert read(tmp_path).manifest.step == 5
+        for batch in batches()[6:]:
+            trainer.step(*batch)
+        assert trainer.save(tmp_path).name == "step-00000008"
+        assert all(torch.equal(found, undisturbed[name]) for name, found in trainer.tensors().items())
