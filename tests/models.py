@@ -116,11 +116,11 @@ def resnet() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """A 4-layer GPT-2 of Hugging Face, whose output layer is its embedding."""
+    """A 2-layer GPT-2 of Hugging Face, whose output layer is its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=WORDS, n_positions=TOKENS, n_embd=16, n_layer=4, n_head=2, use_cache=False,
+        vocab_size=WORDS, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

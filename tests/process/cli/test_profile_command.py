@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from onebox.cli import main
 from onebox.cost import PoolProfile, Speeds
 from onebox.errors import WorkerDied
 from onebox.pool import Fault, Link, open_pool
@@ -19,13 +19,14 @@ NEAR, FAR = Link(latency_s=0.002, bandwidth_bps=50e6), Link(latency_s=0.02, band
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment with a cache of its own."""
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the cache of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def kept(folder: Path) -> list[Path]:
-    return list((folder / "cache" / "onebox" / "profiles").glob("*.json"))
+def kept(cache: Path) -> list[Path]:
+    return list((cache / "onebox" / "profiles").glob("*.json"))
 
 
 def test_processors() -> None:
@@ -60,44 +61,37 @@ def test_devices_that_cannot_send_to_each_other_have_no_link() -> None:
     assert found.groups == (((0, 3), (1, 2)),)
 
 
-def test_a_worker_that_dies_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_worker_that_dies_is_named(cache: Path) -> None:
     with open_pool("sim*2", faults={1: [Fault("kill", "send", 2)]}) as pool:
         with pytest.raises(WorkerDied, match="worker 1"):
             pool.profile()
         with pytest.raises(WorkerDied, match="worker 1"):
             pool.profile()
-    assert not kept(tmp_path)
+    assert not kept(cache)
 
 
-def test_tables_and_file_measured_once(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = command(["profile", *SMALL, "--json", "p.json"], tmp_path, environment=environment)
+def test_tables_and_file_measured_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = command(["profile", *SMALL, "--json", "p.json"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for part in ("sim*", "* emulated", "latency in µs", "bandwidth in GB/s", "localhost", "--fresh measures anew"):
         assert part in done.stdout
     found = msgspec.json.decode((tmp_path / "p.json").read_bytes(), type=PoolProfile)
     assert len(found.devices) == 2
-    (path,) = kept(tmp_path)
+    (path,) = kept(cache)
     first = path.read_bytes()
 
-    done = command(["profile", *SMALL, "--json", "-"], tmp_path, environment=environment)
-    assert msgspec.json.decode(done.stdout, type=PoolProfile) == found
-    assert json.loads(done.stdout)["latency_s"]["0"]["1"] > 0
+    def again(*flags: str) -> PoolProfile:
+        assert main(["profile", *SMALL, *flags, "--json", "-"]) == 0
+        text = capsys.readouterr().out
+        assert json.loads(text)["latency_s"]["0"]["1"] > 0
+        return msgspec.json.decode(text, type=PoolProfile)
 
-    done = command(["profile", *SMALL, "--no-cache", "--json", "-"], tmp_path, environment=environment)
-    assert msgspec.json.decode(done.stdout, type=PoolProfile) != found
+    assert again() == found
+    assert again("--no-cache") != found
     assert path.read_bytes() == first
-
-    path.write_bytes(first[:-9])
-    done = command(["profile", *SMALL, "--json", "-"], tmp_path, environment=environment)
-    newer = msgspec.json.decode(done.stdout, type=PoolProfile)
-    assert newer != found
-    second = path.read_bytes()
-
-    done = command(["profile", *SMALL, "--fresh", "--json", "-"], tmp_path, environment=environment)
-    assert msgspec.json.decode(done.stdout, type=PoolProfile) != newer
-    assert path.read_bytes() != second
-    assert kept(tmp_path) == [path]
+    assert again("--fresh") != found
+    assert path.read_bytes() != first
+    assert kept(cache) == [path]
 
 
 @pytest.mark.parametrize(
@@ -112,29 +106,32 @@ def test_tables_and_file_measured_once(tmp_path: Path, environment: dict[str, st
     ids=str,
 )
 def test_what_is_wrong_is_one_message(
-    arguments: list[str], message: str, tmp_path: Path, environment: dict[str, str]
+    arguments: list[str], message: str, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = command(["profile", *arguments], tmp_path, environment=environment)
-    assert done.returncode == 2
-    assert done.stderr.startswith("onebox: ") and message in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not kept(tmp_path)
+    assert main(["profile", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("onebox: ") and message in said
+    assert "Traceback" not in said and len(said.splitlines()) == 1
+    assert not kept(cache)
 
 
-def test_a_wide_matrix_is_not_cut(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = command(
-        ["profile", "--pool", "sim*9", "--memory", "4MiB"], tmp_path, environment=environment | {"COLUMNS": "40"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "…" not in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if "│" not in line and " - " in f"{line} "]
-    assert [row[0] for row in rows] == [str(number) for number in range(9)] * 2
-    assert all(len(row) == 10 for row in rows)
+def test_a_wide_matrix_is_not_cut(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["profile", "--pool", "sim*4", "--memory", "4MiB"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
+    rows = [line.split() for line in text.splitlines() if "│" not in line and " - " in f"{line} "]
+    assert [row[0] for row in rows] == [str(number) for number in range(4)] * 2
+    assert all(len(row) == 5 for row in rows)
 
 
-def test_a_model_is_measured_by_its_segments_and_kept(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_is_measured_by_its_segments_and_kept(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("profile", "--pool", "cpu", "--model", "mlp", "--micro-batches", "4,8", "--json", "-")
-    first = command(arguments, tmp_path, environment=environment)
+    first = command(arguments, tmp_path)
     model = json.loads(first.stdout)["model"]
     names = [segment["name"] for segment in model["bytes"]["segments"]]
     assert len(names) == len(set(names)) > 1
@@ -142,5 +139,5 @@ def test_a_model_is_measured_by_its_segments_and_kept(environment: dict[str, str
     for times in model["times"]["cpu"]:
         assert len(times["seconds"]) == len(names)
         assert all(forward > 0 and weight > 0 for forward, _, weight in times["seconds"])
-    again = command(arguments, tmp_path, environment=environment)
-    assert json.loads(again.stdout)["model"] == model
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == model
