@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from onebox.cost import store
+from onebox.cost.model import SegmentTimes
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.problem import KnownTimes, divided_bytes, times_key
 from onebox.engine.refit import Workload, refit
 from onebox.errors import PlanError
 from onebox.plan import Plan, Stage
@@ -138,6 +141,19 @@ def test_a_shape_that_can_be_kept_but_has_no_room_is_given_up() -> None:
     assert set(new.devices) == {0, 3}
     with pytest.raises(PlanError):
         found(plan, {1, 2, 3}, int(3.6 * LAYER_BYTES))
+
+
+def test_times_that_were_measured_before_are_heeded() -> None:
+    plan = staged(((0,),), ((1,),), ((2,),), ((3,),))
+    room = int(4.5 * LAYER_BYTES)  # for three layers, so that replicas of the whole model are no choice
+    counted = found(plan, {2, 3}, room)
+    assert [len(stage.segments) for stage in counted.stages] == [LAYERS // 2] * 2
+    slow, quick = (3e-3,) * 3, (1e-3,) * 3
+    measured = SegmentTimes(size=SIZE, seconds=(slow, *[quick] * (len(names()) - 1)), update_s=0.0, call_s=1e-5)
+    programs_bytes = divided_bytes(workload().captures, workload().batch, SIZE, workload().optimizer)[1]
+    key = times_key(programs_bytes.graph, Left(set()).devices, workload().optimizer, SIZE)
+    store(key, KnownTimes(times={"cpu": measured}))
+    assert found(plan, {2, 3}, room).stages[0].segments == names()[:1]
 
 
 def test_when_all_have_gone_that_is_said() -> None:
