@@ -1,4 +1,4 @@
-"""The guard of a run: it keeps snapshots and the steps since, and after a loss lets the run go on from them."""
+"""The guard of a run: it lets workers take snapshots, keeps the steps since, and after a loss lets the run go on."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol
 
 from onebox.engine.batch import Batch
-from onebox.engine.history import Cadence, History, Recovery, Restart
+from onebox.engine.copies import Copies
+from onebox.engine.history import MOST_APART, Cadence, History, Recovery, Restart
 from onebox.engine.launch import Work
-from onebox.engine.reading import Reading, State
 from onebox.engine.remote import RemoteState
+from onebox.engine.snapshots import Snapshots
 from onebox.errors import PeerLost, PoolError, WorkerDied, WorkerHung
 from onebox.pool import Answer, Pool, raise_first
 
@@ -26,8 +27,17 @@ LOSSES = (WorkerDied, WorkerHung, PeerLost)
 _ATTEMPTS = 5
 """How often workers may be lost until another step has ended."""
 
-_KEPT_BYTES = 256 << 20
-"""Batches of so many bytes are kept whatever the size of the state."""
+_KEPT_BYTES = 1 << 30
+"""A snapshot is due when batches of so many bytes have been kept since the last one."""
+
+_SPREAD = 0.5
+"""The part of the time between two snapshots over which one is sent to where it is kept."""
+
+_PATIENCE_S = 1800.0
+"""How long a snapshot may take that has to be waited for."""
+
+_AGAIN_S = 1.0
+"""How long a recovery waits until what it has brought back is kept by several workers, as it was before the loss."""
 
 _LOG = logging.getLogger("onebox")
 
@@ -35,7 +45,10 @@ _LOG = logging.getLogger("onebox")
 class Run(Protocol):
     """What a guard asks of the run that it keeps."""
 
-    def rebuild(self, state: State) -> str | None:
+    saved: Path | None
+    """The last checkpoint."""
+
+    def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers and get ready for steps; return the new plan where one was needed.
 
         Raises:
@@ -44,23 +57,6 @@ class Run(Protocol):
 
     def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Begin a step; return what each worker will answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Taken:
-    """A snapshot as the workers answered it, or will.
-
-    Args:
-        reading: How it is put together.
-        futures: The answers.
-    """
-
-    reading: Reading
-    futures: Mapping[int, Future[Answer]]
-
-    def state(self) -> State:
-        """Put it together."""
-        return self.reading.read({worker: future.result() for worker, future in self.futures.items()})
 
 
 class Guard:
@@ -80,55 +76,73 @@ class Guard:
         self._pool = pool
         self._remote = remote
         self._run = run
+        self._patience = every or MOST_APART
         self._in_flight = in_flight
-        self._history: History[State | _Taken, Work] | None = None
-        self._taking: _Taken | None = None
+        self._snapshots = Snapshots(pool, remote)
+        self._history: History[Copies | None, Work] | None = None
         self._times: deque[tuple[str, int, float]] = deque()
         self._last_s: dict[int, float] = {}
         self._cost_s = 0.0
         self._asking_s = 0.0
         self._tries = 0
         self._furthest = -1
+        remote.keep_first = True
 
     # ---- while all goes well
 
     def begin(self, step: int) -> None:
-        """Keep the state before anything is on the workers; only the first call does."""
+        """Take note that the user's model is the state after so many steps; only the first call does."""
         if self._history is None:
-            state = self._remote.here()
-            self._history = History(step, state, limit_bytes=max(_KEPT_BYTES, 2 * state.size_bytes))
+            self._history = History(step, None, limit_bytes=_KEPT_BYTES)
+
+    def ready(self, *, reachable: bool) -> None:
+        """Ask for a snapshot of what has just been brought to the workers; wait for it if it is the first.
+
+        From then on the user's model is not needed any more.
+
+        Args:
+            reachable: Whether workers reach each other.
+
+        Raises:
+            OneboxError: Something failed on a worker.
+        """
+        history = self._begun()
+        self._give_up()
+        self._snapshots.form(reachable=reachable)
+        self._snapshots.ask()
+        history.ask(again=True)
+        if history.snapshot is None:
+            self._wait(_PATIENCE_S)
+            self._remote.forget_first()
 
     def keep(self, batch: Batch) -> Batch:
         """Return a batch that stays as it is when the user writes to its tensors."""
         return dataclasses.replace(batch, leaves=tuple(leaf.clone() for leaf in batch.leaves))
 
     def record(self, work: Work) -> None:
-        """Take note of a step that is about to begin; wait where the snapshot under way is far behind."""
-        history = self._begun()
-        self._look()
-        if self._taking is not None and history.must_wait(self.cadence.every):
-            wait(self._taking.futures.values())
-            self._look()
-        history.begin(work, work.size_bytes)
+        """Take note of a step that is about to begin."""
+        self._begun().begin(work, work.size_bytes)
 
     def posted(self, answers: Mapping[int, Future[Answer]]) -> None:
         """Take note that a step has begun, and ask for a snapshot behind it if one is due.
 
+        It waits where the snapshot under way is far behind.
+
         Raises:
-            OneboxError: The pool is broken.
+            OneboxError: Something failed on a worker, or the pool is broken.
         """
+        kind = "beside" if self._snapshots.sending else "step"
         for worker, future in answers.items():
-            future.add_done_callback(functools.partial(self._ended, "step", worker))
+            future.add_done_callback(functools.partial(self._ended, kind, worker))
         self._look()
         history = self._begun()
+        if history.must_wait(self._patience):
+            self._wait(_PATIENCE_S)
         if not history.due(self.cadence.every):
             return
         start_s = time.monotonic()
-        reading = self._remote.reading()
-        futures = {worker: self._pool.post(worker, asks, answer=True) for worker, asks in reading.questions().items()}
-        for worker, future in futures.items():
+        for worker, future in self._snapshots.ask(_SPREAD * self.cadence.apart_s).items():
             future.add_done_callback(functools.partial(self._ended, "snapshot", worker))
-        self._taking = _Taken(reading=reading, futures=futures)
         self._cost_s, self._asking_s = 0.0, time.monotonic() - start_s
         history.ask()
 
@@ -137,7 +151,15 @@ class Guard:
         if step > self._furthest:
             self._furthest, self._tries = step, 0
 
-    def _begun(self) -> History[State | _Taken, Work]:
+    def close(self) -> None:
+        """Let the workers forget all snapshots.
+
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        self._snapshots.close(self._history.snapshot if self._history else None)
+
+    def _begun(self) -> History[Copies | None, Work]:
         assert self._history is not None
         return self._history
 
@@ -154,25 +176,38 @@ class Guard:
                 self._cost_s = max(self._cost_s, at_s - before_s)
                 continue
             if worker == min(self._last_s, default=None):
-                self.cadence.step_took(at_s - before_s)
+                self.cadence.step_took(at_s - before_s, beside=what == "beside")
             self._last_s[worker] = at_s
-        taken = self._taking
-        if taken is None or not all(future.done() for future in taken.futures.values()):
+        self._arrive(self._snapshots.look())
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for the snapshot under way, for so long at most."""
+        self._arrive(self._snapshots.wait(timeout_s))
+
+    def _arrive(self, copies: Copies | None) -> None:
+        """Let a snapshot take the place of the one before."""
+        if copies is None:
             return
-        self._taking = None
-        if any(future.exception() is not None for future in taken.futures.values()):
-            self._begun().fail()
-        else:
-            self._begun().arrive(taken)
+        history = self._begun()
+        before = history.arrive(copies)
+        if before is not None:
+            self._snapshots.drop(before)
+        if self._cost_s:
             self.cadence.snapshot_took(self._cost_s + self._asking_s)
+        self._cost_s = 0.0
+
+    def _give_up(self) -> None:
+        """Forget the snapshot under way."""
+        self._snapshots.give_up()
+        self._begun().give_up()
 
     # ---- after a loss
 
     def recover(self, error: Exception) -> Recovery:
-        """Heal the pool, bring the newest snapshot to the workers, and do the steps since again.
+        """Heal the pool, bring the newest snapshot back to the workers, and do the steps since again.
 
         Raises:
-            PoolError: Workers were lost again and again.
+            PoolError: Workers were lost again and again, or all that kept some part of the state.
             OneboxError: The error itself, where it is no loss; or there is no plan for the devices that are left.
         """
         if not isinstance(error, LOSSES) or self._history is None:
@@ -188,16 +223,20 @@ class Guard:
                     f"workers were lost {self._tries} times and no step ended in between; resume from the last "
                     f"checkpoint; the last loss: {error}"
                 ) from error
-            self._taking = None
+            self._give_up()
+            restart = self._history.restart()
             try:
                 healing = self._pool.heal()
                 lost, replaced = lost | set(healing.lost), (replaced | set(healing.replaced)) - set(healing.gone)
-                restart = self._whole()
+                self._check(restart, healing.lost, error)
                 plan = self._run.rebuild(restart.snapshot) or plan
+                self._wait(_AGAIN_S)
                 self._replay(restart)
                 break
             except LOSSES as again:
                 error = again
+        self._times.clear()
+        self._last_s.clear()
         story = Recovery(
             at_s=at_s,
             failure=f"{type(first).__name__}: {str(first).splitlines()[0]}",
@@ -215,16 +254,22 @@ class Guard:
         _LOG.warning("%s", story)
         return story
 
-    def _whole(self) -> Restart[State, Work]:
-        """Return from where to go on, the snapshot put together."""
-        history = self._begun()
-        restart = history.restart()
-        snapshot = restart.snapshot
-        state = snapshot.state() if isinstance(snapshot, _Taken) else snapshot
-        history.settle(state)
-        return Restart(step=restart.step, snapshot=state, replay=restart.replay)
+    def _check(self, restart: Restart[Copies | None, Work], lost: Mapping[int, Exception], error: Exception) -> None:
+        """Require that what is left has every part of the snapshot."""
+        copies = restart.snapshot
+        if copies is None or not self._pool.present:  # where nobody is left, the run says so
+            return
+        copies.lose(lost)
+        missing = copies.missing()
+        if missing is not None:
+            had = " and ".join(map(str, sorted(copies.had[missing])))
+            saved = f"the last checkpoint, {self._run.saved}" if self._run.saved else "a checkpoint, if there is one"
+            raise PoolError(
+                f"the run cannot go on: {missing.name} after step {restart.step} was kept by worker {had} only, "
+                f"and was lost there; resume from {saved}; the last loss: {error}"
+            ) from error
 
-    def _replay(self, restart: Restart[State, Work]) -> None:
+    def _replay(self, restart: Restart[Copies | None, Work]) -> None:
         """Do steps again; wait for those that had ended before."""
         running: deque[tuple[Work, list[Future[Answer]]]] = deque()
         for work in restart.replay:

@@ -24,6 +24,7 @@ MOST_APART = 1000
 """The most steps between two snapshots: what they keep, and what is redone after a loss, has a bound."""
 
 _REMEMBERED = 21
+_COSTS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,11 @@ class History(Generic[S, T]):
         return self._step
 
     @property
+    def snapshot(self) -> S:
+        """The newest whole snapshot."""
+        return self._snapshot
+
+    @property
     def asked(self) -> bool:
         """Whether a snapshot is under way."""
         return self._asked is not None
@@ -87,31 +93,32 @@ class History(Generic[S, T]):
         """
         return self._asked is not None and self._over(self._asked, every)
 
-    def ask(self) -> None:
-        """Take note that a snapshot of the state after all steps begun has been asked for."""
-        assert self._asked is None
-        self._asked = self.steps
+    def ask(self, *, again: bool = False) -> None:
+        """Take note that a snapshot of the state after all steps begun has been asked for.
 
-    def arrive(self, snapshot: S) -> None:
-        """Take the snapshot that was asked for; what came before it is no longer needed."""
+        Args:
+            again: Whether it is of the state that the newest whole snapshot has, which has been brought back.
+        """
+        assert self._asked is None
+        self._asked = self._step if again else self.steps
+
+    def arrive(self, snapshot: S) -> S:
+        """Take the snapshot that was asked for; what came before it is no longer needed, and is returned."""
         assert self._asked is not None
+        before = self._snapshot
         while self._step < self._asked:
             self._kept.popleft()
             self._step += 1
         self._snapshot, self._asked = snapshot, None
+        return before
 
-    def fail(self) -> None:
+    def give_up(self) -> None:
         """Take note that the snapshot that was asked for will not come; the one before it stays."""
         self._asked = None
 
     def restart(self) -> Restart[S, T]:
-        """Return from where to go on after a loss; a snapshot under way is given up, as it may be torn."""
-        self._asked = None
+        """Return from where to go on after a loss."""
         return Restart(step=self._step, snapshot=self._snapshot, replay=tuple(what for what, _ in self._kept))
-
-    def settle(self, snapshot: S) -> None:
-        """Put another form of the newest snapshot in its place."""
-        self._snapshot = snapshot
 
     def _over(self, step: int, every: int) -> bool:
         """Tell whether what came since a step is as much as may come between two snapshots."""
@@ -129,14 +136,23 @@ class Cadence:
     def __init__(self, given: int | None = None) -> None:
         self._given = given
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._costs_s: deque[float] = deque(maxlen=3)
+        self._costs_s: deque[float] = deque(maxlen=_COSTS)
+        self._beside_s: list[float] = []
 
-    def step_took(self, seconds: float) -> None:
-        """Take the time between the ends of two steps."""
-        self._steps_s.append(seconds)
+    def step_took(self, seconds: float, *, beside: bool = False) -> None:
+        """Take the time between the ends of two steps.
+
+        Args:
+            seconds: It.
+            beside: Whether a snapshot was sent meanwhile, so that what it took longer is part of the cost of that.
+        """
+        (self._beside_s if beside else self._steps_s).append(seconds)
 
     def snapshot_took(self, seconds: float) -> None:
         """Take for how long a snapshot kept this process and a worker from their next step, at most."""
+        if self._steps_s and self._beside_s:
+            seconds += sum(self._beside_s) - len(self._beside_s) * statistics.fmean(self._steps_s)
+        self._beside_s.clear()
         self._costs_s.append(seconds)
 
     @property
@@ -147,8 +163,13 @@ class Cadence:
         if not self._steps_s or not self._costs_s:
             return FIRST_AFTER
         step_s = statistics.median(self._steps_s)
-        wanted = statistics.median(self._costs_s) / (SHARE * step_s) if step_s > 0 else math.inf
+        wanted = max(0.0, statistics.median(self._costs_s)) / (SHARE * step_s) if step_s > 0 else math.inf
         return max(1, math.ceil(min(wanted, MOST_APART)))
+
+    @property
+    def apart_s(self) -> float:
+        """Seconds from one snapshot to the next; 0 where that is not known yet."""
+        return self.every * statistics.median(self._steps_s) if self._steps_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

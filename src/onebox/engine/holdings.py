@@ -65,6 +65,10 @@ class Holdings:
         """Return how a parameter or buffer is placed."""
         return self.placements.get(name, REPLICATE)
 
+    def share(self, worker: int, name: str) -> int:
+        """Return which share a worker holds of a name; 0 where it is not split."""
+        return self.ranks.get(worker, 0) if isinstance(self.placements.get(name), Shard) else 0
+
     def spec(self, worker: int, name: str, whole: TensorSpec) -> TensorSpec:
         """Return what a worker holds of something."""
         return local_spec(whole, self.placement(name), self.ranks.get(worker, 0))

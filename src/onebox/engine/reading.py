@@ -29,12 +29,6 @@ class State:
     tensors: Mapping[str, Tensor]
     entries: OptimizerEntries
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        kept = (value for _, _, value in self.entries if isinstance(value, Tensor))
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *kept))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
@@ -63,13 +57,6 @@ class Reading:
     def optimizer_questions(self) -> dict[int, list[Instruction]]:
         """Return what to ask each worker about what its optimizer remembers."""
         return {worker: [Ask("optimizer", (self.optimizer,))] for worker, owned in self.owned.items() if owned}
-
-    def questions(self) -> dict[int, list[Instruction]]:
-        """Return what to ask each worker about everything, in one message."""
-        found = self.tensor_questions()
-        for worker, asks in self.optimizer_questions().items():
-            found.setdefault(worker, []).extend(asks)
-        return found
 
     def read(self, answers: Mapping[int, Answer]) -> State:
         """Put together what the workers answered to any of these questions."""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onebox.engine.bringing import Wanted, bring, wanted_spec
+from onebox.engine.copies import Copies, Item, Part
 from onebox.engine.holdings import Holdings, Members
-from onebox.engine.reading import Reading, State
+from onebox.engine.reading import Reading
 from onebox.engine.state import (
     OptimizerEntries,
     local_optimizer_state,
@@ -24,6 +26,7 @@ from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
 from onebox.wire.messages import Ask, Define, Free, Instruction, Options, Put
 from onebox.wire.sayings import Memory
+from onebox.wire.state import Fill, Recall, StateEntry
 
 
 class RemoteState:
@@ -53,7 +56,8 @@ class RemoteState:
         self._holders: dict[str, Members] = {}
         self._holdings: Holdings | None = None
         self._sent_options: tuple[Options, ...] = ()
-        self._source: Mapping[str, Tensor] | None = None
+        self._copies: Copies | None = None
+        self.keep_first = False
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
@@ -64,15 +68,19 @@ class RemoteState:
         return self._ledger[-1]
 
     def upload(self, holders: Mapping[str, Members], holdings: Holdings | None = None) -> None:
-        """Bring every tensor to its holders, from the user's model; those that have it keep it.
+        """Bring every tensor to its holders, from a snapshot or else the user's model; those that have it keep it.
 
         Args:
             holders: Who is to hold what.
             holdings: Which share of it, where it is split; everybody gets the whole when ``None``.
         """
         self._holdings = holdings
+        if self._copies is not None and holdings is not None:
+            self._restore(self._copies, holdings)
         for name, workers in holders.items():
-            number, tensor = self.named.numbers[name], (self._source or self.named.tensors)[name].detach()
+            if self._copies is not None and self._copies.has(name):
+                continue
+            number, tensor = self.named.numbers[name], self.named.tensors[name].detach()
             placement = holdings.placement(name) if holdings else REPLICATE
             parts = [tensor]
             if holdings and isinstance(placement, Shard):
@@ -90,6 +98,39 @@ class RemoteState:
                 self._pool.post(worker, [Free((self.named.numbers[name],))])
         self._holders = dict(holders)
 
+    def _restore(self, copies: Copies, holdings: Holdings) -> None:
+        """Bring what a snapshot has of parameters and buffers to their holders."""
+        for worker in holdings.devices:
+            names = [name for name in holdings.held_by(worker, holdings.holders) if copies.has(name)]
+            wanted = [
+                Wanted(
+                    Item(name, "", holdings.share(worker, name)),
+                    holdings.placement(name),
+                    holdings.spec(worker, name, self.named.spec(name)),
+                )
+                for name in names
+            ]
+            places = tuple(bring(self._pool, copies, worker, wanted))
+            numbers = tuple(self.named.numbers[name] for name in names)
+            self._pool.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), places)])
+
+    def _recall(self, copies: Copies, worker: int, held: tuple[str, ...], holdings: Holdings) -> Recall:
+        """Return what lets a worker's optimizer remember what a snapshot has of it."""
+        entries: list[StateEntry] = []
+        wanted = []
+        for index, name in enumerate(held):
+            placement, spec = holdings.placement(name), holdings.spec(worker, name, self.named.spec(name))
+            for key in copies.keys(name):
+                item = Item(name, key, holdings.share(worker, name))
+                number = copies.number(item)
+                if number is None:
+                    wanted.append(Wanted(item, placement, wanted_spec(copies, item, placement, spec)))
+                    entries.append(StateEntry(index, key, wanted[-1].spec))
+                else:
+                    entries.append(StateEntry(index, key, number[0]))
+        places = tuple(bring(self._pool, copies, worker, wanted))
+        return Recall(self._optimizer_number, tuple(entries), places)
+
     def define_optimizer(self, trained: tuple[str, ...], holdings: Holdings) -> int:
         """Define the optimizer over the parameters that have gradients, on their holders; return its number.
 
@@ -106,10 +147,13 @@ class RemoteState:
                 self._owned[worker] = holdings.owned_by(worker, trained)
                 entries, tensors = state_entries(self._share(worker, holdings), held)
                 definition = optimizer_definition(self.optimizer, self.named, held, entries)
-                define = Define(self._optimizer_number, definition)
-                futures.append(self._pool.post(worker, [define], [to_frame(t) for t in tensors], answer=True))
+                instructions: list[Instruction] = [Define(self._optimizer_number, definition)]
+                if self._copies is not None:
+                    instructions.append(self._recall(self._copies, worker, held, holdings))
+                futures.append(self._pool.post(worker, instructions, [to_frame(t) for t in tensors], answer=True))
         raise_first(futures)
-        self.remembered = []
+        if not self.keep_first:
+            self.remembered = []
         return self._optimizer_number
 
     def changed_options(self, options: tuple[Options, ...]) -> tuple[Options, ...]:
@@ -182,19 +226,34 @@ class RemoteState:
         futures = [self._pool.post(worker, asks, answer=True) for worker, asks in questions.items()]
         return dict(zip(questions, raise_first(futures), strict=True))
 
-    def here(self) -> State:
-        """Return a copy of the state that the workers get when nothing has been uploaded yet."""
-        source = self._source or self.named.tensors
-        return State(
-            tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in source.items()},
-            entries=[
-                (name, key, value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value)
-                for name, key, value in self.remembered
-            ],
-        )
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds what, once it has been brought there."""
+        assert self._holdings is not None
+        return self._holdings
 
-    def reset(self, state: State) -> None:
-        """Free all that is on the workers, and let what is uploaded next be another state than the user's model.
+    @property
+    def optimizer_number(self) -> int:
+        """The definition of the optimizer."""
+        return self._optimizer_number
+
+    def parts(self) -> dict[int, Part]:
+        """Return what each worker has of the state."""
+        holdings = self.holdings
+        return {
+            worker: Part(
+                names=holdings.held_by(worker, holdings.holders),
+                trained=self._trained.get(worker, ()),
+                ranks={name: holdings.share(worker, name) for name in holdings.placements},
+            )
+            for worker in holdings.devices
+        }
+
+    def reset(self, copies: Copies | None) -> None:
+        """Free all that is on the workers, and let what is brought to them next be another state than the user's model.
+
+        Args:
+            copies: A snapshot; ``None`` for the user's model.
 
         Raises:
             OneboxError: The pool is broken or closed.
@@ -203,8 +262,13 @@ class RemoteState:
         self._ledger = list(self.named.numbers.values())
         self._trained, self._owned, self._holders, self._holdings = {}, {}, {}, None
         self._sent_options, self._optimizer_number = (), 0
-        self._source = {**self.named.tensors, **state.tensors}
-        self.remembered = list(state.entries)
+        self._copies = copies
+        if copies is not None:
+            self.remembered = []
+
+    def forget_first(self) -> None:
+        """Forget what the optimizer remembered at first: there is a snapshot."""
+        self.remembered = []
 
     def memory(self) -> list[Memory]:
         """Return the memory of each worker."""

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
+from onebox.engine.copies import Copies
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.launch import Settings, Work, launch
-from onebox.engine.reading import State
 from onebox.engine.refit import Workload, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
@@ -90,6 +90,9 @@ class TrainingRun:
             guard.posted(self._post(work))
         except LOSSES as error:
             self.recover(error)  # which begins this step, too
+        except OneboxError as error:
+            self.fail(error)
+            raise
         return result
 
     def _begun(self, loss: StepLoss) -> None:
@@ -177,13 +180,13 @@ class TrainingRun:
             except LOSSES as error:
                 self.recover(error)
 
-    def rebuild(self, state: State) -> str | None:
+    def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
         if self._ready is not None:
             with contextlib.suppress(OneboxError):
                 self._ready.close()
             self._ready = None
-        self._remote.reset(state)
+        self._remote.reset(copies)
         if self.plan is None or self._first is None:
             return None
         work = Workload(
@@ -221,15 +224,27 @@ class TrainingRun:
         if self._ready is None:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
-            self._ready = set_up(
-                self._request, self._pool, self._captures, self._remote, batch, self._settings.max_norm
-            )
+            ready = set_up(self._request, self._pool, self._captures, self._remote, batch, self._settings.max_norm)
+            if self.guard is not None:
+                self._keep(self.guard, ready)
+            self._ready = ready
             self._first, self.plan = self._first or batch, self._ready.plan
             self._request = dataclasses.replace(self._request, plan=self.plan)
         return self._ready
+
+    def _keep(self, guard: Guard, ready: Ready) -> None:
+        """Let what has just been brought to the workers be kept."""
+        try:
+            guard.ready(reachable=ready.plan.sync == "workers")
+        except BaseException:
+            with contextlib.suppress(OneboxError):
+                ready.close()
+            raise
 
     def close(self) -> None:
         """Free everything on the workers."""
         if self._ready is not None:
             self._ready.close()
+        if self.guard is not None:
+            self.guard.close()
         self._remote.free()

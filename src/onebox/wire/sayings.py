@@ -78,11 +78,12 @@ class Digest(Message, frozen=True, tag="digest"):
 
 
 class Memory(Message, frozen=True, tag="memory"):
-    """Answer to ``Ask("memory")``: bytes now, the most so far, and the quota."""
+    """Answer to ``Ask("memory")``: bytes of buffers now, the most so far, and the quota; bytes of slots on the host."""
 
     used_bytes: int
     peak_bytes: int
     quota_bytes: int
+    kept_bytes: int = 0
 
 
 class OptimizerState(Message, frozen=True, tag="state"):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from onebox.wire import TensorSpec, spec_of, to_frame
-from onebox.wire.sayings import Kept, Result, Tensors
+from onebox.wire.sayings import Kept, Memory, Result, Tensors
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import Drop, Fill, Give, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
 from onebox.worker.courier import Courier
 from onebox.worker.faults import FaultInjector
 from onebox.worker.membership import Memberships
 from onebox.worker.optimizer import NativeOptimizer
-from onebox.worker.snapshots import Slots
+from onebox.worker.snapshots import SHARE, Slots
 from onebox.worker.store import BufferStore
 
 
@@ -41,7 +41,7 @@ class Keeper:
         self._store = store
         self._groups = groups
         self._definition = definition
-        self._slots = Slots(device, store, faults)
+        self._slots = Slots(device, faults, limit_bytes=SHARE * store.quota_bytes)
         self._courier = Courier(faults)
 
     def run(self, what: SlotInstruction, frames: Iterator[Any], answers: list[Any]) -> list[Result]:
@@ -83,6 +83,14 @@ class Keeper:
             case Drop():
                 slots.drop(what.slots, again=what.again)
         return []
+
+    def memory(self, *, anew: bool) -> Memory:
+        """Return what buffers and slots take; let the peak start anew, if asked to."""
+        store = self._store
+        memory = Memory(store.used_bytes, store.peak_bytes, store.quota_bytes, self._slots.used_bytes)
+        if anew:
+            store.peak_bytes = store.used_bytes
+        return memory
 
     def filled(self, slots: Sequence[int]) -> Filled:
         """Return which of some slots are filled."""

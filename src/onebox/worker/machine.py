@@ -34,7 +34,7 @@ from onebox.wire.messages import (
     references,
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
-from onebox.wire.sayings import Digest, Failure, Memory, OptimizerState, Result, Scalars, Tensors
+from onebox.wire.sayings import Digest, Failure, OptimizerState, Result, Scalars, Tensors
 from onebox.wire.state import Read, SlotInstruction, Snapshot
 from onebox.worker.device import Device
 from onebox.worker.eager import Eager, EagerWork, VoidKernel
@@ -232,10 +232,8 @@ class Machine:
 
     def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
         parameters = [self.store.get(number) for number in spec.parameters]
-        state = []
-        for entry in spec.state:
-            if not isinstance(entry.value, bool | int | float | None):
-                state.append(from_frame(entry.value, next(frames)))
+        specs = [entry.value for entry in spec.state if isinstance(entry.value, TensorSpec)]
+        state = [from_frame(one, next(frames)) for one in specs]
         return self._device.optimizer(spec, parameters, state)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -288,10 +286,7 @@ class Machine:
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         if ask.about in ("memory", "peak"):
-            memory = Memory(self.store.used_bytes, self.store.peak_bytes, self.store.quota_bytes)
-            if ask.about == "peak":
-                self.store.peak_bytes = self.store.used_bytes
-            return [memory]
+            return [self._keeper.memory(anew=ask.about == "peak")]
         if ask.about == "slots":
             return [self._keeper.filled(ask.buffers)]
         if ask.about == "optimizer":

@@ -19,7 +19,11 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import layout
 from onebox.worker.faults import FaultInjector
-from onebox.worker.store import BufferStore
+from onebox.worker.store import QuotaExceeded
+
+SHARE = 4
+"""Slots may take so many times the memory of buffers: two snapshots of the worker's own part, of which the older goes
+when the newer is whole, and two of another's."""
 
 
 @dataclass(eq=False)
@@ -73,13 +77,15 @@ class Slots:
 
     Args:
         device: Where its buffers live.
-        store: Where bytes are accounted for, those of slots too where buffers are in the same memory.
         faults: Faults to inject, for tests.
+        limit_bytes: The most bytes of all slots; 0 for no limit. They do not count for the quota of buffers, which is
+            about the memory of the device.
     """
 
-    def __init__(self, device: torch.device, store: BufferStore, faults: FaultInjector) -> None:
+    def __init__(self, device: torch.device, faults: FaultInjector, *, limit_bytes: int = 0) -> None:
+        self.used_bytes = 0
         self._device = device
-        self._store = store
+        self._limit_bytes = limit_bytes
         self._faults = faults
         self._slots: dict[int, Slot] = {}
         self._spare: list[Tensor] = []
@@ -92,13 +98,18 @@ class Slots:
         """Make a slot, or empty one that is there; memory that was used before is used again.
 
         Raises:
-            QuotaExceeded: The quota has no room for it.
+            QuotaExceeded: It would exceed the limit.
         """
         self.drop([number], again=True)
         found = next((memory for memory in self._spare if memory.numel() == size_bytes), None)
         if found is None:
             self._let_go()
-            self._charge(size_bytes)
+            if self._limit_bytes and self.used_bytes + size_bytes > self._limit_bytes:
+                raise QuotaExceeded(
+                    f"{self.used_bytes + size_bytes} bytes of snapshots needed, but {self._limit_bytes} are allowed, "
+                    f"{SHARE} times the memory of the device"
+                )
+            self.used_bytes += size_bytes
             found = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._aside is not None)
         else:
             self._spare = [memory for memory in self._spare if memory is not found]
@@ -109,7 +120,7 @@ class Slots:
         """Copy tensors to a slot, one behind the other.
 
         Raises:
-            QuotaExceeded: The quota has no room for them.
+            QuotaExceeded: They would exceed the limit.
         """
         specs = [spec_of(tensor) for tensor in tensors]
         starts, size_bytes = layout(specs)
@@ -145,7 +156,7 @@ class Slots:
 
         Raises:
             WireError: They have no place in it.
-            QuotaExceeded: The quota has no room for it.
+            QuotaExceeded: It would exceed the limit.
         """
         if number not in self._slots or self._slots[number].memory.numel() != size_bytes:
             self.make(number, size_bytes)
@@ -204,17 +215,11 @@ class Slots:
                 slot.settle()
                 self._spare.append(slot.memory)
             else:
-                self._charge(-slot.memory.numel())
+                self.used_bytes -= slot.memory.numel()
         if not again:
             self._let_go()
 
     def _let_go(self) -> None:
         """Return spare memory."""
-        for memory in self._spare:
-            self._charge(-memory.numel())
+        self.used_bytes -= sum(memory.numel() for memory in self._spare)
         self._spare = []
-
-    def _charge(self, size_bytes: int) -> None:
-        if self._aside is None:
-            self._store.reserve(max(0, size_bytes))
-            self._store.charge(size_bytes)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import onebox
 from onebox.engine.history import Recovery
-from onebox.errors import UsageError
-from onebox.plan import Plan
+from onebox.errors import PoolError, UsageError
+from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.local import LocalSource
 from tests.models import CASES, OPTIMIZERS
@@ -55,50 +55,81 @@ class Blow:
     delay_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is trained, and how.
+
+    Args:
+        plan: Makes the plan.
+        case: The model.
+        optimizer: By name.
+    """
+
+    plan: Callable[[], Plan]
+    case: str = "dropping"
+    optimizer: str = "adamw"
+
+
 @functools.cache
-def batches() -> list[tuple[Any, Any]]:
+def batches(case: str = "dropping") -> list[tuple[Any, Any]]:
     """Return the batches of a run."""
-    return CASES["dropping"].batches([SAMPLES] * STEPS)
+    return CASES[case].batches([SAMPLES] * STEPS)
 
 
-def trainer_on(pool: onebox.Pool, plan: Plan, **options: Any) -> onebox.Trainer:
-    """Return a trainer of a model with dropout."""
-    case = CASES["dropping"]
+def trainer_on(pool: onebox.Pool, kind: Kind, **options: Any) -> onebox.Trainer:
+    """Return a trainer."""
+    case = CASES[kind.case]
     model = case.model()
-    arguments = {"seed": SEED, "check_every": 3, "plan": plan, "recover": True, "snapshot_every": EVERY, **options}
-    return onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments)
+    arguments = {"seed": SEED, "check_every": 3, "recover": True, "snapshot_every": EVERY, **options}
+    return onebox.Trainer(model, case.loss, OPTIMIZERS[kind.optimizer](model), pool=pool, plan=kind.plan(), **arguments)
 
 
-def run(pool: onebox.Pool, plan: Plan, blows: Sequence[Blow] = ()) -> Outcome:
-    """Train, and return losses, weights and what was lost; the rate changes with the steps."""
+def run(pool: onebox.Pool, kind: Kind, blows: Sequence[Blow] = (), **options: Any) -> Outcome:
+    """Train, and return losses, weights and what was lost; the rate changes with the steps.
+
+    A blow falls when what the one before it did has been noticed: two at once are more than a run need survive.
+    """
     timers: list[threading.Timer] = []
 
     def strike(blow: Blow) -> None:
         os.kill(pool.process_ids[blow.worker], blow.signal)
 
-    with trainer_on(pool, plan) as trainer:
+    with trainer_on(pool, kind, **options) as trainer:
         losses = []
-        for number, batch in enumerate(batches()):
+        for number, batch in enumerate(batches(kind.case)):
             for group in trainer.optimizer.param_groups:
                 group["lr"] = 0.01 / (1 + number // 3)
             for blow in blows:
                 if blow.step == number:
+                    finish(timers, trainer)
                     timers.append(threading.Timer(blow.delay_s, strike, (blow,)))
                     timers[-1].start()
             if number == STEPS - 1:  # which needs all workers
-                for timer in timers:
-                    timer.join()
+                finish(timers, trainer)
             losses.append(trainer.step(*batch))
         weights = trainer.tensors()
         return [float(loss) for loss in losses], weights, trainer.recoveries
+
+
+def finish(timers: list[threading.Timer], trainer: onebox.Trainer) -> None:
+    """Wait until the last blow has fallen and all workers have answered, those in the places of the lost ones too."""
+    if timers:
+        timers[-1].join()
+        trainer.wait()
+        trainer.memory()
 
 
 def data_parallel(devices: int = 2, sync: Any = "workers") -> Plan:
     return Plan.data_parallel(range(devices), [1.0] * devices, micro_batch=MICRO_BATCH, sync=sync)
 
 
-def pipelined() -> Plan:
-    return staged("dropping", [0, 1], micro_batch=MICRO_BATCH)
+def pipelined(case: str = "dropping") -> Plan:
+    return staged(case, [0, 1], micro_batch=MICRO_BATCH)
+
+
+def split() -> Plan:
+    """Return a plan whose only stage is split over two workers."""
+    return Plan(stages=(Stage(segments=(), replicas=((0, 1),), shares=(1.0,)),), micro_batch=MICRO_BATCH)
 
 
 def drawn(seed: int, signals: Sequence[signal.Signals]) -> list[Blow]:
@@ -116,10 +147,12 @@ def disturbed(faults: dict[int, list[Fault]]) -> onebox.Pool:
     return open_pool("cpu*2", threads=1, faults={worker: tuple(found) for worker, found in faults.items()})
 
 
-PLANS: dict[str, Callable[[], Plan]] = {
-    "workers": data_parallel,
-    "client": lambda: data_parallel(sync="client"),
-    "stages": pipelined,
+KINDS = {
+    "workers": Kind(plan=data_parallel),
+    "client": Kind(plan=lambda: data_parallel(sync="client")),
+    "stages": Kind(plan=pipelined),
+    "norms": Kind(plan=lambda: pipelined("cnn"), case="cnn", optimizer="sgd"),
+    "split": Kind(plan=split, optimizer="adam-in-groups"),
 }
 
 
@@ -142,9 +175,9 @@ def pool() -> Iterator[onebox.Pool]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pool: onebox.Pool) -> dict[str, Outcome]:
+def undisturbed(pool: onebox.Pool) -> Callable[[str], Outcome]:
     """Losses and weights of runs in which nothing is lost."""
-    return {name: run(pool, plan()) for name, plan in PLANS.items()}
+    return functools.cache(lambda name: run(pool, KINDS[name]))
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -156,19 +189,21 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "seed", "signals"),
+    ("kind", "seed", "signals"),
     [
         ("workers", 3, [signal.SIGKILL, signal.SIGSTOP]),
         ("stages", 4, [signal.SIGSTOP, signal.SIGKILL]),
         ("client", 5, [signal.SIGKILL]),
+        ("norms", 6, [signal.SIGKILL]),
+        ("split", 7, [signal.SIGKILL, signal.SIGKILL]),
     ],
 )
 def test_a_run_with_losses_ends_with_the_same_bits(
-    plan: str, seed: int, signals: list[signal.Signals], pool: onebox.Pool, undisturbed: dict[str, Outcome]
+    kind: str, seed: int, signals: list[signal.Signals], pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
 ) -> None:
     blows = drawn(seed, signals)
-    found = run(pool, PLANS[plan](), blows)
-    assert_same(found, undisturbed[plan])
+    found = run(pool, KINDS[kind], blows)
+    assert_same(found, undisturbed(kind))
     stories = found[2]
     assert {worker for story in stories for worker in story.lost} == {blow.worker for blow in blows}, blows
     for story in stories:
@@ -178,20 +213,53 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
 
 
-def test_all_workers_die_at_once(pool: onebox.Pool, undisturbed: dict[str, Outcome]) -> None:
-    blows = [Blow(worker=worker, signal=signal.SIGKILL, step=7, delay_s=0.0) for worker in range(2)]
-    found = run(pool, PLANS["stages"](), blows)
-    assert_same(found, undisturbed["stages"])
-    assert {worker for story in found[2] for worker in story.lost} == {0, 1}
-
-
-def test_workers_die_while_a_run_begins_and_during_a_snapshot(undisturbed: dict[str, Outcome]) -> None:
-    with disturbed({0: [Fault("kill", "define", 2)], 1: [Fault("kill", "get", 2)]}) as pool:
-        found = run(pool, PLANS["stages"]())
-    assert_same(found, undisturbed["stages"])
+def test_workers_die_while_a_run_begins(undisturbed: Callable[[str], Outcome]) -> None:
+    with disturbed({0: [Fault("kill", "define", 2)], 1: [Fault("kill", "snapshot", 3)]}) as pool:
+        found = run(pool, KINDS["stages"])
+    assert_same(found, undisturbed("stages"))
     first, second = found[2]
     assert (first.lost, first.snapshot_step) == ((0,), 0)
-    assert (second.lost, second.snapshot_step) == ((1,), EVERY)
+    assert (second.lost, second.snapshot_step) == ((1,), 0)
+
+
+@pytest.mark.parametrize("kind", ["stages", "split"])
+def test_workers_die_in_the_middle_of_a_snapshot(
+    kind: str, pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = LocalSource._start
+    again = [("copying", 30), ("taking", 2), ("giving", 2)]  # of the workers that come in the places of others
+
+    def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
+        faults = (Fault("kill", *again.pop()),) if again else ()
+        return start(self, number, request, key, folder, faults)
+
+    monkeypatch.setattr(LocalSource, "_start", faulty)
+    blow = Blow(worker=1, signal=signal.SIGKILL, step=2, delay_s=0.0)
+    found = run(pool, KINDS[kind], [blow], snapshot_every=2)
+    assert_same(found, undisturbed(kind))
+    assert not again
+    assert [story.lost for story in found[2]] == [(1,)] * 4
+
+
+def test_what_nobody_has_any_more_is_one_error_and_the_checkpoint_is_whole(pool: onebox.Pool, tmp_path: Path) -> None:
+    trainer = trainer_on(pool, KINDS["stages"])
+    for batch in batches()[:3]:
+        trainer.step(*batch)
+    saved = trainer.save(tmp_path)
+    for process in pool.process_ids:
+        os.kill(process, signal.SIGKILL)
+    with pytest.raises(PoolError, match="kept by worker 0 and 1 only") as caught:
+        trainer.step(*batches()[3]).item()
+    assert str(saved) in str(caught.value)
+    for call in (trainer.tensors, lambda: trainer.step(*batches()[3])):
+        with pytest.raises(PoolError) as later:
+            call()
+        assert later.value is caught.value
+    trainer.close()
+    case = CASES["dropping"]
+    model = case.model()
+    with onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS["adamw"](model), pool=pool) as resumed:
+        assert resumed.step(*batches()[3]).item() > 0
 
 
 def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
@@ -203,7 +271,7 @@ def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
                 os.kill(pool.process_ids[1], signal.SIGKILL)
             yield batch
 
-    with caplog.at_level(logging.WARNING, "onebox"), trainer_on(pool, pipelined(), snapshot_every=100) as trainer:
+    with caplog.at_level(logging.WARNING, "onebox"), trainer_on(pool, KINDS["stages"], snapshot_every=100) as trainer:
         for batch in batches()[:3]:
             trainer.step(*batch)
         found = trainer.evaluate(some())
@@ -220,35 +288,35 @@ def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
 
 
 def test_a_worker_that_dies_again_while_it_is_brought_back(
-    pool: onebox.Pool, undisturbed: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+    pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, again = LocalSource._start, [(Fault("kill", "put", 2),), (Fault("kill", "call", 3),)]
+    start, again = LocalSource._start, [(Fault("kill", "write", 2),), (Fault("kill", "call", 3),)]
 
     def faulty(self: LocalSource, number: int, request: Any, key: str, folder: str, _: Any) -> Any:
         return start(self, number, request, key, folder, again.pop() if again else ())
 
     monkeypatch.setattr(LocalSource, "_start", faulty)
-    found = run(pool, data_parallel(), [Blow(worker=1, signal=signal.SIGKILL, step=6, delay_s=0.0)])
-    assert_same(found, undisturbed["workers"])
+    found = run(pool, KINDS["workers"], [Blow(worker=1, signal=signal.SIGKILL, step=6, delay_s=0.0)])
+    assert_same(found, undisturbed("workers"))
     assert not again
     assert sum(story.attempts for story in found[2]) == 3
 
 
 def test_what_is_left_goes_on_with_the_same_micro_batches(
-    undisturbed: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+    undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
     with disturbed({1: [Fault("kill", "reduce", 6)]}) as pool:
-        losses, weights, (story,) = run(pool, data_parallel())
+        losses, weights, (story,) = run(pool, KINDS["workers"])
         assert pool.present == (0,)
     assert (story.gone, story.replaced) == ((1,), ())
     assert story.plan is not None
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(undisturbed["workers"][0]))
-    for name, tensor in undisturbed["workers"][1].items():
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(undisturbed("workers")[0]))
+    for name, tensor in undisturbed("workers")[1].items():
         torch.testing.assert_close(weights[name], tensor)
 
 
 def test_settings_that_cannot_be_are_refused(pool: onebox.Pool) -> None:
     for options in ({"recover": False, "snapshot_every": 3}, {"snapshot_every": 0}):
         with pytest.raises(UsageError, match="snapshot_every"):
-            trainer_on(pool, data_parallel(), **options)
+            trainer_on(pool, KINDS["workers"], **options)

@@ -38,16 +38,16 @@ def test_a_snapshot_counts_only_when_it_has_come() -> None:
     assert (restart.step, restart.snapshot, restart.replay) == (4, "four", (4, 5))
 
 
-@pytest.mark.parametrize("end", ["fail", "restart"])
-def test_after_a_snapshot_that_did_not_come_the_one_before_is_whole(end: str) -> None:
+def test_after_a_snapshot_that_did_not_come_the_one_before_is_whole() -> None:
     history: Kept = History(0, "start", limit_bytes=1000)
     begun(history, 2)
     history.ask()
     history.arrive("two")
     begun(history, 2)
     history.ask()
-    getattr(history, end)()
+    history.give_up()
     assert not history.asked
+    assert history.snapshot == "two"
     restart = history.restart()
     assert (restart.step, restart.snapshot, restart.replay) == (2, "two", (2, 3))
 
@@ -87,16 +87,18 @@ def test_steps_wait_for_a_snapshot_that_falls_behind() -> None:
     assert not history.must_wait(3)
 
 
-def test_another_form_of_a_snapshot_stays_until_the_next() -> None:
+def test_a_snapshot_of_what_has_been_brought_back_takes_no_step_away() -> None:
     history: Kept = History(0, "start", limit_bytes=1000)
     begun(history, 2)
-    history.settle("put together")
-    assert history.restart().snapshot == "put together"
-    assert history.restart().replay == (0, 1)
+    history.ask(again=True)
+    begun(history, 1)
+    assert history.arrive("start, again") == "start"
+    assert history.restart().snapshot == "start, again"
+    assert history.restart().replay == (0, 1, 2)
 
 
 @given(
-    st.lists(st.sampled_from(["step", "arrive", "fail", "restart"]), max_size=60),
+    st.lists(st.sampled_from(["step", "arrive", "again", "give up"]), max_size=60),
     st.integers(1, 5),
     st.integers(0, 100),
 )
@@ -113,14 +115,16 @@ def test_whatever_happens_nothing_is_missing_and_what_is_kept_has_a_bound(
             if history.due(every):
                 history.ask()
                 asked = history.steps
-        elif event == "restart":
-            history.restart()
+        elif event == "again":
+            history.give_up()
+            history.ask(again=True)
+            asked = history.snapshot_step
         elif history.asked:
             if event == "arrive":
                 history.arrive(f"after {asked}")
             else:
-                history.fail()
-        assert history.steps - history.snapshot_step <= every * (2 + events.count("fail") + events.count("restart"))
+                history.give_up()
+        assert history.steps - history.snapshot_step <= every * (2 + events.count("again") + events.count("give up"))
     restart = history.restart()
     assert restart.snapshot == f"after {restart.step}"
     assert restart.replay == tuple(range(restart.step, history.steps))
@@ -144,6 +148,22 @@ def test_snapshots_take_their_share_of_the_time_at_most(step_s: float, cost_s: f
         assert cost_s <= SHARE * step_s * every * (1 + 1e-9)
     if every > 1:
         assert cost_s > SHARE * step_s * (every - 1) * (1 - 1e-9) or every == MOST_APART
+
+
+def test_what_steps_take_longer_beside_a_snapshot_is_part_of_its_cost() -> None:
+    alone, beside = Cadence(), Cadence()
+    for cadence in (alone, beside):
+        for _ in range(5):
+            cadence.step_took(0.1)
+        cadence.step_took(0.13, beside=cadence is beside)
+        cadence.step_took(0.11, beside=cadence is beside)
+        cadence.snapshot_took(0.001)
+    assert alone.every == 1
+    assert beside.every == 14  # 0.041 s in steps of 0.1 s
+    assert beside.apart_s == pytest.approx(1.4)
+    beside.snapshot_took(-0.5)  # as of steps that happened to be fast
+    beside.snapshot_took(-0.5)
+    assert beside.every == 1
 
 
 def test_dearer_snapshots_are_further_apart() -> None:

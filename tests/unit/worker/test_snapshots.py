@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, from_frame, spec_of
 from onebox.wire.messages import Ask, Define, FormGroup, Free, Optimizer, OptimizerStep
-from onebox.wire.sayings import Kept, OptimizerState
+from onebox.wire.sayings import Kept, Memory, OptimizerState
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import (
     PIECE_BYTES,
@@ -36,7 +36,7 @@ from onebox.worker.courier import Courier
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import Wires, form_group
 from onebox.worker.snapshots import Slots
-from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.store import Poisoned, QuotaExceeded
 from onebox.worker.tape import Progress
 from tests.unit.machines import Rig
 from tests.unit.programs import CPU
@@ -47,9 +47,8 @@ ADAM = Optimizer("AdamW", (((0,), {"lr": 0.5}),), (1,))
 WAIT_S = 20.0
 
 
-def slots(quota_bytes: int = 0) -> tuple[Slots, BufferStore]:
-    store = BufferStore(quota_bytes)
-    return Slots(CPU, store, FaultInjector()), store
+def slots(limit_bytes: int = 0) -> Slots:
+    return Slots(CPU, FaultInjector(), limit_bytes=limit_bytes)
 
 
 @pytest.fixture
@@ -100,14 +99,16 @@ def test_pieces_are_all_bytes_once_and_in_order(sizes: list[int]) -> None:
 def test_what_a_snapshot_holds_stays_as_it_was_and_comes_back_to_the_bit(rig: Rig) -> None:
     rig.do(OptimizerStep(7, (2,)))
     entries, before = state_of(rig)
-    weights, used = rig.get(1), rig.used
+    weights = rig.get(1)
     (kept,) = rig.do(Snapshot(20, (1, 3), 7))
     assert kept == Kept((spec_of(X), TensorSpec("bool", (3,))), entries)
     rig.do(OptimizerStep(7, (2,)), OptimizerStep(7, (2,)))
     assert not torch.equal(rig.get(1), weights)
     specs = [*kept.specs, *(entry.value for entry in entries if isinstance(entry.value, TensorSpec))]
     starts, size_bytes = layout(specs)
-    assert rig.used == used + size_bytes
+    (memory,) = rig.do(Ask("memory"))
+    assert isinstance(memory, Memory)
+    assert memory.kept_bytes == size_bytes
     rig.do(Free((1, 3), (7,)))
     rig.do(Fill((1, 3), kept.specs, ((20, starts[0]), (20, starts[1]))), Define(7, ADAM))
     rig.do(Recall(7, entries, tuple((20, start) for start in starts[2:])))
@@ -118,7 +119,9 @@ def test_what_a_snapshot_holds_stays_as_it_was_and_comes_back_to_the_bit(rig: Ri
     rig.do(OptimizerStep(7, (2,)))
     assert torch.equal(rig.get(1), self_stepped(weights, entries, before)), "and it goes on as the optimizer would have"
     rig.do(Drop((20, 21)), Free((1, 2, 3), (7,)))
-    assert rig.used == 0
+    (memory,) = rig.do(Ask("memory"))
+    assert isinstance(memory, Memory)
+    assert (memory.used_bytes, memory.kept_bytes) == (0, 0)
     assert rig.failures == []
 
 
@@ -176,34 +179,34 @@ def test_what_does_not_lie_in_a_slot_cannot_be_had(rig: Rig, wrong: Any) -> None
 
 
 def test_memory_is_used_again_and_let_go() -> None:
-    own, store = slots()
+    own = slots()
     own.keep(1, [X])
     memory = own.get(1).memory.data_ptr()
     own.keep(2, [X])
-    assert store.used_bytes == 128
+    assert own.used_bytes == 128
     own.drop([1], again=True)
-    assert store.used_bytes == 128, "it is kept for the next one"
+    assert own.used_bytes == 128, "it is kept for the next one"
     own.keep(3, [X + 1])
     assert own.get(3).memory.data_ptr() == memory
     assert torch.equal(own.tensor(spec_of(X), (3, 0)), X + 1)
     own.drop([2], again=True)
     own.keep(4, [torch.cat([X, X, X])])
-    assert store.used_bytes == 64 + 192, "what is of no use is let go"
+    assert own.used_bytes == 64 + 192, "what is of no use is let go"
     own.drop([3, 4])
-    assert store.used_bytes == 0
+    assert own.used_bytes == 0
 
 
-def test_slots_count_against_the_quota() -> None:
-    own, store = slots(quota_bytes=100)
+def test_slots_have_a_limit_of_their_own() -> None:
+    own = slots(limit_bytes=100)
     own.keep(1, [X])
     with pytest.raises(QuotaExceeded):
         own.keep(2, [X])
-    assert store.used_bytes == 64
+    assert own.used_bytes == 64
     assert own.filled([1, 2]) == Filled((1,), "slot 2 is not there")
 
 
 def test_a_snapshot_of_what_lies_otherwise_in_memory() -> None:
-    own, _ = slots()
+    own = slots()
     strided, empty, scalar = X.t(), torch.empty(0, 3), torch.tensor(2.5, dtype=torch.bfloat16)
     own.keep(1, [strided, empty, scalar])
     starts, _ = layout([spec_of(strided), spec_of(empty), spec_of(scalar)])
@@ -225,7 +228,7 @@ def carry(
     def rank(number: int) -> Slots:
         form = FormGroup(3, number, 2, "gloo", "127.0.0.1", WAIT_S, same_host, (), True)
         group = form_group(form, hub.channel(number), CPU, Progress(), Wires())
-        own, _ = slots()
+        own = slots()
         courier = Courier(FaultInjector(faults if number == 0 else ()))
         if number == 0:
             own.keep(1, [elements])
