@@ -54,6 +54,10 @@ LATE_S = 0.01
 KINDS = {"kill": 0.5, "stop": 0.1, "pause": 0.15, "cut": 0.25}
 """How often each kind of fault is drawn."""
 
+LOSSES = ("kill", "stop")
+"""Of these one comes when what the one before did is over: what a stage of a pipeline holds is kept by two workers, so
+that the loss of both at once is more than a run can survive."""
+
 AWAY_S = 1.5
 """A pause or cut takes up to so long; after three seconds it would be taken for a loss."""
 
@@ -134,6 +138,9 @@ def train(name: str, steps: int, faults: Faults) -> tuple[dict[str, Tensor], dic
         for step in range(steps):
             trainer.step(*batch(step))
             for fault in faults.get(step, ()):
+                if fault.kind in LOSSES and told["kill"] + told["stop"]:
+                    trainer.wait()
+                    trainer.memory()  # all have answered, also who came in the place of the last one that was lost
                 time.sleep(fault.late_s)
                 told[hit(fault, pool, network)] += 1
             if faults and (step + 1) * REPORTED % steps < REPORTED:
