@@ -161,7 +161,10 @@ def receive(socket: zmq.Socket[bytes]) -> list[Any]:
         zmq.Again: There is none within the socket's limit of time.
         WireError: It ends in the middle of a frame.
     """
-    return join([part.buffer for part in socket.recv_multipart(copy=False)])
+    parts: list[Any] = [socket.recv()]  # in most messages the only one, and short: cheaper to copy than to hold
+    while socket.getsockopt(zmq.RCVMORE):
+        parts.append(socket.recv(copy=False).buffer)
+    return join(parts)
 
 
 def cut(frames: Frames) -> list[Any]:

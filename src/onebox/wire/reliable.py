@@ -5,9 +5,9 @@ because of time alone, which would send large tensors twice. A sender asks its p
 connection is made, when the peer says that it misses something, or when nothing has been acknowledged for a while.
 The question follows what was sent before it, and so the answer tells exactly what was lost; only that is repeated.
 
-Before each message goes a frame of 33 bytes: its kind, the epoch of the sender (a number that it drew when it
-started), how far the sender has received, and two numbers whose meaning depends on the kind. Acknowledgements ride on
-messages of the other direction, or go alone where there are none.
+Each message is preceded, within its first frame, by 33 bytes: its kind, the epoch of the sender (a number that it drew
+when it started), how far the sender has received, and two numbers whose meaning depends on the kind. Acknowledgements
+ride on messages of the other direction, or go alone where there are none.
 
 Pure: frames and times in, frames out; who calls it owns the socket.
 """
@@ -279,8 +279,10 @@ class Reliable:
         >>> here, there = Reliable(1), Reliable(2)
         >>> here.post([b"hello"])
         >>> [parcel] = here.outgoing(0.0)
-        >>> there.take(parcel, 0.0), there.take(parcel, 0.0)
-        ([[b'hello']], [])
+        >>> [[bytes(frame) for frame in message] for message in there.take(parcel, 0.0)]
+        [[b'hello']]
+        >>> there.take(parcel, 0.0)
+        []
     """
 
     def __init__(self, epoch: int, window_messages: int = WINDOW_MESSAGES, window_bytes: int = WINDOW_BYTES) -> None:
@@ -303,7 +305,11 @@ class Reliable:
         return self.sender.full
 
     def post(self, frames: Frames) -> None:
-        """Take a message to be sent; its frames are kept, not copied, and must not change until it has arrived."""
+        """Take a message to be sent; its frames are kept, not copied, and must not change until it has arrived.
+
+        Args:
+            frames: One at least; the first is copied when it is sent, so it is to be short.
+        """
         self.sender.post(frames)
 
     def connected(self) -> None:
@@ -321,19 +327,19 @@ class Reliable:
             Restarted: It is from another start of the peer.
             WireError: It breaks the protocol.
         """
-        if not parcel or len(parcel[0]) != _HEAD.size:
+        if not parcel or len(parcel[0]) < _HEAD.size:
             raise WireError(
                 "a message without its number: the other side speaks another version of this protocol; "
                 "install the same version of onebox on both sides"
             )
-        kind, epoch, acknowledged, number, held = _HEAD.unpack(parcel[0])
+        kind, epoch, acknowledged, number, held = _HEAD.unpack_from(parcel[0])
         if epoch != self._peer:
             if self._peer is not None:
                 raise Restarted("the other side has started anew and has lost all that it was sent before")
             self._peer = epoch
         self.sender.acknowledged(acknowledged, now_s)
         if kind == _MESSAGE:
-            return self.receiver.take(number, parcel[1:], now_s)
+            return self.receiver.take(number, [memoryview(parcel[0])[_HEAD.size :], *parcel[1:]], now_s)
         if kind in (_ASK, _CONNECTED):
             self._question = max(self._question, number)
             if kind == _CONNECTED:
@@ -353,7 +359,10 @@ class Reliable:
             now_s: The time.
         """
         receiver = self.receiver
-        parcels = [[self._head(kind, number), *frames] for kind, number, frames in self.sender.outgoing(now_s)]
+        parcels: list[list[Any]] = []
+        for kind, number, frames in self.sender.outgoing(now_s):
+            head = self._head(kind, number)
+            parcels.append([b"".join((head, frames[0])), *frames[1:]] if frames else [head])
         if self._question:
             parcels.append([self._head(_ANSWER, self._question, receiver.held)])
             self._question = 0

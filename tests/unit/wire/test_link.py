@@ -19,7 +19,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[list[Any]] = []
 
-    def recv_multipart(self, *, copy: bool) -> list[Any]:
+    def recv(self) -> bytes:
         raise zmq.Again
 
 
@@ -46,8 +46,8 @@ def test_what_changes_after_it_was_sent_is_copied_and_nothing_else(own: bool) ->
     link, wire = link_over("tcp://127.0.0.1:1", own=own)
     head, frame = b"head", bytearray(b"abc")
     link.send([head, frame])
-    [[_, first, second]] = wire.sent
-    assert first is head
+    [[first, second]] = wire.sent
+    assert first.endswith(head)
     assert (second is frame) is not own
     frame[:] = b"xyz"
     assert bytes(second) == (b"abc" if own else b"xyz")
@@ -76,7 +76,7 @@ def test_each_start_has_its_own_epoch() -> None:
     for _ in range(2):
         link, wire = link_over("tcp://127.0.0.1:1")
         link.send([b"x"])
-        heads.add(wire.sent[0][0])
+        heads.add(wire.sent[0][0][:-1])
     assert len(heads) == 2
 
 
