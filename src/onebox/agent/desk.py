@@ -41,6 +41,7 @@ class Desk:
         self._granted: dict[int, Grant] = {}
         self._ready: dict[int, Leased] = {}
         self._releasing: dict[int, list[tuple[Client, int]]] = {}
+        self._parting: dict[tuple[int, int], list[tuple[Client, int]]] = {}
 
     # ---- what clients ask for
 
@@ -62,7 +63,7 @@ class Desk:
         self._apply(decisions, now_s)
 
     def release(self, client: Client, request: Release, now_s: float) -> None:
-        """Take a lease back, or a request."""
+        """Take a lease back, or a worker of it, or a request."""
         lease = request.lease
         if not lease:
             left = self._leases.leave(client, request.request, now_s)
@@ -78,6 +79,12 @@ class Desk:
         if grant is None or grant.client.key != client.key:
             why = f"you have no lease {lease}" if request.lease else f"no request {request.request} waits"
             self._say(client, Refused(request.number, "ended", f"{why}, or no longer"), now_s)
+            return
+        if request.worker is not None and self._workers.kill(lease, request.worker):
+            self._parting.setdefault((lease, request.worker), []).append((client, request.number))
+            return
+        if request.worker is not None:
+            self._say(client, Done(request.number), now_s)
             return
         self._releasing.setdefault(lease, []).append((client, request.number))
         self._apply(self._leases.release(client, lease), now_s)
@@ -195,12 +202,17 @@ class Desk:
                 )
                 self._say(client, WorkerEnded(news.lease, news.worker, news.exit_status, news.last_words), now_s)
                 self._apply(self._leases.worker_ended(news.lease, news.worker, now_s), now_s)
+                for releaser, number in self._parting.pop((news.lease, news.worker), ()):
+                    self._say(releaser, Done(number), now_s)
 
     def _free(self, lease: int, grant: Grant | None, now_s: float) -> None:
         self._granted.pop(lease, None)
         if grant is not None:
             self._tell("freed", grant.client, now_s, lease=lease)
-        for releaser, number in self._releasing.pop(lease, ()):
+        waiting = self._releasing.pop(lease, [])
+        for key in [key for key in self._parting if key[0] == lease]:
+            waiting += self._parting.pop(key)
+        for releaser, number in waiting:
             self._say(releaser, Done(number), now_s)
         self._apply(self._leases.freed(lease, now_s), now_s)
 

@@ -156,6 +156,15 @@ class Workers:
         if grace_s <= 0:
             self._kill(crew)
 
+    def kill(self, lease: int, worker: int) -> bool:
+        """End one worker of a lease at once, and tell whether there is such a one; :class:`Died` or :class:`Gone`
+        follows."""
+        crew = self._crews.get(lease)
+        if crew is None or not 0 <= worker < len(crew.workers) or crew.workers[worker].ended:
+            return False
+        crew.workers[worker].kill()
+        return True
+
     def attend(self, ready: Set[int], now_s: float) -> list[News]:
         """See to what has happened.
 

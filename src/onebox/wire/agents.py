@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 
-AGENT_PROTOCOL = 2
+AGENT_PROTOCOL = 3
 """Version of everything in this file; both sides must agree."""
 
 AGENT_PORT = 7171
@@ -163,11 +163,13 @@ class Renew(AgentMessage, frozen=True, tag="renew"):
 
 
 class Release(AgentMessage, frozen=True, tag="release"):
-    """Give a lease back, or leave the queue with the request of that number; the answer is :class:`Done`."""
+    """Give a lease back, or of it one worker, by its place in the lease; or leave the queue with the request of that
+    number. The answer is :class:`Done`, when the workers are gone."""
 
     number: int
     lease: int = 0
     request: int = 0
+    worker: int | None = None
 
 
 class ReadLog(AgentMessage, frozen=True, tag="log"):

@@ -81,6 +81,27 @@ def test_a_lease_brings_workers_that_let_its_client_in_and_nobody_else(shared: H
     assert shared.told("worker-ended")[-1]["exit_status"] == -9
 
 
+def test_one_worker_of_a_lease_can_be_given_back_even_if_it_hangs(shared: House) -> None:
+    client, other = shared.client("ana"), shared.client("ben")
+    leased = client.lease(HALF, HALF)
+    first, second = leased.workers
+    other.ask(HALF)
+    assert other.take(Queued).place == 1
+    os.kill(first.process, signal.SIGSTOP)
+    client.say(Release(client.number(), leased.lease, worker=0))
+    client.take(Done)
+    assert gone([first.process], within_s=0.5)
+    theirs = other.take(Leased)
+    for worker in (0, 2, -1):  # it has gone; there is none such
+        client.say(Release(client.number(), leased.lease, worker=worker))
+        client.take(Done)
+    other.say(Release(other.number(), leased.lease, worker=1))
+    assert other.take(Refused).kind == "ended"
+    assert greeted(second.commands, second.key, client.keys, 30)
+    release(other, theirs.lease)
+    release(client, leased.lease)
+
+
 def test_of_two_clients_one_gets_a_device_and_the_other_waits_at_a_visible_place(shared: House) -> None:
     first, second, third = (shared.client(name) for name in ("ana", "ben", "cleo"))
     leased = first.lease(ALL)

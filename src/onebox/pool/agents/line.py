@@ -170,6 +170,18 @@ class AgentLine:
         with contextlib.suppress(PoolError):  # there is no such lease any more, or nobody to tell: it ends by itself
             self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
 
+    def end(self, member: RemoteMember) -> bool:
+        """Let one worker be ended, if it has not, and tell whether its lease goes on; nothing is raised where the agent
+        is gone."""
+        with self._lock:
+            members = self._members.get(member.lease, [])
+        if member not in members:
+            return False
+        worker = members.index(member)
+        with contextlib.suppress(PoolError):
+            self._answer(self._ask(lambda number: Release(number, member.lease, worker=worker)), Done, _RELEASE_S)
+        return True
+
     def inspect(self) -> Stock:
         """Return what the agent offers, who has it, and who waits.
 

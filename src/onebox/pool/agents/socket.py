@@ -15,7 +15,7 @@ from onebox.pool.keys.ring import fingerprint, full_address
 from onebox.wire import KeyPair, configure
 from onebox.wire.agents import TOKEN_BYTES
 
-_CONNECT_MS, _RETRY_MS = 1000, 200
+_CONNECT_MS, _RETRY_MS = 500, 100
 """How long one attempt to connect may take, and the time between two: after a cut the line is soon there again."""
 
 _BEAT_MS, _SILENT_MS = 500, 1500

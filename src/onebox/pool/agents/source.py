@@ -162,6 +162,9 @@ class AgentSource:
             if member.place.worker == number:
                 if self._line is None or self._line.gone:
                     return None
+                lasts = self._line.end(member)  # one that hangs has its device still
+                if lasts and not any(other.lease == member.lease for other in self._members if other is not member):
+                    self._line.release(member.lease)
                 (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, wait=False)
                 made.number(number)
                 self._members[index] = made
