@@ -38,8 +38,20 @@ WITHIN_S = 60.0
 CLOSE = 1e-5
 
 
+KNOWN: dict[tuple[str, ...], dict[str, Any]] = {}
+"""What plain commands have written, which several tests compare with."""
+
+
 def results(folder: Path, *commands: Sequence[str]) -> list[dict[str, Any]]:
-    """Run commands of the README side by side, and return what each has written."""
+    """Run commands of the README side by side, and return what each has written; the same plain one is run once."""
+    asked = [tuple(command) for command in commands]
+    fresh = iter(_run(folder, *(command for command in asked if command not in KNOWN)))
+    found = [KNOWN[command] if command in KNOWN else next(fresh) for command in asked]
+    KNOWN.update({command: result for command, result in zip(asked, found, strict=True) if command[0] == "python"})
+    return found
+
+
+def _run(folder: Path, *commands: Sequence[str]) -> list[dict[str, Any]]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     programs = {"python": [sys.executable], "onebox": [sys.executable, "-m", "onebox"]}
     files = [folder / f"{number}.json" for number in range(len(commands))]
