@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import tempfile
 import time
 import warnings
@@ -27,6 +28,9 @@ class Nodes:
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
         self._handles: dict[str, Any] = {}
+        with socket.create_server((HEAD, 0)) as free:
+            self.port = free.getsockname()[1]
+            """Where the head listens for clients from outside."""
 
     def add(self, address: str, **options: Any) -> None:
         """Start a node."""
@@ -35,6 +39,10 @@ class Nodes:
             self._handles[address] = self.cluster.add_node(
                 num_cpus=2, object_store_memory=STORE_BYTES, node_ip_address=address, **options
             )
+
+    def stop(self, address: str) -> None:
+        """End a node in order: the cluster knows at once that it is gone."""
+        self.cluster.remove_node(self._handles.pop(address), allow_graceful=True)
 
     def kill(self, address: str) -> None:
         """Kill all processes of Ray on a node."""
@@ -53,7 +61,7 @@ def nodes() -> Iterator[Nodes]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         nodes = Nodes(Cluster())
         try:
-            nodes.add(HEAD, include_dashboard=False)
+            nodes.add(HEAD, include_dashboard=False, ray_client_server_port=nodes.port)
             nodes.add(OTHER)
             patch.setenv("RAY_ADDRESS", nodes.cluster.address)
             yield nodes

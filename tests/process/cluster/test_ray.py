@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from onebox.errors import PoolError, UsageError, WorkerDied, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import open_pool
+from onebox.pool.cluster.spec import GPU_MEMORY
 from tests.process.cluster.conftest import HEAD, OTHER, Nodes
 from tests.process.faults.training import WITHIN_S, Stopwatch, fails, steps, train, trainer_on
 from tests.process.stages import reference, run, staged
@@ -85,6 +87,30 @@ def test_a_client_that_is_killed_leaves_nothing(nodes: Nodes) -> None:
     script = "import onebox, os; len(onebox.open('ray/cpu*2')); print('opened', flush=True); os.kill(os.getpid(), 9)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
     assert (ended.stdout, ended.returncode) == ("opened\n", -signal.SIGKILL), ended.stderr
+
+
+def test_a_client_from_outside_trains_too(nodes: Nodes) -> None:
+    with open_pool(f"ray://{HEAD}:{nodes.port}/cpu*2/spread", threads=1) as pool:
+        replicas = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=3)
+        assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
+
+
+def test_gpus_are_chosen_by_type_and_memory(nodes: Nodes) -> None:
+    """These nodes only say that they have GPUs. The PyTorch of all has no CUDA, or no GPU: the error names the node."""
+    small, large = "127.0.0.5", "127.0.0.6"
+    try:
+        for address, memory in ((small, "16GiB"), (large, "80GiB")):
+            nodes.add(address, num_gpus=1, resources={"accelerator_type:A100": 1.0}, labels={GPU_MEMORY: memory})
+        for _ in range(2):
+            with pytest.raises(PoolError, match=re.escape(f"({large})")) as caught:
+                open_pool("ray/cuda*1/type=A100/memory=40g")
+            assert small not in str(caught.value)
+        with pytest.raises(UsageError, match="GPUs of type A100 with 100 GiB of the cluster, which has none") as said:
+            open_pool("ray/cuda*1/type=A100/memory=100g")
+        assert "80 GiB on each GPU" in str(said.value)
+    finally:
+        for address in (small, large):
+            nodes.stop(address)
 
 
 def test_room_that_is_not_there_is_said_with_what_is(nodes: Nodes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
 
 import msgspec
 from msgspec import Struct
@@ -21,14 +22,26 @@ from onebox.wire import new_keys
 from onebox.wire.agents import Versions
 from onebox.worker import WorkerConfig
 
+_DRIVER_S = 10.0
+"""How long the driver may take to say how much memory a GPU has."""
+
 
 class Found(Struct, frozen=True, forbid_unknown_fields=True):
-    """A node, and what is installed there."""
+    """A node, what is installed there, and the memory of the GPU that Ray has given to the actor.
+
+    Args:
+        host: Its host's name.
+        address: Its address.
+        node: Ray's number for it.
+        versions: What is installed.
+        gpu_bytes: 0 where it has no GPU, or nothing tells.
+    """
 
     host: str
     address: str
     node: str
     versions: Versions
+    gpu_bytes: int = 0
 
 
 class Order(Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,7 +99,7 @@ class WorkerActor:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, own_versions()))
+        return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, own_versions(), _gpu_bytes()))
 
     def launch(self, order_json: str) -> str:
         """Start a worker by an :class:`Order`, instead of the one before if there was one; return :class:`Launched`."""
@@ -146,6 +159,24 @@ class WorkerActor:
 
 
 _UNKNOWN = Ended("its actor was started again, and its worker ended with the one before")
+
+
+def _gpu_bytes() -> int:
+    """Return the memory of the one GPU that Ray lets this process see; 0 where there is none, or nothing tells.
+
+    The driver's own program is asked: CUDA itself would take some of that memory for this process.
+    """
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    if not which:
+        return 0
+    line = ["nvidia-smi", f"--id={which}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRIVER_S, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(said) << 20 if said.isdecimal() else 0
 
 
 def _text(message: Struct) -> str:

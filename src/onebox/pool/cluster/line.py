@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -11,12 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from onebox.errors import PoolError, UsageError
-from onebox.pool.cluster.spec import RayNode
+from onebox.pool.cluster.spec import GPU_MEMORY, RayNode
+from onebox.sizes import parse_size
 
 REACH_S = 5.0
 """How long the head of a cluster may take to accept a connection."""
 
 _LINE = 500
+
+_ATTEMPTS = 3
+"""How often a client from outside asks for its server: Ray's proxy gives up one that takes more than 30 s to start, as
+on a busy head; by then its libraries are in memory, and the next is there sooner."""
+
+_LATE = "Proxy failed to Connect to backend"
+"""What Ray's proxy says then."""
+
+_log = logging.getLogger("onebox.pool")
 
 _lock = threading.Lock()
 _pools = 0
@@ -105,16 +116,34 @@ def _reach(address: tuple[str, int] | None) -> None:
 def _initialize(ray: Any, address: str) -> None:
     quiet = {"log_to_driver": False} if address == "auto" else {}  # a client would be told that it is handed on
     with _own_signals():
-        try:
-            ray.init(address=address, configure_logging=False, **quiet)
-        except Exception as error:  # of many types, builtin ones among them
-            with contextlib.suppress(Exception):
-                ray.shutdown()  # else the next attempt of this process goes the same way, whatever the address
-            where = "this machine" if address == "auto" else address
-            raise PoolError(
-                f"no Ray cluster can be reached from {where}: {what(error)}\n  start one with 'ray start --head', "
-                "let this machine join it with 'ray start --address=HEAD:6379', or name its head: ray://HOST:10001"
-            ) from None
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                ray.init(address=address, configure_logging=False, **quiet)
+                return
+            except Exception as error:  # of many types, builtin ones among them
+                with contextlib.suppress(Exception):
+                    ray.shutdown()  # else the next attempt of this process goes the same way, whatever the address
+                late = _LATE in str(error)
+                if not late or not left:
+                    where = "this machine" if address == "auto" else address
+                    raise PoolError(
+                        f"no Ray cluster can be reached from {where}: {what(error)}\n  {_hint(late)}"
+                    ) from None
+                _log.warning("the head at %s was too busy to start a server for this client; asking again", address)
+
+
+def _hint(late: bool) -> str:
+    """Say what to do about a cluster that cannot be reached."""
+    if late:
+        return (
+            "its head starts a server for each client from outside, and did not in time: start the head with "
+            "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S=120 (seconds; Ray's own is 30), or run the program on a node "
+            "('ray job submit'), with pool 'ray'"
+        )
+    return (
+        "start one with 'ray start --head', let this machine join it with 'ray start --address=HEAD:6379', or name its "
+        "head: ray://HOST:10001"
+    )
 
 
 @contextlib.contextmanager
@@ -136,10 +165,22 @@ def nodes(ray: Any) -> list[RayNode]:
             host=node["NodeManagerHostname"],
             address=node["NodeManagerAddress"],
             resources=node["Resources"],
+            gpu_bytes=_labelled(node),
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def _labelled(node: dict[str, Any]) -> int:
+    """Return the memory of a node's GPUs that its label tells, or 0.
+
+    Raises:
+        UsageError: The label is no size.
+    """
+    text = (node.get("Labels") or {}).get(GPU_MEMORY)
+    where = f"the label {GPU_MEMORY} of the Ray node {node['NodeManagerAddress']}"
+    return 0 if text is None else parse_size(where, text)
 
 
 def what(error: BaseException) -> str:

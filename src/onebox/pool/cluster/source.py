@@ -7,6 +7,7 @@ over onebox's own channel, from this process to each node's address; tensors go 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from onebox.pool.cluster.spec import (
     describe_nodes,
     host_names,
     parse_ray,
+    selectors,
 )
 from onebox.pool.cluster.watch import RayMember, Watch
 from onebox.pool.failures import Place
@@ -65,6 +67,7 @@ class RaySource:
         self._actors: list[Any] = []
         self._bundles: list[Bundle] = []
         self._nodes: dict[int, Found] = {}
+        self._small: dict[str, int] = {}
         self._first = 0
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
@@ -77,8 +80,7 @@ class RaySource:
         self._first = first
         try:
             self._ray = line.connect(self._request.address)
-            self._reserve()
-            self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
+            self._settle()
             return self._launch(range(len(self._bundles)), client_key, START_S)
         except BaseException:
             self.close()
@@ -106,24 +108,52 @@ class RaySource:
         ray, self._ray = self._ray, None
         if ray is None:
             return
-        for actor in self._actors:
-            with contextlib.suppress(Exception):  # the cluster may be gone
-                ray.kill(actor, no_restart=True)
-        self._actors = []
-        if self._group is not None:
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(self._group)
-            self._group = None
+        self._give_back(ray)
         line.disconnect()
 
     # ---- room
 
+    def _settle(self) -> None:
+        """Find room, with an actor for each worker; GPUs that turn out to be too small are given back for others."""
+        while True:
+            self._reserve()
+            self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
+            if not self._request.memory_bytes or all(bundle.kind == "cpu" for bundle in self._bundles):
+                return
+            self._find(range(len(self._bundles)), time.monotonic() + START_S)
+            small = {node.node: node.gpu_bytes for number, node in self._nodes.items() if self._too_small(number)}
+            if not small:
+                return
+            self._small |= small  # one node more each time, so that this ends
+            self._give_back(self._ray)
+
+    def _too_small(self, number: int) -> bool:
+        gpu = self._bundles[number].kind == "cuda"
+        return gpu and 0 < self._nodes[number].gpu_bytes < self._request.memory_bytes
+
+    def _give_back(self, ray: Any) -> None:
+        """End the actors, and free what was reserved."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.kill(actor, no_restart=True)
+        self._actors, self._nodes = [], {}
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._group)
+            self._group = None
+
     def _reserve(self) -> None:
         """Make the placement group, and wait until the cluster has room for it."""
-        found = line.nodes(self._ray)
+        found = [
+            dataclasses.replace(node, gpu_bytes=self._small.get(node.id, node.gpu_bytes))
+            for node in line.nodes(self._ray)
+        ]
         self._bundles = bundles(self._request, found)
+        where = selectors(self._bundles, self._request, found)
         self._group = self._ray.util.placement_group(
-            [dict(bundle.resources) for bundle in self._bundles], strategy=self._request.strategy
+            [dict(bundle.resources) for bundle in self._bundles],
+            strategy=self._request.strategy,
+            **({} if where is None else {"bundle_label_selector": where}),
         )
         if not self._group.wait(self._request.wait_s):
             free = describe_free(self._ray.available_resources())
@@ -155,9 +185,7 @@ class RaySource:
     def _launch(self, which: Sequence[int], client_key: str, limit_s: float) -> list[tuple[Member, str]]:
         """Start the workers of some actors."""
         end_s = time.monotonic() + limit_s
-        for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
-            self._nodes[number] = msgspec.json.decode(text, type=Found)
-            self._check(number)
+        self._find(which, end_s)
         names = host_names([(node.host, node.address) for node in self._nodes.values()])
         hosts = dict(zip(self._nodes, names, strict=True))
         orders = {number: self._order(number, hosts[number], client_key) for number in which}
@@ -171,6 +199,12 @@ class RaySource:
             self._watch = Watch(self._ray)
         self._watch.add(members)
         return list(zip(members, (one.key for one in launched.values()), strict=True))
+
+    def _find(self, which: Sequence[int], end_s: float) -> None:
+        """Ask actors where they are."""
+        for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
+            self._nodes[number] = msgspec.json.decode(text, type=Found)
+            self._check(number)
 
     def _place(self, number: int, host: str) -> Place:
         device = "cuda:0" if self._bundles[number].kind == "cuda" else "cpu"
@@ -217,8 +251,13 @@ class RaySource:
                 ) from None
 
     def _check(self, number: int) -> None:
-        """Refuse a node with other versions."""
+        """Refuse a node with other versions, or one whose PyTorch cannot use the GPU that Ray gave."""
         node = self._nodes[number]
+        if self._bundles[number].kind == "cuda" and node.versions.torch.endswith("+cpu"):
+            raise PoolError(
+                f"worker {self._first + number} would have a GPU of {node.host} ({node.address}), where Ray runs a "
+                f"PyTorch without CUDA, {node.versions.torch}: install one with it there"
+            )
         if not agree(node.versions, own_versions()):
             raise PoolError(
                 f"worker {self._first + number} would run on {node.host} ({node.address}), which has "

@@ -20,6 +20,12 @@ WAIT_S = 60.0
 _A_LITTLE = 0.001
 """The share of a resource that stands for a property of its node (its GPUs' type, its address), as Ray has it."""
 
+GPU_MEMORY = "onebox-gpu-memory"
+"""A label that nodes may be started with, such as ``80GiB``: the memory of each of their GPUs."""
+
+_NODE = "ray.io/node-id"
+"""Ray's own label of a node."""
+
 _GRAMMAR = (
     "'ray' or 'ray://HOST:PORT', then, each behind a slash: devices ('cuda', 'cuda*4', 'cpu*2', 'cuda*4+cpu*2'), "
     "'spread' or 'pack', 'type=A100' (of the GPUs), 'memory=40g' (of each device), 'threads=4', 'wait=60' (seconds)"
@@ -42,8 +48,8 @@ class RayRequest:
             or, where it has none, a CPU worker on every node.
         strategy: Whether the devices are to be spread over the nodes, or packed onto few.
         gpu_type: Product name of the GPUs as Ray calls it, such as ``A100``.
-        memory_bytes: Memory that each device is to have, which is also the most that its buffers may take; 0 for
-            no limit.
+        memory_bytes: Memory that each device is to have at least, which is also the most that its buffers may take;
+            0 for no limit.
         threads: Threads of each worker.
         wait_s: How long to wait for room.
     """
@@ -66,16 +72,19 @@ class RayNode:
     host: str
     address: str
     resources: Mapping[str, float]
+    gpu_bytes: int = 0
+    """Memory of each of its GPUs; 0 where nothing tells."""
 
     @property
     def cores(self) -> int:
         """Whole cores."""
         return int(self.resources.get("CPU", 0))
 
-    def gpus(self, gpu_type: str | None) -> int:
-        """Return how many GPUs it has, of one type or of any."""
-        right = gpu_type is None or f"accelerator_type:{gpu_type}" in self.resources
-        return int(self.resources.get("GPU", 0)) if right else 0
+    def gpus(self, request: RayRequest) -> int:
+        """Return how many GPUs it has of the type and the memory that are asked for, as far as is known."""
+        right = request.gpu_type is None or f"accelerator_type:{request.gpu_type}" in self.resources
+        small = 0 < self.gpu_bytes < request.memory_bytes
+        return int(self.resources.get("GPU", 0)) if right and not small else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,18 +190,19 @@ def bundles(request: RayRequest, nodes: Sequence[RayNode]) -> list[Bundle]:
     Raises:
         UsageError: All devices of a kind are asked for, and there are none.
     """
-    every = sum(node.gpus(request.gpu_type) for node in nodes)
+    every = sum(node.gpus(request) for node in nodes)
     devices = request.devices
-    if not devices and not every and request.gpu_type is None:
+    if not devices and request.gpu_type is None and not any(node.resources.get("GPU") for node in nodes):
         return _on_every_node(request, nodes)
     found: list[Bundle] = []
     for kind, count in devices or (("cuda", None),):
         wanted = every if count is None else count
-        if not wanted:
+        if not wanted or (kind == "cuda" and not every and any(node.gpu_bytes for node in nodes)):
             named = f"of type {request.gpu_type} " if request.gpu_type else ""
+            named += f"with {request.memory_bytes / 2**30:.3g} GiB " if request.memory_bytes else ""
             raise UsageError(
-                f"pool {request.spec!r} asks for all GPUs {named}of the cluster, which has none: "
-                f"{describe_nodes(nodes)}"
+                f"pool {request.spec!r} asks for {'all' if count is None else count} GPUs {named}of the cluster, which "
+                f"has none: {describe_nodes(nodes)}"
             )
         found += [_bundle(request, kind, _threads(request, kind, wanted, nodes))] * wanted
     return found
@@ -207,6 +217,18 @@ def _bundle(request: RayRequest, kind: Literal["cuda", "cpu"], threads: int) -> 
     elif request.memory_bytes:  # of the host, which Ray counts; that of GPUs it does not
         resources["memory"] = request.memory_bytes
     return Bundle(kind=kind, threads=threads, resources=resources)
+
+
+def selectors(wanted: Sequence[Bundle], request: RayRequest, nodes: Sequence[RayNode]) -> list[dict[str, str]] | None:
+    """Return which nodes each bundle may be on, by Ray's labels: not those whose GPUs are known to be too small.
+
+    Returns:
+        A selector for each bundle; None where all may be anywhere.
+    """
+    small = [node.id for node in nodes if node.resources.get("GPU") and 0 < node.gpu_bytes < request.memory_bytes]
+    if not small or not any(bundle.kind == "cuda" for bundle in wanted):
+        return None
+    return [{_NODE: f"!in({', '.join(small)})"} if bundle.kind == "cuda" else {} for bundle in wanted]
 
 
 def _on_every_node(request: RayRequest, nodes: Sequence[RayNode]) -> list[Bundle]:
@@ -230,7 +252,7 @@ def _threads(request: RayRequest, kind: str, wanted: int, nodes: Sequence[RayNod
     if kind == "cuda":
         return 1
     beside = any(kind == "cuda" for kind, _ in request.devices)
-    return fair_threads([node.cores - (node.gpus(request.gpu_type) if beside else 0) for node in nodes], wanted)
+    return fair_threads([node.cores - (node.gpus(request) if beside else 0) for node in nodes], wanted)
 
 
 def fair_threads(cores: Sequence[int], workers: int) -> int:
@@ -253,8 +275,12 @@ def describe_bundles(wanted: Sequence[Bundle]) -> str:
 
 def describe_nodes(nodes: Sequence[RayNode]) -> str:
     """Say what a cluster has."""
-    each = "; ".join(f"{node.host} ({node.address}): {_resources(node.resources)}" for node in nodes)
+    each = "; ".join(f"{node.host} ({node.address}): {_resources(node.resources)}{_of_gpus(node)}" for node in nodes)
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)}{', ' + each if nodes else ''}"
+
+
+def _of_gpus(node: RayNode) -> str:
+    return f", {node.gpu_bytes / 2**30:.3g} GiB on each GPU" if node.gpu_bytes else ""
 
 
 def describe_free(resources: Mapping[str, float]) -> str:

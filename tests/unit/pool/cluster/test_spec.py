@@ -21,6 +21,7 @@ from onebox.pool.cluster.spec import (
     fair_threads,
     host_names,
     parse_ray,
+    selectors,
 )
 
 PAGE = Path(__file__).parents[4] / "docs" / "cluster.md"
@@ -28,11 +29,13 @@ PAGE = Path(__file__).parents[4] / "docs" / "cluster.md"
 PARTS = {"cuda", "cpu", "pack", "spread", "type", "memory", "threads", "wait"}
 
 
-def node(cores: float, gpus: float = 0, gpu_type: str = "", host: str = "a", address: str = "10.0.0.1") -> RayNode:
+def node(
+    cores: float, gpus: float = 0, gpu_type: str = "", host: str = "a", address: str = "10.0.0.1", gpu_gib: int = 0
+) -> RayNode:
     resources = {"CPU": cores, "memory": float(8 << 30), "object_store_memory": 1e9, f"node:{address}": 1.0}
     if gpus:
         resources |= {"GPU": gpus, f"accelerator_type:{gpu_type}": 1.0}
-    return RayNode(id=host, host=host, address=address, resources=resources)
+    return RayNode(id=host, host=host, address=address, resources=resources, gpu_bytes=gpu_gib << 30)
 
 
 def asked(spec: str, *nodes: RayNode) -> list[Bundle]:
@@ -167,6 +170,29 @@ def test_memory_is_reserved_for_cpu_workers_and_not_for_gpus() -> None:
     gpu, cpu = asked("ray/cuda*1+cpu*1/memory=1g", node(8, 2, "T4"))
     assert "memory" not in gpu.resources
     assert cpu.resources["memory"] == 1 << 30
+
+
+def test_gpus_with_too_little_memory_are_left_out() -> None:
+    """Of those whose memory is known; the others are looked at when Ray has given them."""
+    nodes = [
+        node(8, 2, "T4", host="small", gpu_gib=16),
+        node(8, 4, "A100", host="large", gpu_gib=80),
+        node(8, 1, "L4", host="unknown"),
+    ]
+    request = parse_ray("ray/cuda+cpu*1/memory=40g")
+    wanted = bundles(request, nodes)
+    assert [bundle.kind for bundle in wanted] == ["cuda"] * 5 + ["cpu"]
+    assert selectors(wanted, request, nodes) == [{"ray.io/node-id": "!in(small)"}] * 5 + [{}]
+    modest = parse_ray("ray/cuda*2/memory=16g")
+    assert selectors(bundles(modest, nodes), modest, nodes) is None
+    by_cpu = parse_ray("ray/cpu*2/memory=40g")
+    assert selectors(bundles(by_cpu, nodes), by_cpu, nodes) is None
+
+
+@pytest.mark.parametrize("spec", ["ray/memory=40g", "ray/cuda/memory=40g", "ray/cuda*1/memory=40g"])
+def test_where_all_gpus_are_too_small_that_is_said_with_what_they_have(spec: str) -> None:
+    with pytest.raises(UsageError, match=r"GPUs with 40 GiB of the cluster, which has none: .* 16 GiB on each GPU"):
+        asked(spec, node(8, 2, "T4", gpu_gib=16))
 
 
 def test_cpu_workers_leave_a_core_to_each_gpu() -> None:
