@@ -7,9 +7,7 @@ import pytest
 from onebox.errors import PoolError
 from onebox.pool.cluster import line
 
-LATE = ConnectionAbortedError(
-    "Initialization failure from server:\n … RuntimeError: Proxy failed to Connect to backend!"
-)
+LATE = ConnectionAbortedError("Initialization failure from server:\nRuntimeError: Proxy failed to Connect to backend!")
 """What Ray's client raises where the head did not start its server within 30 s."""
 
 
@@ -48,6 +46,7 @@ def test_one_that_stays_so_is_given_up_with_what_to_do() -> None:
 
 def test_another_error_is_told_at_once() -> None:
     head = Head(ConnectionError("ray client connection timeout"))
-    with pytest.raises(PoolError, match="cannot be reached from ray://head:10001: .* timeout\n.*ray start --head"):
+    with pytest.raises(PoolError, match="no Ray cluster can be reached from ray://head:10001: ConnectionError") as caught:
         line._initialize(head, "ray://head:10001")
+    assert "ray start --head" in str(caught.value)
     assert head.asked == 1
