@@ -70,6 +70,7 @@ class Agent:
         has_clients: Whether there is anybody whom ``name_of`` knows.
         read_log: Returns the last lines of the log, as many as asked for at most.
         account: Whom workers run as; the agent's own user where ``None``.
+        worker_ports: The TCP ports that workers bind, two each; none for any that are free.
 
     Raises:
         UsageError: It cannot listen there, or must not.
@@ -100,6 +101,7 @@ class Agent:
         has_clients: bool = False,
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
         account: Account | None = None,
+        worker_ports: range = range(0),
     ) -> None:
         check_address(bind, port, advertise, has_clients)
         self._report = Reporter(tell)
@@ -114,7 +116,7 @@ class Agent:
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._workers = Workers(host=self._host, bind=bind, advertise=advertise, account=account)
+        self._workers = Workers(host=self._host, bind=bind, advertise=advertise, account=account, ports=worker_ports)
         try:
             self._door = Door(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)

@@ -106,13 +106,17 @@ class Workers:
         bind: The IP address that workers bind to.
         advertise: The address of this host that clients connect to.
         account: Whom workers run as; the agent's own user where ``None``.
+        ports: The TCP ports that workers bind, two each; none for any that are free.
     """
 
-    def __init__(self, *, host: str, bind: str, advertise: str, account: Account | None = None) -> None:
+    def __init__(
+        self, *, host: str, bind: str, advertise: str, account: Account | None = None, ports: range = range(0)
+    ) -> None:
         self._host = host
         self._bind = bind
         self._advertise = advertise
         self._account = account
+        self._ports = ports
         self._crews: dict[int, _Crew] = {}
         self._closed = False
 
@@ -216,6 +220,8 @@ class Workers:
                 self._bind,
                 quota_bytes=share.memory_bytes,
                 speed=crew.speed if share.device == "cpu" else 1.0,
+                first_port=min(self._ports, default=0),
+                last_port=max(self._ports, default=0),
                 owner=os.getpid(),
             )
             place = Place(worker=len(crew.workers), host=self._host, device=share.device)

@@ -16,6 +16,7 @@ from onebox.cli.options import (
     Host,
     Int,
     OfPool,
+    PortRange,
     Seconds,
     Text,
     at_least,
@@ -42,6 +43,7 @@ class ServeConfig(OfPool):
         cores: The most cores that are offered; without it all that this process may use.
         bind: IP address to listen at: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
         port: Port to listen at; 0 for any that is free.
+        worker_ports: TCP ports for workers, two for each, such as 7200-7299; without it any that are free, from 49152.
         advertise: Address of this machine that clients and other workers are to connect to, where that is not the one
             that it listens at: behind a NAT, or with several networks.
         max_devices_per_client: The most workers that one client may have; 0 for no limit.
@@ -63,6 +65,7 @@ class ServeConfig(OfPool):
     cores: Int = None
     bind: str = "0.0.0.0"
     port: int = AGENT_PORT
+    worker_ports: PortRange = None
     advertise: Address = None
     max_devices_per_client: int = 0
     max_memory_per_client: Bytes = None
@@ -83,7 +86,20 @@ class ServeConfig(OfPool):
         check_ip("metrics-address", self.metrics_address)
         if self.max_lease is not None and not 0 < self.max_lease < math.inf:
             raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
-        _ = self.memory_bytes, self.client_memory_bytes
+        _ = self.memory_bytes, self.client_memory_bytes, self.port_range
+
+    @property
+    def port_range(self) -> range:
+        """``worker_ports`` as numbers; none for any."""
+        if self.worker_ports is None:
+            return range(0)
+        first, dash, last = self.worker_ports.partition("-")
+        if not (dash and first.isdecimal() and last.isdecimal() and 1024 <= int(first) < int(last) <= 65535):
+            raise UsageError(
+                f"--worker-ports {self.worker_ports}: allowed are two ports and those between, from 1024 to 65535, "
+                "such as 7200-7299"
+            )
+        return range(int(first), int(last) + 1)
 
     @property
     def client_memory_bytes(self) -> int:

@@ -48,6 +48,7 @@ def serve(config: ServeConfig) -> None:
             has_clients=len(clients) > 0,
             read_log=journal.last,
             account=account,
+            worker_ports=config.port_range,
         )
         stack.callback(agent.close)
         stack.enter_context(_ended_by_signals(agent.stop))

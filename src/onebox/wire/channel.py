@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 from msgspec import Struct
 
-from onebox.errors import WireError
+from onebox.errors import UsageError, WireError
 from onebox.wire.messages import Envelope
 from onebox.wire.sayings import Saying
 
@@ -123,20 +123,34 @@ def endure(socket: zmq.Socket[bytes], *, beats: bool = False) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TTL, BEAT_LOST_MS)
 
 
-def listen(socket: zmq.Socket[bytes], address: str) -> str:
+def listen(socket: zmq.Socket[bytes], address: str, ports: Sequence[int] = ()) -> str:
     """Bind a socket and return the endpoint to connect to.
 
     Args:
         socket: A server's, configured.
         address: An IP address of this host, for TCP; or the path of a folder, for a socket of this machine in it.
+        ports: For TCP, those of which the first that is free is taken; any from 49152 on where there are none.
+
+    Raises:
+        UsageError: None of the ports is free.
     """
-    if not address.startswith("/"):
-        socket.setsockopt(zmq.IPV6, ":" in address)
-        host = f"[{address}]" if ":" in address else address
+    if address.startswith("/"):
+        endpoint = f"ipc://{address}/{secrets.token_hex(8)}"
+        socket.bind(endpoint)
+        return endpoint
+    socket.setsockopt(zmq.IPV6, ":" in address)
+    host = f"[{address}]" if ":" in address else address
+    if not ports:
         return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
-    endpoint = f"ipc://{address}/{secrets.token_hex(8)}"
-    socket.bind(endpoint)
-    return endpoint
+    for port in ports:
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+        else:
+            return f"tcp://{host}:{port}"
+    raise UsageError(f"no port from {min(ports)} to {max(ports)} is free at {address}; each worker needs two")
 
 
 def send(socket: zmq.Socket[bytes], frames: Frames, flags: int = 0, *, copy: bool = True) -> None:

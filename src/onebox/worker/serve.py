@@ -54,6 +54,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         quota_bytes: The most bytes that buffers may take; 0 for no limit.
         faults: For tests.
         speed: Fraction of its full speed that a CPU works at; of ``sim``, what costs are divided by.
+        first_port: The first of the TCP ports that it may bind, with ``last_port``; 0 for any.
+        last_port: The last.
         owner: The process that started it and with which it ends; 0 for whichever its parent is.
     """
 
@@ -66,7 +68,14 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     quota_bytes: int = 0
     faults: tuple[Fault, ...] = ()
     speed: float = 1.0
+    first_port: int = 0
+    last_port: int = 0
     owner: int = 0
+
+    @property
+    def ports(self) -> range:
+        """The TCP ports that it may bind; none for any."""
+        return range(self.first_port, self.last_port + 1) if self.first_port else range(0)
 
     def __repr__(self) -> str:  # never with the secret
         return f"WorkerConfig(device={self.device!r}, threads={self.threads}, address={self.address!r})"
@@ -99,6 +108,7 @@ class Server:
             keys=keys,
             client_key=config.client,
             address=config.address,
+            ports=config.ports,
             lifelines=lifelines,
             progress=self.machine.progress,
             interrupt=self.machine.interrupt,
@@ -107,7 +117,7 @@ class Server:
         configure(self._socket, keys, server_key=None)
         endure(self._socket)
         self._socket.sndtimeo = int(SAY_S * 1000)
-        self.ports = Ports(listen(self._socket, config.address), self._watcher.endpoint)
+        self.ports = Ports(listen(self._socket, config.address, config.ports), self._watcher.endpoint)
         self._link = Link(self._socket, self._transmit, self.ports.commands, own=True)
         self._deferred: deque[tuple[Envelope, Sequence[Any]]] = deque()
         self._answers: dict[int, tuple[Rendezvous | Reduced | Gone, Sequence[Any]]] = {}

@@ -19,6 +19,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.messages import FormGroup
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
+from onebox.worker.interfaces import bind_nccl
 from onebox.worker.memory import PeerLost
 from onebox.worker.peers import Arrived, Finish
 from onebox.worker.tape import Progress
@@ -53,6 +54,7 @@ class TorchGroup:
         timeout = timedelta(seconds=form.timeout_s)
         self._group: Any
         if form.backend == "nccl":
+            bind_nccl(form.address)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = dist.ProcessGroupNCCL(store, form.rank, form.size, options)

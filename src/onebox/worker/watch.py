@@ -72,6 +72,7 @@ class Watcher:
         keys: The worker's keys.
         client_key: The one public key that is let in.
         address: Where to bind; see :func:`~onebox.wire.listen`.
+        ports: Likewise.
         lifelines: Descriptors of which any that becomes readable means that the owner has gone.
         progress: The worker's progress.
         interrupt: Called with the number of a group in which the working thread is to wait for nobody any more.
@@ -87,6 +88,7 @@ class Watcher:
         lifelines: Sequence[int],
         progress: Progress,
         interrupt: Callable[[int], None],
+        ports: Sequence[int] = (),
     ) -> None:
         self._context = context
         self._interrupt = interrupt
@@ -100,7 +102,7 @@ class Watcher:
         self._beats = context.socket(zmq.DEALER)
         configure(self._beats, keys, server_key=None, queue=4)
         self._beats.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
-        self.endpoint = listen(self._beats, address)
+        self.endpoint = listen(self._beats, address, ports)
         self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
 
     def start(self) -> None:

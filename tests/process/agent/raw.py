@@ -120,6 +120,7 @@ class House:
         limits: Limits | None = None,
         bind: str = "127.0.0.1",
         read_log: Callable[[int], Sequence[str]] | None = None,
+        worker_ports: range = range(0),
     ) -> None:
         self.keys = new_keys()
         self.known = {new_keys().public: "nobody"}
@@ -133,6 +134,7 @@ class House:
             offers=offers or (CPUS,),
             limits=limits or Limits(),
             tell=lambda event, **fields: self.events.append((event, fields)),
+            worker_ports=worker_ports,
             read_log=read_log or (lambda lines: [f'{{"line": {number}}}' for number in range(lines)]),
         )
         self.clients: list[Raw] = []

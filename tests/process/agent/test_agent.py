@@ -323,3 +323,13 @@ def test_the_log_can_be_read_by_clients(shared: House) -> None:
     client = shared.client("ana")
     client.say(ReadLog(client.number(), 3))
     assert client.take(LogLines).lines == ('{"line": 0}', '{"line": 1}', '{"line": 2}')
+
+
+def test_workers_bind_the_ports_that_they_are_given_and_no_others() -> None:
+    with house(worker_ports=range(23417, 23419)) as made:  # below those that systems choose by themselves
+        client = made.client("ana")
+        (worker,) = client.lease(HALF, grace_s=60.0).workers
+        ports = {int(endpoint.rpartition(":")[2]) for endpoint in (worker.commands, worker.beats)}
+        assert ports == {23417, 23418} and greeted(worker.beats, worker.key, client.keys, 30)
+        client.ask(HALF)
+        assert "no port from 23417 to 23418 is free" in client.take(Refused).reason

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.auth.thread import ThreadAuthenticator
 
-from onebox.errors import WireError
+from onebox.errors import UsageError, WireError
 from onebox.wire import KeyPair, channel, configure, listen, new_keys, receive, send
 
 
@@ -163,3 +163,19 @@ def test_what_is_longer_than_a_part_closes_the_connection(pair: Pair) -> None:
     pair.server.rcvtimeo = 300
     with pytest.raises(zmq.Again):
         receive(pair.server)
+
+
+def test_of_some_ports_the_first_that_is_free_is_taken() -> None:
+    with zmq.Context() as context:
+        sockets = [context.socket(zmq.DEALER) for _ in range(4)]
+        try:
+            first = int(listen(sockets[0], "127.0.0.1").rpartition(":")[2])
+            ports = range(first, min(first + 40, 65535))
+            found = [listen(socket, "127.0.0.1", ports) for socket in sockets[1:3]]
+            taken = [int(endpoint.rpartition(":")[2]) for endpoint in found]
+            assert len({first, *taken}) == 3 and all(port in ports for port in taken)
+            with pytest.raises(UsageError, match=f"no port from {first} to {first} is free at 127.0.0.1"):
+                listen(sockets[3], "127.0.0.1", range(first, first + 1))
+        finally:
+            for socket in sockets:
+                socket.close(0)

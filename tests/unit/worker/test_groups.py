@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +29,14 @@ from tests.unit.programs import CPU
 from tests.unit.ranks import Hub
 
 
-def run(size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bool) -> list[Any]:
+def run(
+    size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bool, address: str = "127.0.0.1"
+) -> list[Any]:
     """Form a group of threads and run a function in each."""
     hub = Hub()
 
     def one(number: int) -> Any:
-        form = FormGroup(3, number, size, "gloo", "127.0.0.1", 20.0, same_host)
+        form = FormGroup(3, number, size, "gloo", address, 20.0, same_host)
         progress = Progress()
         progress.waiting = False
         group = form_group(form, hub.channel(number), CPU, progress, Wires())
@@ -46,6 +52,39 @@ def run(size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bo
 
 
 both = pytest.mark.parametrize("same_host", [False, True], ids=["sockets", "shared memory"])
+
+
+def listening() -> list[tuple[str, str]]:
+    """Return the sockets of this process that listen at TCP: their inodes, and addresses as the kernel writes them."""
+    mine = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            mine.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[9] in mine and parts[3] == "0A":
+                found.append((parts[9], parts[1].split(":")[0]))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="this system does not list its sockets")
+def test_sockets_of_a_group_are_bound_to_the_address_of_its_pool() -> None:
+    """Not to that of all networks of a host, where everybody could reach them."""
+    before = set(listening())
+    together = threading.Barrier(2, timeout=20)
+
+    def rank(number: int, group: Group, progress: Progress) -> list[tuple[str, str]]:
+        group.reduce([torch.ones(3)])()
+        together.wait()
+        found = listening()
+        together.wait()
+        return found
+
+    found = {each for sockets in run(2, rank, same_host=False, address="127.0.0.2") for each in sockets} - before
+    local = bytes([2, 0, 0, 127] if sys.byteorder == "little" else [127, 0, 0, 2]).hex().upper()
+    assert len(found) >= 2 and {address for _, address in found} == {local}
 
 
 @both
