@@ -117,5 +117,5 @@ def _loose(held: dict[str, str]) -> list[str]:
     off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
     loose = [f"workers, {part}: {why}" for part, why in off.items()]
     if os.geteuid() == 0:
-        loose.append("workers: this user is root, whose files and processes they could reach; serve as another user")
+        loose.append("workers: this user is root; let an agent run them as another one: onebox serve --user NAME")
     return loose

@@ -46,7 +46,8 @@ def test_one_that_stays_so_is_given_up_with_what_to_do() -> None:
 
 def test_another_error_is_told_at_once() -> None:
     head = Head(ConnectionError("ray client connection timeout"))
-    with pytest.raises(PoolError, match="no Ray cluster can be reached from ray:.*: ConnectionError") as caught:
+    with pytest.raises(PoolError, match="no Ray cluster can be reached") as caught:
         line._initialize(head, "ray://head:10001")
     assert "ray start --head" in str(caught.value)
+    assert "ray client connection timeout" in str(caught.value)
     assert head.asked == 1
