@@ -8,11 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from onebox.cli import main
 from onebox.engine.checkpoint import read, saves
-from tests.process.cli.commands import WITHIN_S, metrics, read_until, running, workers_of
+from onebox.plan import Plan
+from onebox.pool import Fault, Pool, open_pool
+from onebox.pool.local import LocalSource
+from tests.process.cli.commands import POOL, WITHIN_S, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
 
 MOUNT = ["unshare", "--user", "--map-root-user", "--mount"]
@@ -83,3 +88,23 @@ def test_a_full_disk_ends_no_run_and_spares_the_checkpoint_before(undisturbed: R
     assert "going on from run/checkpoint/step-00000023" in second
     last = "checkpoint/step-00000069"
     assert weights(tmp_path / "roomy" / last) == weights(undisturbed.folder / last)
+
+
+def test_a_run_that_is_left_with_fewer_devices_tells_of_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def opened(*arguments: Any, **options: Any) -> Pool:
+        return open_pool(*arguments, **options, faults={1: (Fault("kill", "optimizerstep", 30),)})
+
+    monkeypatch.setattr("onebox.cli.train.open_pool", opened)
+    monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
+    run, plan = tmp_path / "run", tmp_path / "plan.json"
+    plan.write_text(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=32).to_json())
+    line = ["--model", "mlp", "--epochs", "2", "--plan", str(plan), "--recover", "on", "--run", str(run), *POOL]
+    assert main(["train", *line]) == 0
+    assert re.search(r"recovered once: .* s; without device 1 since\n", capsys.readouterr().out)
+    summary = json.loads((run / "summary.json").read_text())
+    (story,) = summary["recoveries"]
+    assert story["gone"] == [1]
+    assert story["plan"] == summary["plan"]["text"] == "1 stage on device 0, micro-batches of 32"
+    assert [device["peak_bytes"] is None for device in summary["devices"]] == [False, True]

@@ -57,7 +57,8 @@ def test_all_flags_of_train() -> None:
     line = (
         "train --data digits --model mlp --epochs 3 --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 "
         "--momentum 0.8 --micro-batch 8 --clip-grad-norm 1.0 --precision bf16 --seed 7 --pool cpu*2 --threads 1 "
-        "--memory 2GiB --sync client --shares 3,1 --run there --save-every 5 --every 10"
+        "--memory 2GiB --sync client --shares 3,1 --run there --save-every 5 --every 10 --recover on "
+        "--snapshot-every 20"
     )
     assert parse(line.split()) == TrainConfig(
         data="digits",
@@ -80,6 +81,8 @@ def test_all_flags_of_train() -> None:
         run=Path("there"),
         save_every=5,
         every=10,
+        recover="on",
+        snapshot_every=20,
     )
 
 

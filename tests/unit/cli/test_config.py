@@ -28,6 +28,8 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"threads": 0}, "--threads 0"),
         ({"save_every": 0}, "--save-every 0"),
         ({"every": 0}, "--every 0"),
+        ({"snapshot_every": 0}, "--snapshot-every 0"),
+        ({"snapshot_every": 3, "recover": "off"}, "--snapshot-every 3 is for runs that recover"),
         ({"lr": 0.0}, "--lr 0.0"),
         ({"lr": float("nan")}, "--lr nan"),
         ({"clip_grad_norm": float("inf")}, "--clip-grad-norm inf"),

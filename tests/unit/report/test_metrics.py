@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,35 @@ def test_rewinding_a_damaged_file_says_so(tmp_path: Path, line: str) -> None:
     with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
         rewind_metrics(path, step=3)
     assert path.read_text() == line + "\n"
+
+
+def test_what_finds_no_room_is_written_when_there_is_some(tmp_path: Path) -> None:
+    path, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsLog(path) as log:
+        log.write({"step": 1})
+        size = path.stat().st_size
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))  # the next line has room in part
+            for step in (2, 3):
+                with pytest.raises(OSError, match="too large"):
+                    log.write({"step": step})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.stat().st_size == size + 5
+        log.write({"step": 4})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_log_that_is_closed_without_room_loses_what_waits_and_no_more(tmp_path: Path) -> None:
+    path, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = MetricsLog(path)
+    log.write({"step": 1})
+    size = path.stat().st_size
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        with pytest.raises(OSError, match="too large"):
+            log.write({"step": 2})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == size

@@ -1,0 +1,46 @@
+"""What a trainer makes of its settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from onebox.engine.setup import recovers
+from onebox.errors import UsageError
+from onebox.pool import Pool
+
+
+def pool(*hosts: str, kind: str = "cpu") -> Pool:
+    return cast(Pool, SimpleNamespace(devices=[SimpleNamespace(host=host, kind=kind) for host in hosts]))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "recover", "every", "expected"),
+    [
+        (("localhost", "localhost"), None, None, False),
+        (("localhost", "localhost"), None, 5, True),
+        (("localhost", "localhost"), True, None, True),
+        (("localhost", "lab1"), None, None, True),
+        (("lab1",), None, None, True),
+        (("lab1", "lab2"), False, None, False),
+    ],
+)
+def test_runs_recover_where_other_machines_have_a_part_or_where_they_are_asked_to(
+    hosts: tuple[str, ...], recover: bool | None, every: int | None, expected: bool
+) -> None:
+    assert recovers(pool(*hosts), recover, every) is expected
+
+
+def test_devices_that_compute_nothing_have_nothing_to_recover() -> None:
+    assert not recovers(pool("lab1", kind="sim"), None, None)
+    for options in ((True, None), (None, 5)):
+        with pytest.raises(UsageError, match="sim devices"):
+            recovers(pool("localhost", kind="sim"), *options)
+
+
+@pytest.mark.parametrize("options", [(False, 3), (True, 0), (None, 0)])
+def test_snapshots_that_cannot_be_are_refused(options: Any) -> None:
+    with pytest.raises(UsageError, match="snapshot_every"):
+        recovers(pool("lab1"), *options)
