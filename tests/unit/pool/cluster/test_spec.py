@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,30 @@ def test_a_fair_share_fits_and_a_larger_one_does_not(cores: list[int], workers: 
     share = fair_threads(cores, workers)
     assert share == 1 or sum(free // share for free in cores) >= workers
     assert sum(free // (share + 1) for free in cores) < workers
+
+
+# ---- the page
+
+
+def test_the_manifest_and_the_scripts_of_the_page_can_be_read() -> None:
+    yaml = pytest.importorskip("yaml", reason="comes with Ray")
+    text = PAGE.read_text()
+    [manifest] = (yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    assert manifest["kind"] == "RayCluster"
+    groups = [manifest["spec"]["headGroupSpec"], *manifest["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())  # as KubeRay wants them
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} <= volumes
+    scripts = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=30, check=False)
+        assert (checked.returncode, checked.stderr) == (0, "")
+        first = next(number for number, line in enumerate(script.splitlines()) if not line.startswith("#"))
+        assert "#SBATCH" not in "\n".join(script.splitlines()[first:])  # sbatch reads no further
 
 
 # ---- for a person
