@@ -21,6 +21,10 @@ from onebox.pool import Pool
 from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
 
+_SHORT_STEP_S = 0.01
+_MOST_STEPS = 8
+"""Of the steps that are under way at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -192,6 +196,22 @@ def check_settings(seed: int, precision: str, clip_grad_norm: float | None, chec
         raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
     if check_every < 0 or in_flight < 1:
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
+
+
+def steps_in_flight(round_trip_s: float) -> int:
+    """Return how many steps are to be under way at once.
+
+    With one more than fit into a round trip the next one always lies at the workers when a step ends; on a LAN that is
+    two. Steps are taken to last 10 ms or more: each costs the memory of its batch.
+
+    Args:
+        round_trip_s: To the furthest worker.
+
+    Example:
+        >>> [steps_in_flight(seconds) for seconds in (0.0, 0.001, 0.03, 1.0)]
+        [2, 2, 5, 8]
+    """
+    return min(2 + int(round_trip_s / _SHORT_STEP_S), _MOST_STEPS)
 
 
 def recovers(pool: Pool, recover: bool | None, snapshot_every: int | None) -> bool:

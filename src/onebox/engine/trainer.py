@@ -21,7 +21,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
 from onebox.engine.results import Evaluation, Event, StepLoss
 from onebox.engine.run import TrainingRun
-from onebox.engine.setup import Request, check_settings, recovers
+from onebox.engine.setup import Request, check_settings, recovers, steps_in_flight
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -57,7 +57,8 @@ class Trainer:
         clip_grad_norm: The most that the 2-norm of all gradients may be; ``None`` for no clipping.
         metrics: For :meth:`evaluate`: each maps (outputs, targets) to a scalar, a mean over samples.
         check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
-        in_flight: Steps that may be under way at once.
+        in_flight: Steps that may be under way at once; ``None`` for as many as keep the workers busy however far they
+            are: two on one machine or a LAN, up to eight where a round trip takes long.
         trace: Whether workers time their instructions, for :meth:`events`.
         recover: Whether to go on when a worker dies, hangs or cannot be reached any more; ``None`` for yes where agents
             or a Ray cluster run some of the workers, and no where all are processes of this machine. The worker is
@@ -99,11 +100,12 @@ class Trainer:
         clip_grad_norm: float | None = None,
         metrics: Metrics | None = None,
         check_every: int = 100,
-        in_flight: int = 2,
+        in_flight: int | None = None,
         trace: bool = True,
         recover: bool | None = None,
         snapshot_every: int | None = None,
     ) -> None:
+        in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
         recover = recovers(pool, recover, snapshot_every)
         self.model = model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
@@ -15,6 +16,7 @@ from onebox.pool.agents.socket import own_address
 from onebox.pool.agents.source import AgentSource, acquire_all, paired_agent
 from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
+from onebox.pool.failures import raise_first
 from onebox.pool.links import LinkMap
 from onebox.pool.local import LocalSource
 from onebox.pool.member import Member, Source, end_all
@@ -24,7 +26,11 @@ from onebox.pool.spec import AgentPart, RayPart, asked_parts
 from onebox.pool.switchboard import Switchboard
 from onebox.wire import new_keys
 from onebox.wire.agents import GRACE_S
+from onebox.wire.messages import Ask
 from onebox.worker import Fault
+
+_QUESTIONS = 3
+"""How often all workers are asked something to know how far they are."""
 
 
 def open_pool(
@@ -121,6 +127,16 @@ def make_sources(
     return found
 
 
+def _round_trip_s(pool: Pool) -> float:
+    """Return how long it takes until all workers have answered, at best."""
+    took_s: list[float] = []
+    for _ in range(_QUESTIONS):
+        begin_s = time.monotonic()
+        raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in pool.present])
+        took_s.append(time.monotonic() - begin_s)
+    return min(took_s)
+
+
 def _address_towards(agents: Sequence[AgentPart]) -> str:
     """Return the address by which workers of other hosts reach those of this one: that by which it reaches agents."""
     addresses = [own_address(agent.address) for agent in agents]
@@ -159,5 +175,7 @@ def connect_pool(
         for source in sources:
             source.connected()
         pool = Pool(members, sources, switchboard, devices, links, channel_latency_s)
+        if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
+            pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()
         return pool

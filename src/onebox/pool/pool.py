@@ -52,6 +52,8 @@ class Pool:
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
+        self.round_trip_s = 0.0
+        """How long a question to the furthest worker took when the pool was opened; 0 where all are of this machine."""
         self.gone: frozenset[int] = frozenset()
         """Devices whose workers were lost and could not be replaced; see :meth:`heal`."""
         self.closing: list[Callable[[], object]] = []

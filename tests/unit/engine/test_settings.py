@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from onebox.engine.setup import recovers
+from onebox.engine.setup import recovers, steps_in_flight
 from onebox.errors import UsageError
 from onebox.pool import Pool
 
@@ -44,3 +44,10 @@ def test_devices_that_compute_nothing_have_nothing_to_recover() -> None:
 def test_snapshots_that_cannot_be_are_refused(options: Any) -> None:
     with pytest.raises(UsageError, match="snapshot_every"):
         recovers(pool("lab1"), *options)
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "steps"), [(0.0, 2), (0.0005, 2), (0.009, 2), (0.031, 5), (0.06, 8), (9.0, 8)]
+)
+def test_more_steps_are_under_way_where_workers_are_far(round_trip_s: float, steps: int) -> None:
+    assert steps_in_flight(round_trip_s) == steps

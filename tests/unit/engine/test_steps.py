@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
+from onebox.engine.setup import steps_in_flight
 from onebox.errors import CaptureError, UsageError
 from onebox.plan import Plan
 from tests.reference import Outcome, assert_same, train
 from tests.unit.engine.conftest import Pools
+from tests.unit.house import OpenPool
 
 BATCHES = [8, 5, 8, 2]
 
@@ -360,6 +362,18 @@ def test_at_most_so_many_steps_are_under_way(pools: Pools) -> None:
         assert all(loss.done for loss in losses[:-2])
         trainer.wait()
         assert all(loss.done for loss in losses)
+
+
+def test_steps_are_under_way_while_those_before_travel(open_pool: OpenPool) -> None:
+    """Several steps fit into a round trip: the loop, which reads nothing, is not held up for each."""
+    pool = open_pool(1, channel_latency_s=0.3)
+    model = build(Counting)
+    with onebox.Trainer(model, functional.mse_loss, sgd(model), pool=pool) as trainer:
+        first, *others = (trainer.step(*batch) for batch in batches([8] * steps_in_flight(pool.round_trip_s)))
+        assert len(others) == 7
+        assert not first.done, "all have been posted before the first could be answered"
+        trainer.wait()
+        assert all(loss.done for loss in others)
 
 
 @pytest.mark.parametrize(
