@@ -21,7 +21,7 @@ from mutations import SAYINGS, Mutator, envelopes, pairings, requests
 from onebox.agent import Agent, Limits, Offered
 from onebox.errors import WireError
 from onebox.wire import KeyPair, decode_envelope, decode_saying, encode
-from onebox.wire.agents import decode_agent_saying, decode_pair, decode_paired, decode_request
+from onebox.wire.agents import GRACE_S, decode_agent_saying, decode_pair, decode_paired, decode_request
 from onebox.wire.reliable import Reliable
 
 SLOW_S = 1.0
@@ -149,7 +149,7 @@ def serve() -> None:
         port=0,
         advertise="127.0.0.1",
         offers=[Offered(device="cpu", name="a CPU", memory_bytes=1 << 28, threads=1)],
-        limits=Limits(devices=1, requests=2, grace_s=5.0),
+        limits=Limits(devices=1, requests=2, grace_s=GRACE_S),
         tell=lambda event, **fields: None,
         read_log=lambda lines: ["{}"] * lines,
     )

@@ -1,4 +1,4 @@
-"""A network of three machines and a client, made once for all tests of this folder."""
+"""A network of three machines with an agent on each, and a client, made once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import onebox
+from tests.net.fleet import GRACE_S, MACHINES, Fleet
 from tests.net.hosts import Network, unavailable
-from tests.net.workers import pool_of
-
-MACHINES = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +23,33 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture(scope="session")
-def pool(network: Network) -> Iterator[onebox.Pool]:
-    """A worker on each machine, and the client on its own host; for tests that leave it whole."""
-    with network["client"].inside():  # what its threads connect to is decided here
-        opened = pool_of([network[name] for name in MACHINES])
-    with opened:
-        yield opened
+def fleet(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """An agent on each machine, each with one core to lease; every test leaves them running and nothing leased."""
+    with Fleet(network, tmp_path_factory.mktemp("fleet")) as made:
+        for name in MACHINES:
+            made.pair(name)
+        made.start(MACHINES)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def opened(fleet: Fleet) -> Iterator[list[onebox.Pool]]:
+    """The pool of a module, if it has one; to be used as ``pool``."""
+    pools: list[onebox.Pool] = []
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def pool(fleet: Fleet, opened: list[onebox.Pool]) -> onebox.Pool:
+    """A pool of all that the three agents have; another one where the test before has left it without somebody."""
+    if opened and opened[0].gone:
+        opened.pop().close()
+    if not opened:
+        with fleet.client():  # what its threads connect to is decided here
+            opened.append(onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S))
+    return opened[0]
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ from onebox.pool.process import WorkerProcess
 from onebox.pool.spec import AgentPart, RayPart, asked_parts
 from onebox.pool.switchboard import Switchboard
 from onebox.wire import new_keys
-from onebox.wire.agents import GRACE_S
 from onebox.wire.messages import Ask
 from onebox.worker import Fault
 
@@ -41,7 +40,7 @@ def open_pool(
     links: LinkMap | None = None,
     channel_latency_s: float = 0.0,
     faults: dict[int, Sequence[Fault]] | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
     wait: bool = True,
 ) -> Pool:
     """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
@@ -63,8 +62,9 @@ def open_pool(
         channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
             signs of life are not held up. Emulated likewise.
         faults: For tests: what goes wrong on which worker of this machine.
-        grace_s: How long the way to another host may be cut, or this process be gone, before the leases there end and
-            its workers are given up; that a host has failed as a whole is noticed only then.
+        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the way
+            to one may be cut before its workers are given up; that a host has failed as a whole is noticed only then.
+            Without it leases outlast this process by 30 s, and a cut may last 3 s.
         wait: Whether to queue for devices that others have leased; the place in the queue is logged.
 
     Returns:
@@ -97,7 +97,7 @@ def make_sources(
     threads: int | None = None,
     memory_bytes: int | None = None,
     faults: Mapping[int, Sequence[Fault]] | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
 ) -> list[Source]:
     """Return where the devices of a pool come from, in the order of its numbering; nothing is started yet.
 

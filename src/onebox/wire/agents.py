@@ -25,8 +25,10 @@ AGENT_PORT = 7171
 PAIRING_PORT = 7172
 """Where ``onebox pair --accept`` listens unless it is told otherwise."""
 
-GRACE_S = 3.0
-"""How long a client may be silent before its leases end, unless it asks for longer."""
+GRACE_S = 30.0
+"""How long a client may be silent before its leases end, unless it asks for something else: a laptop that sleeps for a
+moment and a script that is stopped and continued keep what they have, and nobody waits long for what a dead one had.
+(etcd's sessions last 60 s and Kubernetes' nodes 40 to 50 s by default, ZooKeeper's and Consul's mostly 10 to 40 s.)"""
 
 TOKEN_BYTES = 16
 """Bytes of the token of a client's session, which it draws by lot and keeps while its connection is made again."""

@@ -86,7 +86,7 @@ def test_an_offer_of_nothing_is_refused(bad: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"devices": -1}, {"lease_s": float("inf")}, {"grace_s": 1.0}, {"memory_bytes": -5}, {"grace_s": float("nan")}],
+    [{"devices": -1}, {"lease_s": float("inf")}, {"grace_s": 29.0}, {"memory_bytes": -5}, {"grace_s": float("nan")}],
 )
 def test_limits_that_are_none_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=f"a limit of {next(iter(bad))}"):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onebox.wire.agents import GRACE_S, RENEW_S
+from onebox.wire.agents import RENEW_S
+
+CUT_S = 3.0
+"""How long the way to an agent may be cut unless a longer time was asked for: it is noticed within five seconds that an
+agent, or its host, has failed. The agent itself waits longer for a client, see ``GRACE_S``."""
 
 _ASLEEP_S = 2 * RENEW_S
 """A thread that is woken several times a second and was not for so long did not run: it was stopped, or swapped out."""
@@ -13,8 +17,8 @@ _ASLEEP_S = 2 * RENEW_S
 class Contact:
     """What a client knows of its contact with one agent.
 
-    The agent answers every sign of life, so one that says nothing for as long as the shortest grace time of its leases
-    is gone, or cannot be reached: it lets the leases end by the same measure.
+    The agent answers every sign of life, so one that says nothing for as long as the way to it may be cut is gone, or
+    cannot be reached.
 
     Args:
         now_s: The time.
@@ -22,19 +26,19 @@ class Contact:
 
     def __init__(self, now_s: float) -> None:
         self._woke_s = self._heard_s = self._renewed_s = now_s
-        self._graces: dict[int, float] = {}
+        self._cuts: dict[int, float] = {}
         self.gone = False
         """Whether it is taken for gone, and has not been heard since."""
 
     @property
     def bound_s(self) -> float:
         """For how long the agent may be silent."""
-        return max(GRACE_S, min(self._graces.values(), default=GRACE_S))
+        return max(CUT_S, min(self._cuts.values(), default=CUT_S))
 
     @property
     def leases(self) -> tuple[int, ...]:
         """What is held."""
-        return tuple(self._graces)
+        return tuple(self._cuts)
 
     def wake(self, now_s: float) -> None:
         """Note that this side runs; while it did not, it could not hear anything either."""
@@ -48,18 +52,18 @@ class Contact:
         self._heard_s = now_s
         self.gone = False
 
-    def hold(self, lease: int, grace_s: float) -> None:
+    def hold(self, lease: int, cut_s: float) -> None:
         """Note a lease.
 
         Args:
             lease: Its number.
-            grace_s: For how long its client may be silent.
+            cut_s: For how long the way to its workers may be cut.
         """
-        self._graces[lease] = grace_s
+        self._cuts[lease] = cut_s
 
     def let_go(self, lease: int) -> None:
         """Forget a lease."""
-        self._graces.pop(lease, None)
+        self._cuts.pop(lease, None)
 
     def unknown(self, renewed: Sequence[int]) -> list[int]:
         """Return the leases that the agent does not know any more.
@@ -67,7 +71,7 @@ class Contact:
         Args:
             renewed: Those that it does.
         """
-        return [lease for lease in self._graces if lease not in renewed]
+        return [lease for lease in self._cuts if lease not in renewed]
 
     def renew(self, now_s: float) -> bool:
         """Tell whether to give a sign of life now, and note that it is given."""

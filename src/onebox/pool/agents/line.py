@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
-from onebox.pool.agents.contact import Contact
+from onebox.pool.agents.contact import CUT_S, Contact
 from onebox.pool.agents.socket import AgentSocket
 from onebox.pool.agents.tenant import RemoteMember
 from onebox.pool.failures import SLICE_S
@@ -75,9 +75,11 @@ class _Asked:
 
     Args:
         request: It.
+        cut_s: Of a lease, how long the way to its workers may be cut.
     """
 
     request: Request
+    cut_s: float = CUT_S
     answers: Sayings = field(default_factory=queue.SimpleQueue)
     members: list[RemoteMember] = field(default_factory=list)
 
@@ -130,6 +132,7 @@ class AgentLine:
         client_key: str,
         *,
         grace_s: float = GRACE_S,
+        cut_s: float = CUT_S,
         wait: bool = True,
         on_queued: Callable[[Queued], None] | None = None,
         speed: float = 1.0,
@@ -140,6 +143,7 @@ class AgentLine:
             wants: The devices.
             client_key: The public CURVE key that the workers are to let in.
             grace_s: How long this process may be silent before the lease ends.
+            cut_s: How long the way to the agent may be cut before the workers are given up.
             wait: Whether to queue where others have them; else that is refused.
             on_queued: Called when this request gets a place in the queue, or another one.
             speed: For tests: fraction of their full speed that CPU workers work at.
@@ -148,7 +152,7 @@ class AgentLine:
             UsageError: Nothing like it is offered, or it is over this client's limits.
             PoolError: Others have them and it was not to wait; or a worker did not start, or the agent is gone.
         """
-        asked = self._ask(lambda number: Lease(number, tuple(wants), client_key, grace_s, wait, speed))
+        asked = self._ask(lambda number: Lease(number, tuple(wants), client_key, grace_s, wait, speed), cut_s)
         try:
             while isinstance(found := self._next(asked, None if wait else START_S), Queued):
                 if on_queued is not None:
@@ -221,12 +225,12 @@ class AgentLine:
     def _introduction(self, number: int) -> Introduce:
         return Introduce(number, own_versions(), self._client)
 
-    def _ask(self, make: Callable[[int], Request]) -> _Asked:
+    def _ask(self, make: Callable[[int], Request], cut_s: float = CUT_S) -> _Asked:
         with self._lock:
             if self._stopping:
                 raise PoolError(f"the connection to the agent at {self.address} is closed")
             self._numbers += 1
-            asked = _Asked(make(self._numbers))
+            asked = _Asked(make(self._numbers), cut_s)
             self._asked[self._numbers] = asked
             self._post(asked.request)
         return asked
@@ -380,7 +384,7 @@ class AgentLine:
             RemoteMember(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
         ]
         self._members[leased.lease] = asked.members
-        self._contact.hold(leased.lease, request.grace_s)
+        self._contact.hold(leased.lease, asked.cut_s)
 
     def _end(self, lease: int, why: str) -> None:
         self._contact.let_go(lease)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from onebox.errors import PoolError, UsageError
+from onebox.pool.agents.contact import CUT_S
 from onebox.pool.agents.line import AgentLine, Busy
 from onebox.pool.agents.reach import reach
 from onebox.pool.agents.tenant import RemoteMember
@@ -78,14 +79,16 @@ class AgentSource:
 
     Args:
         part: What is asked for.
-        grace_s: How long this process may be silent before its leases end.
+        grace_s: How long this process may be silent before its leases end, and the way to it be cut before its workers
+            are given up; where ``None``, :data:`GRACE_S` and :data:`CUT_S`.
         connect: Connects to the agent.
     """
 
-    def __init__(self, part: AgentPart, *, grace_s: float = GRACE_S, connect: Connect = connect_agent) -> None:
+    def __init__(self, part: AgentPart, *, grace_s: float | None = None, connect: Connect = connect_agent) -> None:
         self.address = part.address
         self._part = part
-        self._grace_s = grace_s
+        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._cut_s = CUT_S if grace_s is None else grace_s
         self._connect = connect
         self._line: AgentLine | None = None
         self._wants: tuple[Want, ...] = ()
@@ -103,7 +106,7 @@ class AgentSource:
     @property
     def patience_s(self) -> float:
         """For how long its workers may give no sign of life: a little longer than the agent may."""
-        return max(SILENCE_S, self._grace_s + SILENCE_S - GRACE_S)
+        return max(SILENCE_S, self._cut_s + SILENCE_S - CUT_S)
 
     def connect(self) -> None:
         """Connect to the agent, and find out what to lease.
@@ -134,7 +137,7 @@ class AgentSource:
         """
         assert self._line is not None
         self._members = self._line.lease(
-            self._wants, client_key, grace_s=self._grace_s, wait=wait, on_queued=self._queued
+            self._wants, client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=wait, on_queued=self._queued
         )
 
     def give_up(self) -> None:
@@ -165,7 +168,7 @@ class AgentSource:
                 lasts = self._line.end(member)  # one that hangs has its device still
                 if lasts and not any(other.lease == member.lease for other in self._members if other is not member):
                     self._line.release(member.lease)
-                (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, wait=False)
+                (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False)
                 made.number(number)
                 self._members[index] = made
                 return made, made.key

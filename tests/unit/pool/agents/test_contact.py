@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.pool.agents.contact import Contact
-from onebox.wire.agents import GRACE_S, RENEW_S
+from onebox.pool.agents.contact import CUT_S, Contact
+from onebox.wire.agents import RENEW_S
 
 
 def test_signs_of_life_at_regular_times() -> None:
@@ -31,12 +31,12 @@ def awake(contact: Contact, begin_s: float, end_s: float) -> float | None:
 
 def test_an_agent_that_is_silent_is_gone_once() -> None:
     contact = Contact(0.0)
-    assert awake(contact, 0.0, GRACE_S - 0.15) is None
+    assert awake(contact, 0.0, CUT_S - 0.15) is None
     assert not contact.gone
-    silent_s = awake(contact, GRACE_S, GRACE_S + 1)
-    assert silent_s is not None and GRACE_S <= silent_s < GRACE_S + 0.2
+    silent_s = awake(contact, CUT_S, CUT_S + 1)
+    assert silent_s is not None and CUT_S <= silent_s < CUT_S + 0.2
     assert contact.gone
-    assert awake(contact, GRACE_S + 0.2, 60.0) is None, "it is said once"
+    assert awake(contact, CUT_S + 0.2, 60.0) is None, "it is said once"
     contact.heard(60.0)
     assert not contact.gone
     assert awake(contact, 60.0, 70.0) is not None, "until it has been heard again"
@@ -50,7 +50,7 @@ def test_the_bound_is_the_shortest_grace_but_no_less_than_the_usual_one() -> Non
     contact.let_go(2)
     assert contact.bound_s == 60.0
     contact.hold(3, 1.0)
-    assert contact.bound_s == GRACE_S
+    assert contact.bound_s == CUT_S
     assert contact.leases == (1, 3)
 
 
@@ -59,13 +59,13 @@ def test_while_this_side_is_stopped_nobody_is_silent() -> None:
     contact.wake(0.5)
     contact.wake(30.0)
     assert contact.lost(30.0) is None
-    assert awake(contact, 30.0, 30.0 + GRACE_S) is not None
+    assert awake(contact, 30.0, 30.0 + CUT_S) is not None
 
 
 def test_a_lease_that_the_agent_does_not_know() -> None:
     contact = Contact(0.0)
-    contact.hold(1, GRACE_S)
-    contact.hold(2, GRACE_S)
+    contact.hold(1, CUT_S)
+    contact.hold(2, CUT_S)
     assert contact.unknown((2, 5)) == [1]
     contact.let_go(1)
     contact.let_go(1)
@@ -82,4 +82,4 @@ def test_nobody_is_taken_for_gone_that_was_heard_lately(steps: list[tuple[float,
             contact.heard(now_s)
             heard_s = now_s
         if contact.lost(now_s) is not None:
-            assert now_s - heard_s >= GRACE_S
+            assert now_s - heard_s >= CUT_S

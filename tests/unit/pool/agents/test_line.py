@@ -135,8 +135,8 @@ def test_an_agent_that_was_started_anew_knows_of_no_lease(agent: ScriptedAgent, 
 def test_a_silent_agent_is_gone_and_may_come_back(
     agent: ScriptedAgent, line: AgentLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onebox.pool.agents.contact.GRACE_S", 0.8)
-    (member,) = line.lease([CPU], CLIENT, grace_s=0.8)
+    monkeypatch.setattr("onebox.pool.agents.contact.CUT_S", 0.8)
+    (member,) = line.lease([CPU], CLIENT, grace_s=9.0, cut_s=0.8)
     agent.mute = True
     assert f"cannot be reached: the agent at {agent.address} has been silent for" in ends(member)
     assert line.gone
@@ -147,7 +147,7 @@ def test_a_silent_agent_is_gone_and_may_come_back(
 
 def test_a_connection_that_is_cut_comes_back_and_what_was_asked_is_asked_again(agent: ScriptedAgent) -> None:
     line = agent.line()
-    (member,) = line.lease([CPU], CLIENT, grace_s=30.0)
+    (member,) = line.lease([CPU], CLIENT, cut_s=30.0)
     _, port = split(agent.address)
     agent.close()
     found: list[object] = []
@@ -496,9 +496,7 @@ def test_a_host_that_this_client_is_not_paired_with(
     with pytest.raises(UsageError, match=r"not paired with an agent at 'lab-1': .* 'onebox pair lab-1' here"):
         connect_agent("lab-1")
     remember_agent(KnownAgent("lab-2", new_keys().public, "lab-2"))
-    with pytest.raises(
-        UsageError, match=r"'lab-2:7200'; it is paired with lab-2:7171: .* 'onebox serve' there$"
-    ):
+    with pytest.raises(UsageError, match=r"'lab-2:7200'; it is paired with lab-2:7171: .* 'onebox serve' there$"):
         connect_agent("lab-2:7200")
 
 
