@@ -333,3 +333,26 @@ def test_junk_raises_nothing_else() -> None:
             one.take([junk + b"x", b"x"], chance.uniform(0, 100))
         one.outgoing(chance.uniform(0, 100))
         assert one.receiver.kept[0] <= reliable.WINDOW_MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "rate_bps", "count"), [(1 << 20, 1.25e9, 1000), (64 << 20, 1.25e9, 100), (100, 6e5, 3000)]
+)
+def test_a_long_way_is_kept_full(size_bytes: int, rate_bps: float, count: int) -> None:
+    """10 Gbit/s over 30 ms each way, or 6000 short messages a second: no message has to wait for an acknowledgement."""
+    one, other = Reliable(1), Reliable(2)
+    message = [memoryview(bytes(1)), memoryview(bytearray(size_bytes))]
+    to_other: list[tuple[float, list[Any]]] = []
+    to_one: list[tuple[float, list[Any]]] = []
+    now_s = 0.0
+    for _ in range(count):
+        while to_other and to_other[0][0] <= now_s:
+            arrived_s, parcel = to_other.pop(0)
+            other.take(parcel, arrived_s)
+            to_one += [(arrived_s + 0.03, answer) for answer in other.outgoing(arrived_s)]
+        while to_one and to_one[0][0] <= now_s:
+            one.take(to_one.pop(0)[1], now_s)
+        one.post(message)
+        to_other += [(now_s + 0.03, parcel) for parcel in one.outgoing(now_s)]
+        assert not one.full
+        now_s += size_bytes / rate_bps
