@@ -33,8 +33,9 @@ import os, signal, sys, time
 import onebox, torch
 from onebox.plan import Plan
 from onebox.pool.liveness import SILENCE_S
-from onebox.wire.agents import GRACE_S
 from tests.process.faults.training import batch, parts
+
+GRACE_S = 3.0
 
 def train(pool, least_s, kill):
     plan = Plan.data_parallel(range(2), (1.0, 1.0), micro_batch=4)
@@ -50,7 +51,7 @@ def train(pool, least_s, kill):
         return trainer.tensors(), trainer.recoveries
 
 if __name__ == "__main__":
-    with onebox.open(sys.argv[1] + "/cpu*2", threads=1) as pool:
+    with onebox.open(sys.argv[1] + "/cpu*2", threads=1, grace_s=GRACE_S) as pool:
         quiet, nothing = train(pool, 1.2 * max(GRACE_S, SILENCE_S), False)
         begin_s = time.monotonic()
         found, stories = train(pool, 0.0, True)

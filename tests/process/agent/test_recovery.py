@@ -21,15 +21,12 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import Host, start, until
 from tests.process.stages import staged
 
-GRACE_S = 3.0
 STEPS = 10
 BEFORE = 4
 """Steps until something happens."""
 
-LONG_S = 30.0
-
-GONE_S = 6.0
-"""How long a client may be gone."""
+SHORT_S, GONE_S, LONG_S = 3.0, 6.0, 30.0
+"""Grace times: of an agent that stays away, of a client that does, and of an agent that is started again."""
 
 SAMPLES = 8
 MICRO_BATCH = 2
@@ -131,7 +128,7 @@ import os, onebox
 from tests.models import CASES
 from tests.process.agent.test_recovery import SAMPLES, STEPS, BEFORE, replicas, trainer_on
 if __name__ == "__main__":
-    with onebox.open("{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1, grace_s={GRACE_S}) as pool:
+    with onebox.open("{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1, grace_s={GONE_S}) as pool:
         trainer = trainer_on(pool, replicas())
         for batch in CASES["dropping"].batches([SAMPLES] * STEPS)[:BEFORE]:
             trainer.step(*batch)
@@ -161,7 +158,8 @@ if __name__ == "__main__":
 def test_a_killed_agent_that_stays_away_leaves_the_run_to_the_others(
     hosts: tuple[Host, Host], undisturbed: dict[Callable[[], Plan], dict[str, Tensor]]
 ) -> None:
-    with onebox.open(f"{hosts[0].address}/cpu,{hosts[1].address}/cpu", threads=1) as pool:
+    spec = f"{hosts[0].address}/cpu,{hosts[1].address}/cpu"
+    with open_pool(spec, threads=1, grace_s=SHORT_S) as pool:
         found, stories = run(pool, stages(), hosts[1].kill)
         assert pool.gone == {1}
     assert stories[-1].gone == (1,)
