@@ -2,8 +2,8 @@
 
 A model with dropout is trained on two workers, data-parallel and as a pipeline of two stages, and a worker is killed in
 the middle: seconds from the signal to the end of the next step that the loop asks for, and steps that were done again.
-The share of the snapshots is measured beside: two trainers on pools of their own, one with recovery and one without,
-run the same steps in turn, and their times are compared round by round.
+The share of the snapshots is measured beside, for either plan: two trainers on pools of their own, one with recovery
+and one without, run the same steps in turn, and their times are compared round by round.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from common import BATCH, batches, finish, make, show, spread
@@ -39,22 +40,31 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("onebox").setLevel(logging.ERROR)
     losses = measure_losses(options.model, options.rounds)
-    shares, every = measure_snapshots(options.model, options.rounds)
+    costs = {kind: measure_snapshots(options.model, kind, options.rounds) for kind in KINDS}
     rows = [
         [kind, spread([s for s, _ in losses[kind]], 2), spread([float(redone) for _, redone in losses[kind]], 0)]
         for kind in KINDS
     ]
     title = f"A worker of two is killed, batch {2 * BATCH}: median (least to most)"
     show(title, ["plan", "seconds to the next step", "steps done again"], rows)
-    title = f"Snapshots, {every[0]} to {every[-1]} steps apart: median (least to most)"
-    show(title, ["", "share of the time of a step"], [["data parallel", spread(shares, 4)]])
-    result = {
+    rows = [
+        [kind, spread(cost.shares, 4), f"{cost.every[0]} to {cost.every[-1]}", f"{cost.kept_bytes / 1e6:.1f} MB"]
+        for kind, cost in costs.items()
+    ]
+    title = f"Snapshots, {STEPS[options.model]} steps a round: median (least to most)"
+    show(title, ["plan", "share of the time of a step", "steps apart", "kept by a worker"], rows)
+    result: dict[str, float] = {
         "data_parallel_s": round(statistics.median(s for s, _ in losses["data parallel"]), 3),
         "pipeline_s": round(statistics.median(s for s, _ in losses["pipeline"]), 3),
-        "snapshot_share": round(statistics.median(shares), 4),
+        "snapshot_share": round(max(statistics.median(cost.shares) for cost in costs.values()), 4),
         "data_parallel_steps_redone": statistics.median(redone for _, redone in losses["data parallel"]),
         "pipeline_steps_redone": statistics.median(redone for _, redone in losses["pipeline"]),
     }
+    for kind, cost in costs.items():
+        name = kind.replace(" ", "_")
+        result[f"{name}_snapshot_share"] = round(statistics.median(cost.shares), 4)
+        result[f"{name}_kept_bytes"] = cost.kept_bytes
+        result[f"{name}_steps_apart"] = statistics.median(cost.every)
     finish(result, as_json=options.json)
 
 
@@ -107,13 +117,28 @@ def measure_losses(name: str, rounds: int) -> dict[str, list[tuple[float, int]]]
     return found
 
 
-def measure_snapshots(name: str, rounds: int) -> tuple[list[float], list[int]]:
-    """Return which share of a step's time recovery takes, a figure a round, and how far snapshots were apart."""
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What snapshots cost.
+
+    Args:
+        shares: Which share of a step's time recovery took, a figure a round.
+        every: How many steps snapshots were apart, in ascending order.
+        kept_bytes: What a worker kept at the end, at most: two snapshots of its own part, and of another's.
+    """
+
+    shares: list[float]
+    every: list[int]
+    kept_bytes: int
+
+
+def measure_snapshots(name: str, kind: str, rounds: int) -> Cost:
+    """Return what the snapshots of a kind of plan cost."""
     shares, every = [], []
     data = batches(8, 2 * BATCH)
     with ExitStack() as stack:
-        plain = trainer(name, "data parallel", stack, recover=False)
-        kept = trainer(name, "data parallel", stack, recover=True)
+        plain = trainer(name, kind, stack, recover=False)
+        kept = trainer(name, kind, stack, recover=True)
         for one in (plain, kept):
             run(one, data, WARM_STEPS)
         for turn in range(rounds):
@@ -121,7 +146,7 @@ def measure_snapshots(name: str, rounds: int) -> tuple[list[float], list[int]]:
             took = {one: run(one, data, STEPS[name]) for one in order}
             shares.append(took[kept] / took[plain] - 1.0)
             every.append(kept.snapshots_apart)
-    return shares, sorted(every)
+        return Cost(shares=shares, every=sorted(every), kept_bytes=max(one.kept_bytes for one in kept.memory()))
 
 
 if __name__ == "__main__":
