@@ -63,10 +63,10 @@ class Trainer:
         recover: Whether to go on when a worker dies, hangs or cannot be reached any more; ``None`` for yes where agents
             or a Ray cluster run some of the workers, and no where all are processes of this machine. The worker is
             started again; where that cannot be, its replicas do its part, another device takes its place, or a plan is
-            sought for the devices that are left, with the same micro-batches. All get the newest snapshot, and the
-            steps since are done again. Each time a line is logged and :attr:`recoveries` has one more. With the same
-            plan the run ends with the bits of one in which nothing was lost, with another one it agrees with that to
-            rounding.
+            sought for the devices that are left, with the same micro-batches. All get the newest snapshot, which
+            workers keep for each other, and the steps since are done again. Each time a line is logged and
+            :attr:`recoveries` has one more. With the same plan the run ends with the bits of one in which nothing was
+            lost, with another one it agrees with that to rounding.
         snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
             time. Who says it wants recovery.
 
