@@ -290,6 +290,7 @@ def main() -> None:
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = Server(config, lifelines)
     gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step
+    gc.enable()
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads on: what a library prints must not fill the pipe
     status = 1

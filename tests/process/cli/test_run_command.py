@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.process.cli.commands import POOL, assert_gone, command, read_until, running, workers_of
+from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, read_until, running, workers_of
 
 LOOKS = """
 import atexit, concurrent.futures, sys, threading, time, torch
@@ -34,8 +34,11 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return command(["run", *POOL, *arguments], folder)
+ONE = ("--pool", "cpu", "--threads", "1")
+
+
+def run(folder: Path, *arguments: str, pool: Sequence[str] = ONE) -> subprocess.CompletedProcess[str]:
+    return command(["run", *pool, *arguments], folder)
 
 
 # ---- as Python does it
@@ -43,7 +46,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_is_the_main_module(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "there/script.py")
-    done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x")
+    done = run(tmp_path, "there/script.py", "--lr", "0.1", "--help", "-m", "x", pool=POOL)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines() == [
         f"__main__ {path} None {path.parent} ['--lr', '0.1', '--help', '-m', 'x']",
@@ -56,7 +59,7 @@ def test_a_script_is_the_main_module(tmp_path: Path) -> None:
 
 def test_a_module_is_found_from_the_current_folder(tmp_path: Path) -> None:
     path = script(tmp_path, LOOKS, "package/__main__.py")
-    done = run(tmp_path, "-m", "package", "--pool", "cpu")
+    done = run(tmp_path, "-m", "package", "--pool", "cpu", pool=POOL)
     assert (done.returncode, done.stderr) == (7, "")
     assert done.stdout.splitlines()[0] == f"__main__ {path} package.__main__ {tmp_path} ['--pool', 'cpu']"
 
@@ -231,7 +234,7 @@ def test_ctrl_c_ends_script_and_workers(tmp_path: Path) -> None:
         workers = workers_of(process)
         assert len(workers) >= 2
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=WITHIN_S)
         assert process.returncode in (130, -signal.SIGINT)  # Python may end itself by the signal; a shell says 130
         assert said.startswith("Traceback") and said.endswith("KeyboardInterrupt\n") and "in <module>" in said
         assert "onebox/" not in said
@@ -249,12 +252,12 @@ def test_a_script_may_catch_ctrl_c_again_and_again(tmp_path: Path) -> None:
         "    except KeyboardInterrupt:\n"
         "        print('caught', torch.ones(2).cuda().sum().item(), flush=True)\n",
     )
-    with running(["run", *POOL, "script.py"], tmp_path) as process:
+    with running(["run", *ONE, "script.py"], tmp_path) as process:
         for _ in range(2):
             read_until(process, "begun")
             process.send_signal(signal.SIGINT)
             read_until(process, "caught 2.0")
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=WITHIN_S)
         assert (process.returncode, said) == (0, "")
 
 
@@ -263,10 +266,9 @@ def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path
     with running(["run", *POOL, "script.py"], tmp_path) as process:
         read_until(process, "begun")
         workers = [each for each in workers_of(process) if "worker" in " ".join(each.cmdline())]
-        start_s = time.monotonic()
         os.kill(workers[-1].pid, signal.SIGKILL)
-        _, said = process.communicate(timeout=20)
-        assert process.returncode == 1 and time.monotonic() - start_s < 15
+        _, said = process.communicate(timeout=WITHIN_S)
+        assert process.returncode == 1
         assert "in <module>" in said and "WorkerDied" in said and "worker 1" in said
         assert "onebox/" not in said.split("last words")[0].replace("onebox.errors", "")
         assert_gone(workers)
