@@ -20,6 +20,11 @@ WITHOUT = {"encryption": "not encrypted", "acknowledgement": "not acknowledged"}
 STEPS = {"cnn": 2, "mlp": 12}
 """Turns are short: what else the machine does is then much the same in those that are compared."""
 
+FAR_S = 0.03
+FAR_STEPS = {"cnn": 10, "mlp": 50}
+FILLING = 12
+"""Steps before those that are counted: more than are under way at once."""
+
 TRANSFER_BYTES = 32 << 20
 TRANSFERS = 6
 
@@ -46,6 +51,17 @@ def measure_channel(rounds: int) -> dict[str, float]:
         ["channel", "ms/step", "CPU ms/step", "as it is / this - 1, %", "likewise of the CPU, %"],
         rows,
     )
+    far = {name: train_far(name, max(3, rounds // 4)) for name in MODELS}
+    show(
+        f"Training on a worker that is far, nothing read, {round(1000 * FAR_S)} ms each way: median (least to most)",
+        ["model", "near, ms/step", "far, ms/step", "far / near"],
+        [
+            [name, spread(near), spread(away), spread([a / n for a, n in zip(away, near, strict=True)])]
+            for name, (near, away) in far.items()
+        ],
+    )
+    ratios = [statistics.median(a / n for a, n in zip(away, near, strict=True)) for near, away in far.values()]
+    result["far_ratio"] = round(max(ratios), 4)
     rates = transfer_in_turn(max(3, rounds // 4))
     show(
         f"Tensors of {TRANSFER_BYTES >> 20} MiB over TCP: median (least to most)",
@@ -98,6 +114,28 @@ def _train(trainer: onebox.Trainer, data: Sequence[Any], steps: int) -> tuple[fl
 def _processor_s(process: int) -> float:
     """Return the processor time of another process, to the nanosecond: ``clock_getcpuclockid`` of POSIX on Linux."""
     return time.clock_gettime((~process << 3) | 2)
+
+
+def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
+    """Return milliseconds a step on one worker as it is, and with latency on its channel, without the first steps."""
+    model, optimizer = make(name)
+    data = batches(8, BATCH)
+    loss = nn.functional.cross_entropy
+    times: dict[float, list[float]] = {0.0: [], FAR_S: []}
+    with (
+        onebox.open("cpu", threads=1, channel_latency_s=FAR_S) as pool,
+        onebox.Trainer(model, loss, optimizer, pool=pool, trace=False) as trainer,
+    ):
+        board = pool._switchboard
+        for latency_s in [*times] * (rounds + 1):
+            board._outbox.latency_s = board._inbox.latency_s = latency_s
+            for step in range(FILLING + FAR_STEPS[name]):
+                trainer.step(*data[step % len(data)])  # returns when an earlier one has been answered
+                if step == FILLING - 1:
+                    begin = time.perf_counter()
+            times[latency_s].append((time.perf_counter() - begin) / FAR_STEPS[name] * 1e3)
+            trainer.wait()
+    return times[0.0][1:], times[FAR_S][1:]
 
 
 def transfer_in_turn(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
