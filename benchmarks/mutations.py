@@ -1,6 +1,6 @@
 """Messages that are almost right: mutations of valid ones, the same for the same seed.
 
-Samples hold every kind of instruction and request that a worker or an agent carries out by itself. Those that wait
+Samples hold every type of message, as its type says and, where that would do little, written by hand. Those that wait
 for other workers are in :data:`WAITING`: a client that sends them alone waits, as it asked to; they are only decoded.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from specimens import specimens
 
 from onebox.pool.versions import own_versions
 from onebox.wire import (
@@ -35,7 +36,20 @@ from onebox.wire import (
     encode,
     new_keys,
 )
-from onebox.wire.agents import Inspect, Introduce, Lease, Pair, Paired, ReadLog, Release, Renew, Want, encode_agent
+from onebox.wire.agents import (
+    AgentSaying,
+    Inspect,
+    Introduce,
+    Lease,
+    Pair,
+    Paired,
+    ReadLog,
+    Release,
+    Renew,
+    Request,
+    Want,
+    encode_agent,
+)
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.messages import (
     Ask,
@@ -47,6 +61,7 @@ from onebox.wire.messages import (
     Free,
     Gather,
     Get,
+    Instruction,
     LeaveGroup,
     Optimizer,
     OptimizerStep,
@@ -59,7 +74,7 @@ from onebox.wire.messages import (
     Send,
     StoredProgram,
 )
-from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
+from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Saying, Scalars
 from onebox.wire.state import Read, Snapshot, StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
@@ -133,7 +148,25 @@ SAYINGS = [
 
 def envelopes(*, waiting: bool) -> list[bytes]:
     """Return encoded messages to a worker, with those that wait for other workers or without."""
-    return [encode(sample) for sample in (CARRIED_OUT + WAITING if waiting else CARRIED_OUT)]
+    first = (Put((1, 2), (SPEC, SPEC)), Snapshot(1, (1, 2)))
+    but = frozenset() if waiting else frozenset((*(type(each) for each in _waits()), Bye))
+    all_kinds = [Envelope(20, True, (*first, made)) for made in specimens(Instruction, but=but)]
+    return [encode(sample) for sample in CARRIED_OUT + (WAITING if waiting else []) + all_kinds]
+
+
+def _waits() -> list[Any]:
+    """Return the instructions that wait for other workers."""
+    return [each for sample in WAITING for each in sample.instructions if not isinstance(each, Define)]
+
+
+def sayings() -> list[bytes]:
+    """Return encoded messages of a worker."""
+    return [encode(saying) for saying in (*SAYINGS, *specimens(Saying))]
+
+
+def agent_sayings() -> list[bytes]:
+    """Return encoded messages of an agent."""
+    return [encode_agent(saying) for saying in specimens(AgentSaying)]
 
 
 def requests() -> list[bytes]:
@@ -142,6 +175,7 @@ def requests() -> list[bytes]:
     return [
         encode_agent(request)
         for request in (
+            *specimens(Request),
             Introduce(1, own_versions(), "ana@desk"),
             Inspect(2),
             Lease(3, (Want("cpu", 1, 1 << 20), Want("cpu")), key, 3.0, True, 1.0),

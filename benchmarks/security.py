@@ -67,7 +67,7 @@ def main() -> None:
     """Attack and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     finish(attack(options.messages, options.seed), as_json=options.json)

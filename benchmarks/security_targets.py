@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mutations import SAYINGS, Mutator, envelopes, pairings, requests
+from mutations import CARRIED_OUT, WAITING, Mutator, agent_sayings, envelopes, pairings, requests, sayings
 
 from onebox.agent import Agent, Limits, Offered
 from onebox.errors import WireError
@@ -52,14 +52,14 @@ def decode(count: int, seed: int) -> dict[str, Any]:
         (Mutator(seed + 1, agents).next, decode_request),
         (Mutator(seed + 2, workers).next, lambda message: decode_envelope([message])),
         (Mutator(seed + 3, agents).next, decode_request),
-        (Mutator(seed + 4, [encode(saying) for saying in SAYINGS]).next, lambda message: decode_saying([message])),
-        (Mutator(seed + 5, agents + pairings()).next, either),
+        (Mutator(seed + 4, sayings()).next, lambda message: decode_saying([message])),
+        (Mutator(seed + 5, agent_sayings() + pairings()).next, either),
         (Parcels(seed + 6).next, Channel()),
     ]
-    for sample in workers:
-        decode_envelope([sample])
-    for sample in agents:
-        decode_request(sample)
+    for sample in CARRIED_OUT + WAITING:
+        decode_envelope([encode(sample)])
+    for request in agents:
+        decode_request(request)
     found = {"messages": 0, "read": 0, "refused": 0, "crashes": 0, "hangs": 0}
     examples: list[str] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
