@@ -207,7 +207,8 @@ class TrainingRun:
 
     def _out_of_devices(self, error: PlanError) -> PlanError:
         """Return the error that says that the devices that are left are not enough."""
-        gone = ", ".join(f"{number} ({self._pool.devices[number].device})" for number in sorted(self._pool.gone))
+        lost = [self._pool.devices[number] for number in sorted(self._pool.gone)]
+        gone = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in lost)
         saved = f"the last checkpoint, {self.saved}," if self.saved else "a checkpoint (this trainer has saved none)"
         return PlanError(
             f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
