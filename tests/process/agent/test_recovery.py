@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import onebox
 from onebox.engine.history import Recovery
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
+from onebox.pool.agents.source import connect_agent
 from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import Host, start, until
 from tests.process.stages import staged
@@ -137,11 +139,17 @@ if __name__ == "__main__":
             trainer.step(*batch)  # which is lost
         os.kill(os.getpid(), 9)
 """
-    before = [host.held() for host in hosts]
-    died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert [host.held() for host in hosts] == [held + 1 for held in before]  # it may be back in time
-    until(lambda: [host.held() for host in hosts] == before, within_s=GONE_S + 4)
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(contextlib.closing(connect_agent(host.address))) for host in hosts]
+
+        def held() -> list[int]:
+            return [sum(len(offer.holders) for offer in line.inspect().offers) for line in lines]
+
+        before = held()
+        died = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        assert held() == [workers + 1 for workers in before]  # the client may be back in time
+        until(lambda: held() == before, within_s=GONE_S + 4)
 
     case = CASES["dropping"]
     model = case.model()
