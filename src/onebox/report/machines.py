@@ -60,16 +60,17 @@ def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
     """
     table = _table("host", "device", narrow=narrow)
     for state in hosts:
+        host = state.address if narrow else _name(state)
         if state.stock is None:
             problem = "cannot be looked at" if state.problem else "not asked yet"
-            _add(table, _name(state), "", problem, problem if narrow else "", "", "", "", narrow=narrow)
+            _add(table, host, "", problem, problem if narrow else "", "", "", "", narrow=narrow)
             continue
         waiting = _waiting(state.stock.queue)
         for place, offer in enumerate(state.stock.offers):
-            name, queue = (_name(state), waiting) if place == 0 else ("", "")
+            name, queue = (host, waiting) if place == 0 else ("", "")
             _add(table, name, offer.device, *_cells(offer, narrow=narrow), queue, narrow=narrow)
         if not state.stock.offers:
-            _add(table, _name(state), "", "offers nothing", "nothing" if narrow else "", "", "", waiting, narrow=narrow)
+            _add(table, host, "", "offers nothing", "nothing" if narrow else "", "", "", waiting, narrow=narrow)
     return table
 
 
@@ -136,7 +137,7 @@ def _table(*first: str, narrow: bool, waiting: bool = True) -> Table:
 
 def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, Text, str]:
     """Return name, free memory, holders and load of a device."""
-    free = _of(offer.free_bytes, offer.memory_bytes, " / " if narrow else " of ")
+    free = _short_of(offer.free_bytes, offer.memory_bytes) if narrow else _of(offer.free_bytes, offer.memory_bytes)
     return _named(offer), free, _held(offer.holders, narrow=narrow), load_text(offer.load)
 
 
@@ -153,8 +154,15 @@ def _name(state: HostState) -> str:
     return state.address if state.host in ("", _machine(state.address)) else f"{state.address} ({state.host})"
 
 
-def _of(free_bytes: int, size_bytes: int, between: str = " of ") -> str:
-    return f"{memory_text(free_bytes)}{between}{memory_text(size_bytes)}"
+def _of(free_bytes: int, size_bytes: int) -> str:
+    return f"{memory_text(free_bytes)} of {memory_text(size_bytes)}"
+
+
+def _short_of(free_bytes: int, size_bytes: int) -> str:
+    """Say the same in the unit of the whole."""
+    if size_bytes < 2**30:
+        return f"{free_bytes / 2**20:.0f}/{size_bytes / 2**20:.0f} MiB"
+    return f"{free_bytes / 2**30:.1f}/{size_bytes / 2**30:.1f} GiB"
 
 
 def _count(number: int, what: str) -> str:

@@ -79,8 +79,8 @@ def test_a_narrow_terminal_gets_the_same_hosts_devices_and_holders() -> None:
         HostState(address="192.168.100.11:7171", problem="no answer"),
     ]
     lines = [line.split() for line in shown(status_table(hosts, narrow=True), width=80).splitlines()]
-    assert lines[1][:3] == ["192.168.100.10:7171", "cuda:0", "10.0"]
-    assert lines[2] == ["cpu", "0", "MiB", "/", "4.0", "GiB", "ana@desk", "×", "2,", "1", "min", "-"]
+    assert lines[1][:4] == ["192.168.100.10:7171", "cuda:0", "10.0/16.0", "GiB"]
+    assert lines[2] == ["cpu", "0.0/4.0", "GiB", "ana@desk", "×", "2,", "1", "min", "-"]
     assert lines[3] == ["192.168.100.11:7171", "cannot", "be", "looked", "at"]
     drawn = shown(status_table(hosts, narrow=True), width=60)
     assert all(len(line) <= 60 for line in drawn.splitlines())
