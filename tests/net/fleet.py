@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("red", "green", "blue")
 PORT = 7171
 START_S = 60.0
+GRACE_S = 4.0
+"""For how long a client or an agent is waited for here that cannot be heard."""
+
 WITHIN_S = 30.0
 """For what comes in a second or two on a machine that has nothing else to do."""
 
@@ -127,14 +130,14 @@ class Fleet:
             yield
 
     @contextlib.contextmanager
-    def client(self) -> Iterator[None]:
-        """Let this thread be on the client's host, with the client's keys."""
-        with self._config("client"), self.network["client"].inside():
+    def client(self, name: str = "client") -> Iterator[None]:
+        """Let this thread be on the client's host, with a client's keys."""
+        with self._config(name), self.network["client"].inside():
             yield
 
     def line(self, name: str, client: str = "client", port: int = PORT) -> AgentLine:
         """Return a client's line to a host's agent."""
-        with self._config(client), self.network["client"].inside():
+        with self.client(client):
             return connect_agent(f"{self.network[name].address}:{port}")
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 
 TOOL_S = 20.0
 _PREFIX = "onebox-net"
+_LISTEN = "0A"  # of include/net/tcp_states.h
 _NEW_NET = 0x40000000  # CLONE_NEWNET of sched.h; os.setns came with Python 3.12
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -130,14 +132,14 @@ class Host:
         tool("ip", "-n", self.space, "address", "add", f"{address}/24", "dev", device)
         tool("ip", "-n", self.space, "link", "set", device, "up")
 
-    def limit(self, rate_bps: int) -> None:
-        """Let no more than so many bits a second in and out, by token buckets.
+    def limit(self, rate_bps: int, burst: str = "64kb") -> None:
+        """Let no more than so many bits a second in and out, by token buckets; what waits longer is lost.
 
         Raises:
             RuntimeError: The kernel has no such queue.
         """
         for space, device in ((self.space, "eth0"), (self._switch, self._port)):
-            queue = ("root", "tbf", "rate", f"{rate_bps}bit", "burst", "64kb", "latency", "200ms")
+            queue = ("root", "tbf", "rate", f"{rate_bps}bit", "burst", burst, "latency", "200ms")
             tool("tc", "-n", space, "qdisc", "replace", "dev", device, *queue)
 
     def unlimit(self) -> int:
@@ -148,6 +150,20 @@ class Host:
             held += int(queue["overlimits"])
             tool("tc", "-n", space, "qdisc", "delete", "dev", device, "root")
         return held
+
+    def processes(self) -> list[int]:
+        """Return the processes on this host."""
+        return [int(process) for process in tool("ip", "netns", "pids", self.space).split()]
+
+    def listening(self, process: int) -> list[str]:
+        """Return the addresses at which a process of this host waits for TCP connections, one for each socket."""
+        own = {os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()}
+        found = []
+        for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in own:
+                found.append(socket.inet_ntoa(bytes.fromhex(fields[1].partition(":")[0])[::-1]))
+        return found
 
     def traffic_bytes(self) -> int:
         """Return how many bytes came in and went out by its network card."""
@@ -226,6 +242,33 @@ def cut(host: Host, for_s: float) -> Iterator[threading.Thread]:
     finally:
         ended.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def crawl(host: Host, share: float = 0.05, period_s: float = 0.5) -> Iterator[None]:
+    """Let all that is on a host run for a small share of the time only: stopped, continued, stopped, ..."""
+
+    def drag() -> None:
+        while not ended.is_set():
+            _signal(host, signal.SIGSTOP)
+            ended.wait(period_s * (1 - share))
+            _signal(host, signal.SIGCONT)
+            ended.wait(period_s * share)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=drag)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _signal(host: Host, number: signal.Signals) -> None:
+    for process in host.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _enter(descriptor: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-import urllib.request
 
 import pytest
 
@@ -37,7 +36,7 @@ def test_a_run_goes_on_without_its_agent_for_a_while_and_a_worker_that_is_killed
     agent, known = fleet.agents["red"], len(fleet.told("red"))
     with fleet.client():
         pool = onebox.open(fleet.spec("red"), threads=1, grace_s=10.0)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, check_every=0) as trainer:
+    with pool, onebox.Trainer(*parts(NARROW), pool=pool, recover=False) as trainer:
         agent.send_signal(signal.SIGSTOP)
         try:
             steps_for(trainer, AWAY_S)
@@ -45,7 +44,7 @@ def test_a_run_goes_on_without_its_agent_for_a_while_and_a_worker_that_is_killed
             agent.send_signal(signal.SIGCONT)
         until(lambda: "held-up" in fleet.told("red", known))
         (worker,) = fleet.workers("red")
-        fleet.network["red"].run("kill", "-KILL", str(worker))
+        network["red"].run("kill", "-KILL", str(worker))
         with pytest.raises(WorkerDied, match=network["red"].address) as caught:
             steps(trainer, 100_000)
         assert caught.value.exit_status == -signal.SIGKILL
@@ -59,7 +58,7 @@ def test_a_host_that_is_cut_off_for_good_is_named(fleet: Fleet, network: Network
     known = len(fleet.told("blue"))
     with fleet.client():
         pool = onebox.open(fleet.spec("red", "blue"), threads=1, grace_s=GRACE_S)
-    with pool, onebox.Trainer(*parts(NARROW), pool=pool, check_every=0, micro_batch=4) as trainer:
+    with pool, onebox.Trainer(*parts(NARROW), pool=pool, recover=False, micro_batch=4) as trainer:
         steps(trainer, 1)
         with cut(network["blue"], 600.0):
             with pytest.raises(OneboxError, match=network["blue"].address) as caught:
@@ -76,18 +75,14 @@ def test_a_host_that_is_cut_off_for_good_is_named(fleet: Fleet, network: Network
         line.close()
 
 
-def test_on_a_host_with_two_networks_what_is_advertised_is_where_all_meet(fleet: Fleet, network: Network) -> None:
-    green, red = network["green"], network["red"]
-    green.add_address("10.78.0.1", "inner")
-    fleet.kill("green")
-    fleet.start(["green"], "--bind", "0.0.0.0", "--advertise", green.address, "--metrics-port", "9200")
+def test_on_a_host_with_two_networks_all_meet_on_the_side_of_the_pool(fleet: Fleet, network: Network) -> None:
+    red, green = network["red"], network["green"]
+    red.add_address("10.78.0.1", "inner")
     with fleet.client():
-        pool = onebox.open(fleet.spec("red", "green"), threads=1)
+        pool = onebox.open(fleet.spec("red", "green"), threads=1, grace_s=GRACE_S)
     with pool, onebox.Trainer(*parts(NARROW), pool=pool, check_every=1) as trainer:
         assert [device.address for device in pool.devices] == [red.address, green.address]
         steps(trainer, 2)
-        assert not green.traffic_bytes("inner")
-        with green.inside(), urllib.request.urlopen("http://127.0.0.1:9200/metrics", timeout=5) as answer:
-            assert "onebox_agent_leases_granted_total 1.0" in answer.read().decode()
-    fleet.kill("green")
-    fleet.start(["green"])
+        found = red.listening(pool.process_ids[0])
+        assert len(found) >= 3, "instructions, signs of life, other workers"
+        assert set(found) == {red.address}

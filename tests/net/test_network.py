@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.net.conftest import MACHINES
+from tests.net.fleet import MACHINES
 from tests.net.hosts import Network, tool
 
 

@@ -1,38 +1,44 @@
-"""Workers on three hosts and a client on a fourth train a model: tensors go from worker to worker, cables fail."""
+"""Agents on three hosts and a client on a fourth train a model: tensors go from worker to worker by the hosts' own
+addresses."""
 
 from __future__ import annotations
 
 import pytest
 
 import onebox
-from tests.net.conftest import MACHINES
+from tests.net.fleet import MACHINES, Fleet
 from tests.net.hosts import Network
-from tests.net.workers import GRADIENT_BYTES, alone, batch, outcome, parts, plans
+from tests.net.training import GRADIENT_BYTES, WIDTH, alone, batch, outcome, parts, plans
 from tests.reference import assert_same
 
 STEPS = 6
+BEFORE = 2
 
 
 @pytest.mark.parametrize("kind", ["data-parallel", "pipelined"])
 def test_the_result_is_that_of_one_process_and_tensors_do_not_pass_the_client(
-    kind: str, pool: onebox.Pool, network: Network
+    kind: str, pool: onebox.Pool, fleet: Fleet, network: Network
 ) -> None:
+    addresses = [network[name].address for name in MACHINES]
+    assert [device.host for device in pool.devices] == addresses
+    assert [device.address for device in pool.devices] == addresses
+    assert [fleet.workers(name) for name in MACHINES] == [[process] for process in pool.process_ids]
     plan = plans()[kind]
     with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
-        losses = [trainer.step(*batch(step)) for step in range(2)]
-        float(losses[-1])
+        losses = [trainer.step(*batch(step)) for step in range(BEFORE)]
+        trainer.wait()
         before = {name: host.traffic_bytes() for name, host in network.hosts.items()}
-        losses += [trainer.step(*batch(step)) for step in range(2, STEPS)]
-        float(losses[-1])
+        losses += [trainer.step(*batch(step)) for step in range(BEFORE, STEPS)]
+        trainer.wait()
         moved = {name: host.traffic_bytes() - before[name] for name, host in network.hosts.items()}
         found = outcome(trainer, losses)
     assert_same(found, alone(plan, STEPS))
-    steps = STEPS - 2
+    steps = STEPS - BEFORE
     assert moved["client"] < steps * GRADIENT_BYTES / 10, moved
     if kind == "data-parallel":
         assert all(moved[name] > steps * GRADIENT_BYTES for name in MACHINES), moved
     else:
-        activations = steps * 12 * 256 * 8
+        activations = steps * 12 * WIDTH * 8
         assert moved["green"] > 2 * activations and moved["blue"] > activations, moved
 
 
