@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SILENCE_S = 3.5
-"""A worker that has given no sign of life for so long is hung; workers give one every half second."""
+SILENCE_S = 4.0
+"""A worker that has given no sign of life for so long is hung. It gives one every half second, and a cut of three
+seconds, with what comes before and after it, is not to look like that; but who is hung is to be noticed within five."""
 
 STALL_S = 3.0
 """A worker whose work has made no progress and used no processor for so long is hung."""

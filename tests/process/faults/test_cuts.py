@@ -11,13 +11,14 @@ import torch
 
 from onebox.errors import WorkerDied, WorkerHung
 from onebox.pool import open_pool
+from onebox.pool.agents.contact import CUT_S
 from onebox.pool.failures import Place
 from onebox.pool.process import WorkerProcess
 from tests.process.faults.far import behind
 from tests.process.faults.proxy import Network
 from tests.process.faults.training import WITHIN_S, Stopwatch, Tensors, fails, steps, train, trainer_on
 
-AWAY_S = 2.0
+AWAY_S = CUT_S
 """A cut that is to be ridden out."""
 
 LONG_S = 4.5
@@ -67,7 +68,7 @@ def later(action: Callable[[], AbstractContextManager[None]], away_s: float) -> 
 
 
 @pytest.mark.parametrize("how", ["down", "stalled"])
-def test_a_network_that_is_away_for_two_seconds_is_waited_for(how: str, undisturbed: dict[str, Tensors]) -> None:
+def test_a_network_that_is_away_for_a_while_is_waited_for(how: str, undisturbed: dict[str, Tensors]) -> None:
     network = Network()
     with behind(network, "cpu*2") as (pool, _), trainer_on(pool, "client") as trainer:
         steps(trainer, 3)

@@ -32,7 +32,7 @@ def test_a_worker_that_may_be_cut_off_for_longer_is_waited_for() -> None:
     for tick in range(1, 60):
         for worker in liveness.hung(0.5 * tick):
             hung_s.setdefault(worker, 0.5 * tick)
-    assert hung_s == {0: 4.0, 1: 20.5}
+    assert hung_s == {0: 4.5, 1: 20.5}
 
 
 def cut_off(liveness: Liveness, worker: int, from_s: float, to_s: float, until_s: float, **more: float) -> float | None:

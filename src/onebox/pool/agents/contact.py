@@ -10,6 +10,10 @@ CUT_S = 3.0
 """How long the way to an agent may be cut unless a longer time was asked for: it is noticed within five seconds that an
 agent, or its host, has failed. The agent itself waits longer for a client, see ``GRACE_S``."""
 
+BACK_S = 0.75
+"""How much longer than a cut its silence lasts: the last word before it may be half a second old, and then a connection
+is to be made anew."""
+
 _ASLEEP_S = 2 * RENEW_S
 """A thread that is woken several times a second and was not for so long did not run: it was stopped, or swapped out."""
 
@@ -33,7 +37,7 @@ class Contact:
     @property
     def bound_s(self) -> float:
         """For how long the agent may be silent."""
-        return max(CUT_S, min(self._cuts.values(), default=CUT_S))
+        return max(CUT_S, min(self._cuts.values(), default=CUT_S)) + BACK_S
 
     @property
     def leases(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.pool.agents.contact import CUT_S, Contact
+from onebox.pool.agents.contact import BACK_S, CUT_S, Contact
 from onebox.wire.agents import RENEW_S
 
 
@@ -16,6 +16,9 @@ def test_signs_of_life_at_regular_times() -> None:
     assert contact.renew(10.0 + RENEW_S)
     assert not contact.renew(10.0 + RENEW_S)
     assert contact.patience_s(99.0) == 0.0
+
+
+SILENT_S = CUT_S + BACK_S
 
 
 def awake(contact: Contact, begin_s: float, end_s: float) -> float | None:
@@ -31,12 +34,12 @@ def awake(contact: Contact, begin_s: float, end_s: float) -> float | None:
 
 def test_an_agent_that_is_silent_is_gone_once() -> None:
     contact = Contact(0.0)
-    assert awake(contact, 0.0, CUT_S - 0.15) is None
+    assert awake(contact, 0.0, SILENT_S - 0.15) is None
     assert not contact.gone
-    silent_s = awake(contact, CUT_S, CUT_S + 1)
-    assert silent_s is not None and CUT_S <= silent_s < CUT_S + 0.2
+    silent_s = awake(contact, SILENT_S, SILENT_S + 1)
+    assert silent_s is not None and SILENT_S <= silent_s < SILENT_S + 0.2
     assert contact.gone
-    assert awake(contact, CUT_S + 0.2, 60.0) is None, "it is said once"
+    assert awake(contact, SILENT_S + 0.2, 60.0) is None, "it is said once"
     contact.heard(60.0)
     assert not contact.gone
     assert awake(contact, 60.0, 70.0) is not None, "until it has been heard again"
@@ -46,11 +49,11 @@ def test_the_bound_is_the_shortest_grace_but_no_less_than_the_usual_one() -> Non
     contact = Contact(0.0)
     contact.hold(1, 60.0)
     contact.hold(2, 20.0)
-    assert contact.bound_s == 20.0
+    assert contact.bound_s == 20.0 + BACK_S
     contact.let_go(2)
-    assert contact.bound_s == 60.0
+    assert contact.bound_s == 60.0 + BACK_S
     contact.hold(3, 1.0)
-    assert contact.bound_s == CUT_S
+    assert contact.bound_s == SILENT_S < 4.0
     assert contact.leases == (1, 3)
 
 
@@ -59,7 +62,7 @@ def test_while_this_side_is_stopped_nobody_is_silent() -> None:
     contact.wake(0.5)
     contact.wake(30.0)
     assert contact.lost(30.0) is None
-    assert awake(contact, 30.0, 30.0 + CUT_S) is not None
+    assert awake(contact, 30.0, 30.0 + SILENT_S) is not None
 
 
 def test_a_lease_that_the_agent_does_not_know() -> None:
@@ -82,4 +85,4 @@ def test_nobody_is_taken_for_gone_that_was_heard_lately(steps: list[tuple[float,
             contact.heard(now_s)
             heard_s = now_s
         if contact.lost(now_s) is not None:
-            assert now_s - heard_s >= CUT_S
+            assert now_s - heard_s >= SILENT_S
