@@ -123,5 +123,5 @@ class Keeper:
         before = optimizer.charged_bytes
         places = iter(recall.places)
         specs = [entry.value for entry in recall.entries if isinstance(entry.value, TensorSpec)]
-        optimizer.remember(recall.entries, [self._slots.tensor(spec, next(places)) for spec in specs])
+        optimizer.remember(recall.entries, [self._slots.host_tensor(spec, next(places)).clone() for spec in specs])
         self._store.charge(optimizer.charged_bytes - before)

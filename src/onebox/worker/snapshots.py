@@ -186,8 +186,16 @@ class Slots:
         Raises:
             WireError: It does not lie there.
         """
+        return self.host_tensor(spec, place).to(self._device, copy=True)
+
+    def host_tensor(self, spec: TensorSpec, place: tuple[int, int]) -> Tensor:
+        """Return what lies in a slot as a tensor, as a view.
+
+        Raises:
+            WireError: It does not lie there.
+        """
         number, start = place
-        return self.get(number).tensor_at(spec, start).to(self._device, copy=True)
+        return self.get(number).tensor_at(spec, start)
 
     def filled(self, numbers: Sequence[int]) -> Filled:
         """Return which of some slots are filled; one that is not there counts as one that will not be."""
