@@ -26,6 +26,10 @@ MOST_APART = 1000
 _REMEMBERED = 21
 _COSTS = 7
 
+_TRUST = 4
+"""With each snapshot that has been taken the next ones may be so many times further apart than before: what the first
+ones cost is no measure, as they are the first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Restart(Generic[S, T]):
@@ -138,6 +142,7 @@ class Cadence:
         self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._costs_s: deque[float] = deque(maxlen=_COSTS)
         self._beside_s: list[float] = []
+        self._most = FIRST_AFTER
 
     def step_took(self, seconds: float, *, beside: bool = False) -> None:
         """Take the time between the ends of two steps.
@@ -154,6 +159,7 @@ class Cadence:
             seconds += sum(self._beside_s) - len(self._beside_s) * statistics.fmean(self._steps_s)
         self._beside_s.clear()
         self._costs_s.append(seconds)
+        self._most = min(_TRUST * self._most, MOST_APART)
 
     @property
     def every(self) -> int:
@@ -164,7 +170,7 @@ class Cadence:
             return FIRST_AFTER
         step_s = statistics.median(self._steps_s)
         wanted = max(0.0, statistics.median(self._costs_s)) / (SHARE * step_s) if step_s > 0 else math.inf
-        return max(1, math.ceil(min(wanted, MOST_APART)))
+        return max(1, math.ceil(min(wanted, self._most)))
 
     @property
     def apart_s(self) -> float:

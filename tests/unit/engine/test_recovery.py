@@ -141,13 +141,24 @@ def test_until_costs_are_known_a_snapshot_comes_early() -> None:
 def test_snapshots_take_their_share_of_the_time_at_most(step_s: float, cost_s: float) -> None:
     cadence = Cadence()
     cadence.step_took(step_s)
-    cadence.snapshot_took(cost_s)
+    for _ in range(4):
+        cadence.snapshot_took(cost_s)
     every = cadence.every
     assert 1 <= every <= MOST_APART
     if every < MOST_APART:
         assert cost_s <= SHARE * step_s * every * (1 + 1e-9)
     if every > 1:
         assert cost_s > SHARE * step_s * (every - 1) * (1 - 1e-9) or every == MOST_APART
+
+
+def test_a_first_snapshot_that_was_dear_does_not_put_the_next_one_off_for_long() -> None:
+    cadence = Cadence()
+    cadence.step_took(0.007)
+    cadence.snapshot_took(0.3)
+    assert cadence.every == 4 * FIRST_AFTER
+    for _ in range(2):
+        cadence.snapshot_took(0.001)
+    assert cadence.every == 5
 
 
 def test_what_steps_take_longer_beside_a_snapshot_is_part_of_its_cost() -> None:
