@@ -14,10 +14,11 @@ BENCHMARKS := $(patsubst %,benchmarks/%.py,remote eager coverage scaling memory 
 demo: $(VENV)/.stamp-run
 	$(BIN)/onebox train --data digits --model cnn
 
+# Three at a time on two cores: tests with processes wait a good deal. Those of tests/net skip where there is no root
+# or no iproute2, those of tests/gpu where there is no GPU.
 test: lint
-	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 tests/unit
-	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --ignore tests/process/faults tests/process
-	$(BIN)/pytest -q tests/process/faults tests/gpu
+	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit
+	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/net tests/process tests/gpu
 
 # Hosts as network namespaces: as root, on a machine with iproute2.
 net: $(VENV)/.stamp-test

@@ -10,8 +10,8 @@ from onebox.pool import Pool
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
 
-MOST = 3
-"""Pools that are open at a time: a test may use two side by side, and workers take memory."""
+MOST = 2
+"""Pools that are open at a time: a test may use two side by side, and each worker takes memory."""
 
 PATIENCE_S = 30.0
 """For a worker to say what it holds."""

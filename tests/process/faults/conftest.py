@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -79,6 +80,7 @@ def warm(own_folder: None) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left(warm: None) -> Iterator[None]:
     """Fail a test that leaves a process, thread, descriptor or file behind."""
+    gc.collect()  # what tests of other files have left to it
     before = belongings()
     yield
     end_s = time.monotonic() + SETTLE_S
