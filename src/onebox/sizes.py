@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: on the command line, in files of hosts, in the name of a pool."""
+"""Numbers of bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ def parse_size(what: str, text: str) -> int:
     if not 1 <= size_bytes < 1 << 63:
         raise UsageError(f"{what} {text}: allowed are bytes from 1 up, such as 2GiB, 512MiB or 1000000")
     return size_bytes
+
+
+def size_text(size_bytes: int) -> str:
+    """Say a number of bytes as people do, in binary units.
+
+    Example:
+        >>> [size_text(size_bytes) for size_bytes in (100, 3 << 20, 25_276_514_304)]
+        ['100 bytes', '3 MiB', '23.5 GiB']
+    """
+    if size_bytes >= 2**30:
+        return f"{size_bytes / 2**30:.1f} GiB"
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"

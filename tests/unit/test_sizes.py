@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
-from onebox.sizes import parse_size
+from onebox.sizes import parse_size, size_text
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,12 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 def test_any_text_is_bytes_or_refused(text: str) -> None:
     with contextlib.suppress(UsageError):
         assert parse_size("--memory", text) >= 1
+
+
+@given(st.integers(1, 1 << 50))
+def test_what_is_said_of_a_size_is_that_size(size_bytes: int) -> None:
+    """But for what the last digit leaves out."""
+    said = size_text(size_bytes).removesuffix(" bytes")
+    assert (
+        abs(parse_size("memory", said) - size_bytes) <= 0.5 * (1 << 20 if size_bytes < 1 << 30 else 0.1 * (1 << 30)) + 1
+    )

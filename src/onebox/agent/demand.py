@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zmq.utils import z85
 
 from onebox.errors import UsageError
+from onebox.sizes import size_text
 from onebox.wire.agents import GRACE_S, Lease, Want
 
 GPU_SHARES = 64
@@ -211,16 +212,20 @@ def _check(want: Want, offers: Mapping[str, Offered]) -> None:
     if not matching:
         raise UsageError(f"{want.device} is not offered; offered is {_listing(offers)}")
     if not any(want.threads <= offer.threads and want.memory_bytes <= offer.memory_bytes for offer in matching):
-        raise UsageError(
-            f"{want.device} with {want.threads} threads and {want.memory_bytes} bytes is more than is offered: "
-            f"{_listing(offers)}"
-        )
+        raise UsageError(f"{_wanted(want)} is more than is offered: {_listing(offers)}")
     least = min(offer.memory_bytes for offer in matching) / GPU_SHARES
     if want.device != "cpu" and 0 < want.memory_bytes < least:
+        share = size_text(math.ceil(least))
         raise UsageError(
-            f"{want.memory_bytes} bytes of {want.device}; a share of it is {math.ceil(least)} bytes at least, as "
-            f"{GPU_SHARES} workers may share a GPU"
+            f"{size_text(want.memory_bytes)} of {want.device}; a share of it is {share} at least, as {GPU_SHARES} "
+            "workers may share a GPU"
         )
+
+
+def _wanted(want: Want) -> str:
+    """Say what is wanted, without what is left to the agent."""
+    parts = [f"{want.threads} threads"] * bool(want.threads) + [size_text(want.memory_bytes)] * bool(want.memory_bytes)
+    return f"{want.device} with {' and '.join(parts)}"
 
 
 def _chosen(want: Want, offer: Offered, threads: int) -> Want:
@@ -257,7 +262,7 @@ def _fits(want: Want, share: Share, room: Room, offers: Mapping[str, Offered]) -
 def _listing(offers: Mapping[str, Offered]) -> str:
     """Say what is offered, for a person."""
     parts = [
-        f"{offer.device} ({offer.memory_bytes} bytes, {offer.threads} core{'s' if offer.threads > 1 else ''})"
+        f"{offer.device} ({size_text(offer.memory_bytes)}, {offer.threads} core{'s' if offer.threads > 1 else ''})"
         for offer in list(offers.values())[:16]
     ]
     return ", ".join(parts) or "nothing"

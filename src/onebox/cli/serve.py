@@ -18,7 +18,7 @@ from onebox.cli.machines_config import ServeConfig
 from onebox.errors import UsageError
 from onebox.pool.account import worker_account
 from onebox.pool.keys.ring import AllowedClients, fingerprint, identity
-from onebox.report import memory_text
+from onebox.sizes import size_text
 
 _ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
 """Addresses of documentation (RFC 5737, RFC 3849): the way to them begins where that to all others does."""
@@ -129,7 +129,7 @@ def _advertised(bind: str) -> str:
 
 
 def _listing(offers: list[Offered]) -> str:
-    return ", ".join(f"{offer.device} ({memory_text(offer.memory_bytes)}, {offer.threads} cores)" for offer in offers)
+    return ", ".join(f"{offer.device} ({size_text(offer.memory_bytes)}, {offer.threads} cores)" for offer in offers)
 
 
 def _people(count: int) -> str:

@@ -90,15 +90,16 @@ def asked_parts(spec: str, environment: Mapping[str, str], read: Callable[[str],
     Raises:
         UsageError: It is not understood, or the file cannot be read.
     """
-    spec = spec.strip()
-    if spec == "auto":
-        spec = environment.get(POOL_VARIABLE, "").strip() or spec
+    spec, told = spec.strip(), ""
+    if spec == "auto" and environment.get(POOL_VARIABLE, "").strip():
+        spec, told = environment[POOL_VARIABLE].strip(), f", which {POOL_VARIABLE} names,"
     if not spec.endswith(".toml"):
         return parse_spec(spec)
     try:
         text = read(spec)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"pool {spec!r} cannot be read: {error}") from None
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UsageError(f"pool {spec!r}{told} cannot be read: {why}") from None
     return parse_hosts(text, spec)
 
 
@@ -118,7 +119,10 @@ def parse_spec(spec: str) -> tuple[Part, ...]:
 
 
 def _part(text: str, spec: str) -> LocalPart | AgentPart:
-    if not text or _LOCAL.match(text):
+    if not text:
+        where = "beside a comma" if "," in spec else "at all"
+        raise UsageError(f"pool {spec!r} names nothing {where}; allowed: {GRAMMAR}")
+    if _LOCAL.match(text):
         return LocalPart(devices=text)
     address, slash, device = text.partition("/")
     try:

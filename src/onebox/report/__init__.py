@@ -17,7 +17,7 @@ from onebox.report.plan_tables import (
 from onebox.report.progress import Progress
 from onebox.report.segments import segment_tables
 from onebox.report.speeds import profile_tables
-from onebox.report.tables import DeviceRow, device_table, epoch_line, memory_text
+from onebox.report.tables import DeviceRow, device_table, epoch_line
 from onebox.report.timeline import Span, Timeline
 from onebox.report.trace import timeline_of
 
@@ -39,7 +39,6 @@ __all__ = [
     "comparison_tables",
     "device_table",
     "epoch_line",
-    "memory_text",
     "offer_table",
     "plan_device_table",
     "printable",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from onebox.report.tables import memory_text
+from onebox.sizes import size_text
 from onebox.wire.agents import Holder, Offer, Stock
 
 _NAMED = 4
@@ -155,7 +155,7 @@ def _name(state: HostState) -> str:
 
 
 def _of(free_bytes: int, size_bytes: int) -> str:
-    return f"{memory_text(free_bytes)} of {memory_text(size_bytes)}"
+    return f"{size_text(free_bytes)} of {size_text(size_bytes)}"
 
 
 def _short_of(free_bytes: int, size_bytes: int) -> str:
@@ -224,7 +224,7 @@ def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
 def _holding(client: str, held: Sequence[Holder], *, narrow: bool) -> str:
     times = f" × {len(held)}" if len(held) > 1 else ""
     since = span_text(max(each.since_s for each in held))
-    memory = "" if narrow else f"{memory_text(sum(each.memory_bytes for each in held))}, "
+    memory = "" if narrow else f"{size_text(sum(each.memory_bytes for each in held))}, "
     return f"{client}{times}, {memory}{since}"
 
 

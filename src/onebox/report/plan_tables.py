@@ -10,7 +10,8 @@ from rich.text import Text
 
 from onebox.plan import Candidate, Kind, Plan, Simulation, Stage
 from onebox.report.comparison import Comparison, Pair
-from onebox.report.tables import memory_text, rate_text, time_text
+from onebox.report.tables import rate_text, time_text
+from onebox.sizes import size_text
 
 _NAMES: dict[Kind, str] = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 
@@ -66,7 +67,7 @@ def plan_device_table(
         peak, most = peaks[device], capacity_bytes.get(device)
         busy = simulation.busy_s.get(device, 0.0) / simulation.step_s if simulation.step_s else 0.0
         share = "-" if not most else f"{peak / most:.1%}" + (" too much" if peak > most else "")
-        room = "-" if most is None else memory_text(most)
+        room = "-" if most is None else size_text(most)
         table.add_row(_marked(device, emulated), ", ".join(own), _bytes(peak), room, share, f"{busy:.1%}")
     return table
 
@@ -172,7 +173,7 @@ def _milliseconds(pair: Pair) -> str:
 
 
 def _bytes(value: float) -> str:
-    return memory_text(int(value)) if value >= 100 * 2**20 else f"{value / 2**20:.3g} MiB"
+    return size_text(int(value)) if value >= 100 * 2**20 else f"{value / 2**20:.3g} MiB"
 
 
 def _marked(device: int, emulated: Collection[int]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from onebox.sizes import size_text
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRow:
@@ -52,7 +54,7 @@ def device_table(rows: Iterable[DeviceRow]) -> Table:
     table.add_column("memory", justify="right")
     for row in rows:
         threads = "-" if row.threads is None else str(row.threads)
-        memory = "-" if row.memory_bytes is None else memory_text(row.memory_bytes)
+        memory = "-" if row.memory_bytes is None else size_text(row.memory_bytes)
         # Text, because a plain string's square brackets would be read as markup.
         kind = f"{row.kind}, emulated, speed {row.speed:g}" if row.emulated else row.kind
         table.add_row(*(Text(cell) for cell in (row.device, kind, row.name, threads, memory)))
@@ -105,13 +107,6 @@ def loss_text(value: float) -> str:
 def rate_text(samples_per_s: float) -> str:
     """Format a rate; one decimal below 10 samples/s."""
     return f"{samples_per_s:,.{1 if samples_per_s < 10 else 0}f} samples/s"
-
-
-def memory_text(size_bytes: int) -> str:
-    """Format an amount of memory in binary units."""
-    if size_bytes >= 2**30:
-        return f"{size_bytes / 2**30:.1f} GiB"
-    return f"{size_bytes / 2**20:.0f} MiB"
 
 
 def time_text(seconds: float) -> str:

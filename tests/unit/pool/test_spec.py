@@ -201,3 +201,19 @@ def test_any_file_is_hosts_or_one_clear_error(text: str) -> None:
             assert parse_hosts(content, "some.toml")
         except UsageError as error:
             assert str(error)
+
+
+@pytest.mark.parametrize("spec", ["", ",", "lab1,,lab2", "lab1,"])
+def test_nothing_is_no_part(spec: str) -> None:
+    with pytest.raises(UsageError, match=f"^pool '{spec}' names nothing"):
+        parse_spec(spec)
+
+
+def test_a_file_that_is_not_there_is_told_with_who_named_it() -> None:
+    def missing(name: str) -> str:
+        raise FileNotFoundError(2, "No such file or directory", name)
+
+    with pytest.raises(UsageError, match=r"^pool 'lab\.toml' cannot be read: No such file or directory$"):
+        asked_parts("lab.toml", {}, missing)
+    with pytest.raises(UsageError, match=r"^pool 'lab\.toml', which ONEBOX_POOL names, cannot be read"):
+        asked_parts("auto", {"ONEBOX_POOL": "lab.toml"}, missing)
