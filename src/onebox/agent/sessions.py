@@ -20,8 +20,9 @@ SESSIONS = 1024
 SESSIONS_OF_ONE = 64
 """The most of one key."""
 
-NEW_S = 0.5
-"""How often there may be another session of one key, after as many as there may be: with each comes a burst."""
+NEW_S = 0.05
+"""How often there may be another session of one key, after as many as there may be: the bursts that come with them are
+less than what so many sessions may say."""
 
 IDLE_S = 60.0
 """How long a session is remembered that says nothing and has nothing."""

@@ -190,7 +190,7 @@ def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None
 
 
 def test_limits_hold_for_all_connections_of_a_client() -> None:
-    with house(limits=Limits(devices=1, lease_s=0.5)) as made:
+    with house(limits=Limits(devices=1, lease_s=3.0)) as made:
         first = made.client("ana")
         second = made.client("ana", first.keys)
         first.ask(HALF)
