@@ -12,7 +12,7 @@ import pytest
 
 from onebox.cli import main
 from onebox.engine.checkpoint import read, saves
-from tests.process.cli.commands import POOL, assert_gone, command, metrics, read_until, running, workers_of
+from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
 
 ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
@@ -20,7 +20,7 @@ ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
 
 def end(process: subprocess.Popen[str]) -> str:
     """Wait for a command to end and return what it said on standard error."""
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=WITHIN_S)
     return said
 
 
@@ -101,6 +101,6 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         said = process.stderr.read()
-        process.wait(timeout=20)
+        process.wait(timeout=WITHIN_S)
     assert (process.returncode, said) == (141, "")
     assert_gone(workers)
