@@ -186,7 +186,7 @@ class Network:
         self._spaces: list[str] = []
         self.hosts: dict[str, Host] = {}
         try:
-            switch = self._space("switch")
+            switch = self._switch = self._space("switch")
             tool("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
             tool("ip", "-n", switch, "link", "set", "bridge", "up")
             for number, name in enumerate(names, 1):
@@ -208,6 +208,40 @@ class Network:
         """Kill what still runs on the hosts, and remove them. Idempotent."""
         while self._spaces:
             _remove(self._spaces.pop())
+
+    def hide(self, name: str, inner: str, ports: Sequence[str]) -> Host:
+        """Add a host behind a router that translates addresses, of which some ports lead to it.
+
+        Args:
+            name: Of the host; the address by which others know it is the router's.
+            inner: Its own address.
+            ports: Of TCP: a port, or the first and the last with a dash between.
+
+        Raises:
+            RuntimeError: There is no ``nft``, or the kernel translates no addresses.
+        """
+        if shutil.which("nft") is None:
+            raise RuntimeError("no nft here; install nftables")
+        router = self._host(f"{name}-router", self._switch, 100)
+        space, gateway = self._space(name), f"{inner.rpartition('.')[0]}.1"
+        tool(
+            "ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", "inner", "netns", router.space
+        )
+        for where, device, address in ((space, "eth0", inner), (router.space, "inner", gateway)):
+            tool("ip", "-n", where, "address", "add", f"{address}/24", "dev", device)
+            tool("ip", "-n", where, "link", "set", device, "up")
+        tool("ip", "-n", space, "route", "add", "default", "via", gateway)
+        rules = (
+            "add table ip nat; add chain ip nat in { type nat hook prerouting priority -100; }; "
+            "add chain ip nat out { type nat hook postrouting priority 100; }; "
+            f'add rule ip nat in iifname "eth0" tcp dport {{ {", ".join(ports)} }} dnat to {inner}; '
+            'add rule ip nat out oifname "eth0" masquerade'
+        )
+        inside = ("ip", "netns", "exec", router.space)
+        tool(*inside, "nft", rules)
+        tool(*inside, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        self.hosts[name] = Host(name, space, router.address, router._switch, router._port)
+        return self.hosts[name]
 
     def _space(self, name: str) -> str:
         space = f"{self._id}-{name}"

@@ -127,7 +127,7 @@ def disturbances(pool: onebox.Pool, fleet: Fleet, network: Network) -> dict[str,
         "an agent stops for a while": ("pipelined", lambda: paused(fleet.agents["green"].pid)),
         "a host's cable is out for a while": ("data-parallel", lambda: cut(network["green"], AWAY_S)),
         "the client's cable is out for a while": ("pipelined", lambda: cut(network["client"], AWAY_S)),
-        "a host is slow to a crawl": ("data-parallel", lambda: crawl(network["red"])),
+        "a host is slow to a crawl": ("data-parallel", lambda: crawl(network["red"], period_s=1.0)),
         "a link is slow to a crawl": ("data-parallel", lambda: narrow(network["blue"])),
     }
 

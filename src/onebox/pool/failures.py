@@ -24,6 +24,8 @@ AFTERWARDS = "open another pool and resume from the last checkpoint"
 _ADVICE = {
     "operator": "what is computed from it is void; if plain PyTorch runs it, please report the operator and its shapes",
     "values": "use a cpu or cuda device where values are needed",
+    "address": "behind a NAT no tensors go between workers: let gradients be summed at the client (sync='client') "
+    "or let the agent serve at an address of its host",
     "memory": "use a smaller micro_batch, or a device or quota with more memory",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",

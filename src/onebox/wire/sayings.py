@@ -44,15 +44,15 @@ class Failure(Message, frozen=True, tag="failure"):
     """The first thing that went wrong.
 
     Args:
-        kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``peer`` (another worker of a group went
-            away) or ``protocol``.
+        kind: ``operator``, ``memory``, ``values`` (a ``sim`` device has none), ``address`` (of this host, which is not
+            its own), ``peer`` (another worker of a group went away) or ``protocol``.
         operator: Operator or instruction that failed.
         message: What it said.
         shapes: Its tensor arguments.
         cause: Type of the exception, such as ``IndexError``.
     """
 
-    kind: Literal["operator", "memory", "values", "peer", "protocol"]
+    kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
     operator: str
     message: str
     shapes: str = ""

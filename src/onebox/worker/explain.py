@@ -9,6 +9,7 @@ import torch
 from onebox.errors import WireError
 from onebox.wire.sayings import Failure
 from onebox.worker.groups import PeerLost
+from onebox.worker.interfaces import NoAddress
 from onebox.worker.sim import NoValues
 from onebox.worker.store import QuotaExceeded
 from onebox.worker.tape import OperatorFailed
@@ -25,6 +26,8 @@ def explain(error: Exception, doing: str) -> Failure:
         return Failure("protocol", doing, "the message has fewer frames than it needs")
     if isinstance(error, PeerLost):
         return Failure("peer", doing, str(error))
+    if isinstance(error, NoAddress):
+        return Failure("address", doing, str(error))
     if isinstance(error, NoValues):
         return Failure("values", doing, str(error))
     if isinstance(error, OperatorFailed):

@@ -19,6 +19,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import FormGroup, Rendezvous
 from onebox.wire.sayings import Contribution, Lookup
+from onebox.worker.interfaces import NoAddress, is_foreign
 from onebox.worker.links import Wires
 from onebox.worker.memory import PeerLost, supported
 from onebox.worker.peers import Arrived, ClientChannel, Finish, Group
@@ -180,6 +181,7 @@ def form_group(
 
     Raises:
         PeerLost: The others did not come in time.
+        NoAddress: This host has not the address by which others reach it, where Gloo would have to listen.
     """
     if form.backend == "client":
         return ClientGroup(form, channel, device)
@@ -189,6 +191,8 @@ def form_group(
             return SharedGroup(form, store, device, progress, wires)
         if form.links:
             raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
+        if form.backend == "gloo" and is_foreign(form.address):
+            raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
         try:
             return TorchGroup(form, store, device, progress)
         except RuntimeError as error:

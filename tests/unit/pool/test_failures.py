@@ -24,6 +24,7 @@ CAUSE = OperatorError("worker 2: aten.mm.default failed", worker=2)
         ("operator", OperatorError),
         ("memory", DeviceMemoryError),
         ("values", OperatorError),
+        ("address", OperatorError),
         ("peer", PeerLost),
         ("protocol", WireError),
     ],
