@@ -17,6 +17,7 @@ import zmq
 
 from onebox.errors import OneboxError, PoolError, UsageError, WireError
 from onebox.pool.agents.contact import CUT_S, Contact
+from onebox.pool.agents.holdings import Holdings
 from onebox.pool.agents.socket import AgentSocket
 from onebox.pool.agents.tenant import RemoteMember
 from onebox.pool.failures import SLICE_S
@@ -107,8 +108,8 @@ class AgentLine:
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._asked: dict[int, _Asked] = {}
-        self._members: dict[int, list[RemoteMember]] = {}
         self._contact = Contact(time.monotonic())
+        self._held = Holdings(self._contact)
         self._numbers = 0
         self._open, self._stopping = False, False
         self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
@@ -168,8 +169,7 @@ class AgentLine:
     def release(self, lease: int) -> None:
         """Give a lease back; its workers end, if they have not. Nothing is raised where the agent is gone."""
         with self._lock:
-            self._contact.let_go(lease)
-            self._members.pop(lease, None)
+            self._held.let_go(lease)
             patience_s = 0.0 if self._contact.gone else _RELEASE_S
         with contextlib.suppress(PoolError):  # there is no such lease any more, or nobody to tell: it ends by itself
             self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
@@ -178,10 +178,9 @@ class AgentLine:
         """Let one worker be ended, if it has not, and tell whether its lease goes on; nothing is raised where the agent
         is gone."""
         with self._lock:
-            members = self._members.get(member.lease, [])
-        if member not in members:
+            worker = self._held.position(member)
+        if worker is None:
             return False
-        worker = members.index(member)
         with contextlib.suppress(PoolError):
             self._answer(self._ask(lambda number: Release(number, member.lease, worker=worker)), Done, _RELEASE_S)
         return True
@@ -340,6 +339,9 @@ class AgentLine:
             with self._lock:
                 self._numbers += 1
                 self._outbox.append(encode_agent(Renew(self._numbers)))
+                for lease in self._held.forsaken(time.monotonic()):
+                    self._numbers += 1
+                    self._outbox.append(encode_agent(Release(self._numbers, lease)))
         self._flush()
 
     def _flush(self) -> None:
@@ -353,17 +355,14 @@ class AgentLine:
             self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
             return
         with self._lock:
-            self._hear(time.monotonic())
+            self._held.heard(time.monotonic())
             match saying:
                 case Renewed():
-                    for lease in self._contact.unknown(saying.leases):
-                        self._end(lease, "the agent does not know of it any more: it has been started anew")
+                    self._held.renewed(saying.leases)
                 case WorkerEnded():
-                    members = self._members.get(saying.lease, [])
-                    if 0 <= saying.worker < len(members):
-                        members[saying.worker].ended(saying.exit_status, saying.last_words)
+                    self._held.worker_ended(saying.lease, saying.worker, saying.exit_status, saying.last_words)
                 case LeaseEnded():
-                    self._end(saying.lease, saying.why)
+                    self._held.end(saying.lease, saying.why)
                 case _ if (asked := self._asked.get(saying.number)) is not None:
                     if isinstance(saying, Leased) and isinstance(asked.request, Lease):
                         self._lease(asked, asked.request, saying)
@@ -371,32 +370,17 @@ class AgentLine:
                         del self._asked[saying.number]
                     asked.answers.put(saying)
 
-    def _hear(self, now_s: float) -> None:
-        """Note that the agent can be heard."""
-        self._contact.heard(now_s)
-        for members in self._members.values():
-            for member in members:
-                member.heard_s = now_s
-
     def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
         """Note a lease at once: what the agent says next may be of it."""
         asked.members += [
             RemoteMember(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
         ]
-        self._members[leased.lease] = asked.members
-        self._contact.hold(leased.lease, asked.cut_s)
-
-    def _end(self, lease: int, why: str) -> None:
-        self._contact.let_go(lease)
-        for member in self._members.pop(lease, []):
-            member.lost(f"was ended with its lease: {why}")
+        self._held.hold(leased.lease, asked.members, asked.cut_s)
 
     def _lose(self, error: PoolError) -> None:
         """Tell everybody that the agent is gone."""
         with self._lock:
-            for members in self._members.values():
-                for member in members:
-                    member.lost(f"cannot be reached: {error}")
+            self._held.lose(str(error))
             asked, self._asked = list(self._asked.values()), {}
         for each in asked:
             each.answers.put(error)

@@ -39,6 +39,8 @@ class RemoteMember:
         self.pid = started.process
         self.heard_s = time.monotonic()
         """When its agent was last heard; see :class:`~onebox.pool.member.Hosted`."""
+        self.lost_s: float | None = None
+        """When it was given up."""
         self._ports = Ports(started.commands, started.beats)
         self._lock = threading.Lock()
         self._exit_status: int | None = None
@@ -68,6 +70,7 @@ class RemoteMember:
 
     def lost(self, why: str) -> None:
         """Take the news that it has been ended, or that nobody knows of it any more."""
+        self.lost_s = self.lost_s or time.monotonic()
         self._tell(f" {why}", None, "")
 
     def death(self) -> WorkerDied:

@@ -145,6 +145,23 @@ def test_a_silent_agent_is_gone_and_may_come_back(
     assert not line.gone
 
 
+def test_workers_that_were_given_up_are_given_back_when_their_agent_is_back(
+    agent: ScriptedAgent, line: AgentLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebox.pool.agents.contact.CUT_S", 0.8)
+    monkeypatch.setattr("onebox.pool.agents.holdings.LOST_S", 0.1)
+    (lost,) = line.lease([CPU], CLIENT, cut_s=0.8)
+    agent.mute = True
+    ends(lost)
+    agent.mute = False
+    (kept,) = line.lease([CPU], CLIENT)
+    end_s = time.monotonic() + 10
+    while agent.leases != [kept.lease]:
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    assert not line.gone and not select.select([kept.descriptor], [], [], 0.0)[0]
+
+
 def test_a_connection_that_is_cut_comes_back_and_what_was_asked_is_asked_again(agent: ScriptedAgent) -> None:
     line = agent.line()
     (member,) = line.lease([CPU], CLIENT, cut_s=30.0)
