@@ -36,7 +36,7 @@ _SPREAD = 0.5
 _PATIENCE_S = 1800.0
 """How long a snapshot may take that has to be waited for."""
 
-_AGAIN_S = 1.0
+_AGAIN_S = 2.0
 """How long a recovery waits until what it has brought back is kept by several workers, as it was before the loss."""
 
 _LOG = logging.getLogger("onebox")
