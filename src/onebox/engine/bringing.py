@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from onebox.engine.copies import Copies, Item, Place
+from onebox.engine.copies import CLIENT, Copies, Item, Place
 from onebox.graph.placements import REPLICATE, Placement, Shard, shard_of, unshard
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import TensorSpec, from_frame, to_frame
@@ -83,12 +83,12 @@ def _fetched(pool: Pool, copies: Copies, wanted: Wanted) -> Iterator[Any]:
     """Return the bytes of a part, in pieces."""
     item = wanted.item
     if not _resplit(copies, wanted):
-        yield from _pieces(pool, copies.places[item][0], copies.specs[item])
+        yield from _pieces(pool, copies, copies.places[item][0], copies.specs[item])
         return
     before = copies.placements.get(item.name, REPLICATE)
     ranks = len(before.sizes) if isinstance(before, Shard) else 1
     items = [Item(item.name, item.key, rank) for rank in range(ranks)]
-    shares = [_tensor(pool, copies.places[each][0], copies.specs[each]) for each in items]
+    shares = [_tensor(pool, copies, copies.places[each][0], copies.specs[each]) for each in items]
     if item.key and not shares[0].dim():  # such as a count of steps, which every share has
         yield to_frame(shares[0])
         return
@@ -96,14 +96,17 @@ def _fetched(pool: Pool, copies: Copies, wanted: Wanted) -> Iterator[Any]:
     yield to_frame(shard_of(whole, wanted.placement, item.rank))
 
 
-def _tensor(pool: Pool, place: Place, spec: TensorSpec) -> Tensor:
-    return from_frame(spec, b"".join(bytes(frame) for frame in _pieces(pool, place, spec)))
+def _tensor(pool: Pool, copies: Copies, place: Place, spec: TensorSpec) -> Tensor:
+    return from_frame(spec, b"".join(bytes(frame) for frame in _pieces(pool, copies, place, spec)))
 
 
-def _pieces(pool: Pool, place: Place, spec: TensorSpec) -> Iterator[Any]:
+def _pieces(pool: Pool, copies: Copies, place: Place, spec: TensorSpec) -> Iterator[Any]:
     """Return the bytes of a tensor from where it lies."""
     running: deque[Future[Answer]] = deque()
     for start, size in pieces([(place.start, spec.size_bytes)]):
+        if place.worker == CLIENT:
+            yield bytes(memoryview(copies.here[place.slot])[start : start + size])
+            continue
         running.append(pool.post(place.worker, [Read(place.slot, start, size)], answer=True))
         if len(running) >= _AHEAD:
             yield raise_first([running.popleft()])[0].frames[0]

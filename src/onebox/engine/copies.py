@@ -3,7 +3,7 @@
 A part is a tensor of the state, or a share of one that is split, or an entry of what the optimizer remembers of it.
 Each worker keeps a copy of what it holds. What only one worker holds is sent to another one besides, its buddy; and
 what only one host holds, to a worker on another host. So the loss of any one worker, or of any one host, leaves every
-part somewhere.
+part somewhere. Where there is no other worker, or none that can be reached from that one, the client is the buddy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from onebox.graph.placements import Placement
 from onebox.wire import TensorSpec
 from onebox.wire.sayings import Kept
 from onebox.wire.state import Extent, Number, layout
+
+CLIENT = -1
+"""Stands in the place of a worker for the client."""
 
 
 class Item(NamedTuple):
@@ -66,9 +69,11 @@ class Copies:
 
     Args:
         placements: Of the names that are split.
+        here: The slots that lie with the client, by their numbers.
     """
 
     placements: Mapping[str, Placement]
+    here: dict[int, bytearray] = field(default_factory=dict)
     specs: dict[Item, TensorSpec] = field(default_factory=dict)
     numbers: dict[Item, Number] = field(default_factory=dict)
     places: dict[Item, list[Place]] = field(default_factory=dict)
@@ -83,7 +88,8 @@ class Copies:
     def add(self, item: Item, place: Place) -> None:
         """Take note of a copy of a part."""
         self.places.setdefault(item, []).append(place)
-        self.slots.add((place.worker, place.slot))
+        if place.worker != CLIENT:
+            self.slots.add((place.worker, place.slot))
         self.had.setdefault(item, set()).add(place.worker)
 
     def take(self, worker: int, slot: int, part: Part, kept: Kept) -> dict[Item, int]:
@@ -174,7 +180,7 @@ class Sending:
     """What a worker sends to another one so that it is not the only one who has it.
 
     Args:
-        buddy: To whom.
+        buddy: To whom; :data:`CLIENT` where there is no worker for it.
         names: Whose parts.
     """
 
@@ -187,6 +193,8 @@ def find_buddies(
     sizes: Mapping[str, int],
     workers: Sequence[int],
     hosts: Mapping[int, str],
+    *,
+    reachable: bool = True,
 ) -> dict[int, Sending]:
     """Return who sends what to whom.
 
@@ -195,9 +203,10 @@ def find_buddies(
         sizes: Bytes of each name.
         workers: All workers, those that hold nothing too, in the order in which they are preferred.
         hosts: Of each worker.
+        reachable: Whether workers reach each other.
 
     Returns:
-        For each worker that has to what it sends; nothing where there is nobody else.
+        For each worker that has to what it sends, and to whom.
     """
     several = len({hosts[worker] for worker in workers}) > 1
     exposed: dict[int, set[str]] = {}
@@ -211,9 +220,10 @@ def find_buddies(
     order = {worker: place for place, worker in enumerate(workers)}
     found = {}
     for worker in sorted(exposed, key=lambda one: order[one]):
-        others = [other for other in workers if other != worker]
+        others = [other for other in workers if other != worker] if reachable else []
         far = [other for other in others if hosts[other] != hosts[worker]]
         if not others:
+            found[worker] = Sending(buddy=CLIENT, names=frozenset(exposed[worker]))
             continue
         after = {other: (order[other] - order[worker]) % len(workers) for other in others}
         buddy = min(far or others, key=lambda other: (load[other], after[other]))

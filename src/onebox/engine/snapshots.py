@@ -1,8 +1,9 @@
-"""Snapshots of a run: taken by the workers, kept by the workers; the client only knows where each part lies.
+"""Snapshots of a run: taken by the workers, kept by the workers; the client knows where each part lies.
 
 Every worker copies its part in its own memory when a step has ended, which costs a memory copy. What only it has is
 then sent to a buddy in the background, while steps go on. The snapshot counts once all of that has come, and only then
-is the one before it dropped: whenever a worker is lost, one snapshot is whole.
+is the one before it dropped: whenever a worker is lost, one snapshot is whole. Only where a worker has no other one to
+send to does the client fetch and keep its part.
 
 Could replicas that survive go on from what they hold, without a snapshot? Their states may be a step apart, because
 several steps are under way at once; one may have changed its running statistics in a step that it could not finish; and
@@ -13,17 +14,18 @@ doubts, and where it costs little it is taken every few steps, so that little is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from onebox.engine.copies import Copies, Part, Place, Sending, behind_runs, find_buddies, join_runs
+from onebox.engine.copies import CLIENT, Copies, Part, Place, Sending, behind_runs, find_buddies, join_runs
+from onebox.engine.fetching import Fetch
 from onebox.engine.remote import RemoteState
 from onebox.errors import PeerLost
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Kept, Slots
-from onebox.wire.state import Drop, Give, Snapshot, Take
+from onebox.wire.state import Drop, Extent, Give, Snapshot, Take
 
 _LOOK_S = 0.002
 """How often to look for what comes while nothing else is to be done."""
@@ -42,6 +44,7 @@ class _Taking:
         awaited: Slots that are not filled yet, of each worker.
         carried: Answers of those who carry.
         polled: Answers to the question which slots are filled.
+        fetches: What the client fetches.
     """
 
     slot: int
@@ -52,6 +55,7 @@ class _Taking:
     awaited: dict[int, set[int]] = field(default_factory=dict)
     carried: list[Future[Answer]] = field(default_factory=list)
     polled: dict[int, Future[Answer]] = field(default_factory=dict)
+    fetches: list[Fetch] = field(default_factory=list)
 
 
 class Snapshots:
@@ -95,8 +99,9 @@ class Snapshots:
         hosts = {device.number: device.host for device in self._pool.devices}
         sizes = {name: self._remote.named.spec(name).size_bytes for name in holdings.circles}
         workers = [*holdings.devices, *idle]
-        self._sendings = find_buddies(holdings.circles, sizes, workers, hosts) if reachable else {}
-        for worker, sending in self._sendings.items():
+        self._sendings = find_buddies(holdings.circles, sizes, workers, hosts, reachable=reachable)
+        between = {worker: sending for worker, sending in self._sendings.items() if sending.buddy != CLIENT}
+        for worker, sending in between.items():
             self._groups[worker] = self._pool.form_group((worker, sending.buddy), "workers", aside=True)
         self._drop(self._slots)
         self._slots = set()
@@ -137,7 +142,9 @@ class Snapshots:
             if not all(future.done() for future in taking.asked.values()):
                 return None
             taking.copies = self._send(taking)
-        if taking.awaited and not self._have_come(taking):
+        for fetch in taking.fetches:
+            fetch.look()
+        if (taking.awaited and not self._have_come(taking)) or not all(fetch.whole for fetch in taking.fetches):
             return None
         self._taking = None
         self._slots -= taking.copies.slots
@@ -188,19 +195,28 @@ class Snapshots:
             runs = join_runs(starts, copies.specs, sending.names) if sending else []
             if sending is None or not runs:
                 continue
-            buddy, group, slot = sending.buddy, self._groups[worker], self._pool.new_number()
-            self._slots.add((buddy, slot))
-            take = Take(slot, tuple(size for _, size in runs), group, 0)
-            give = Give(taking.slot, tuple(runs), group, 1, taking.over_s)
-            taking.carried += [
-                self._pool.post(buddy, [take], answer=True),
-                self._pool.post(worker, [give], answer=True),
-            ]
-            taking.awaited.setdefault(buddy, set()).add(slot)
-            taking.awaited.setdefault(worker, set())  # asked, too: it says why it cannot send
+            slot = self._pool.new_number()
+            if sending.buddy == CLIENT:
+                taking.fetches.append(Fetch(self._pool, worker, taking.slot, runs, taking.over_s))
+                copies.here[slot] = taking.fetches[-1].buffer
+            else:
+                self._carry(taking, worker, sending.buddy, slot, runs)
             for item, start in behind_runs(starts, runs, sending.names).items():
-                copies.add(item, Place(buddy, slot, start))
+                copies.add(item, Place(sending.buddy, slot, start))
         return copies
+
+    def _carry(self, taking: _Taking, worker: int, buddy: int, slot: int, runs: Sequence[Extent]) -> None:
+        """Let a worker send parts of its slot to another one."""
+        group = self._groups[worker]
+        self._slots.add((buddy, slot))
+        take = Take(slot, tuple(size for _, size in runs), group, 0)
+        give = Give(taking.slot, tuple(runs), group, 1, taking.over_s)
+        taking.carried += [
+            self._pool.post(buddy, [take], answer=True),
+            self._pool.post(worker, [give], answer=True),
+        ]
+        taking.awaited.setdefault(buddy, set()).add(slot)
+        taking.awaited.setdefault(worker, set())  # asked, too: it says why it cannot send
 
     def _have_come(self, taking: _Taking) -> bool:
         """Tell whether all that is sent has come; ask again where it is not known."""

@@ -152,6 +152,7 @@ KINDS = {
     "workers": Kind(plan=data_parallel),
     "client": Kind(plan=lambda: data_parallel(sync="client")),
     "stages": Kind(plan=pipelined),
+    "alone": Kind(plan=lambda: data_parallel(1, sync="client")),
     "split with running statistics": Kind(plan=split, case="cnn", optimizer="sgd"),
 }
 
@@ -210,6 +211,17 @@ def test_a_run_with_losses_ends_with_the_same_bits(
         assert not story.gone
         assert story.plan is None
         assert story.step - story.snapshot_step == story.redone <= 2 * EVERY + 1
+
+
+def test_a_worker_that_reaches_no_other_has_its_state_kept_by_the_client(
+    pool: onebox.Pool, undisturbed: Callable[[str], Outcome]
+) -> None:
+    blows = [
+        Blow(worker=0, signal=signal.SIGKILL, step=step, delay_s=delay_s) for step, delay_s in ((5, 0.01), (9, 0.0))
+    ]
+    found = run(pool, KINDS["alone"], blows)
+    assert_same(found, undisturbed("alone"))
+    assert [story.replaced for story in found[2]] == [(0,), (0,)]
 
 
 def test_a_worker_dies_while_a_run_begins(undisturbed: Callable[[str], Outcome]) -> None:

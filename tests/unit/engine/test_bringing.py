@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from onebox.engine.bringing import Wanted, bring, wanted_spec
-from onebox.engine.copies import Copies, Item, Part
+from onebox.engine.copies import CLIENT, Copies, Item, Part, Place, behind_runs, join_runs
+from onebox.engine.fetching import Fetch
 from onebox.graph.placements import REPLICATE, Placement, Shard, shard_of
 from onebox.pool import Answer, Pool
 from onebox.wire import TensorSpec, from_frame, spec_of
@@ -110,6 +111,38 @@ def test_what_a_worker_lacks_is_brought_in_pieces_and_is_then_kept_there_too() -
     copies.lose([0, 1])
     assert copies.missing() is None
     assert list(bring(rigs.pool, copies, 2, wanted)) == first
+
+
+def test_what_the_client_has_fetched_is_brought_to_a_worker() -> None:
+    rigs = Rigs(2)
+    long = torch.randn(2, PIECE_BYTES // 8 + 3, dtype=torch.float64)
+    copies = snapshot_of(rigs, REPLICATE, [0], weight=long)
+    starts = {item: places[0].start for item, places in copies.places.items()}
+    runs = join_runs(starts, copies.specs, {"w"})
+    fetch = Fetch(rigs.pool, 0, 20, runs, over_s=0.0)
+    looks = 0
+    while not fetch.whole:
+        fetch.look()
+        looks += 1
+    assert rigs.posted[Read] == -(-len(fetch.buffer) // PIECE_BYTES) > looks > 1
+    copies.here[77] = fetch.buffer
+    for item, start in behind_runs(starts, runs, {"w"}).items():
+        copies.add(item, Place(CLIENT, 77, start))
+    wanted = everything(copies, REPLICATE, 0, spec_of(long))
+    expected = filled(rigs, 0, wanted, list(bring(rigs.pool, copies, 0, wanted)))
+    copies.lose([0])
+    places = list(bring(rigs.pool, copies, 1, wanted))
+    for found, one in zip(filled(rigs, 1, wanted, places), expected, strict=True):
+        assert torch.equal(found, one)
+
+
+def test_what_is_fetched_is_spread_over_time() -> None:
+    rigs = Rigs(1)
+    copies = snapshot_of(rigs, REPLICATE, [0])
+    fetch = Fetch(rigs.pool, 0, 20, [(0, copies.specs[Item("w", "", 0)].size_bytes)], over_s=3600.0)
+    fetch.look()
+    fetch.look()
+    assert rigs.posted[Read] == 1, "the next one is not due yet"
 
 
 @pytest.mark.parametrize(

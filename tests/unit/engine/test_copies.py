@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.engine.copies import Copies, Item, Part, Place, Sending, behind_runs, find_buddies, join_runs
+from onebox.engine.copies import CLIENT, Copies, Item, Part, Place, Sending, behind_runs, find_buddies, join_runs
 from onebox.graph.placements import Shard
 from onebox.wire import TensorSpec
 from onebox.wire.sayings import Kept
@@ -130,7 +130,22 @@ def test_what_is_on_one_host_is_sent_to_another() -> None:
 def test_a_worker_that_holds_nothing_can_keep_something() -> None:
     found = find_buddies({"a": [(0,)]}, {"a": 8}, [0, 1], {0: "one", 1: "two"})
     assert found == {0: Sending(buddy=1, names=frozenset("a"))}
-    assert find_buddies({"a": [(0,)]}, {"a": 8}, [0], {0: "one"}) == {}
+
+
+def test_the_client_keeps_what_no_other_worker_can() -> None:
+    kept = {0: Sending(buddy=CLIENT, names=frozenset("a"))}
+    assert find_buddies({"a": [(0,)]}, {"a": 8}, [0], {0: "one"}) == kept
+    both = {0: "one", 1: "two"}
+    assert find_buddies({"a": [(0,)], "b": [(0, 1)]}, {"a": 8, "b": 8}, [0, 1], both, reachable=False) == kept
+
+
+def test_what_lies_with_the_client_is_not_lost() -> None:
+    copies = copies_of((0, 5, BOTH))
+    for item in list(copies.specs):
+        copies.add(item, Place(CLIENT, 6, 0))
+    copies.lose([0])
+    assert copies.missing() is None
+    assert not copies.slots, "workers are not asked to drop it"
 
 
 def test_shares_are_sent_by_those_who_have_them() -> None:
@@ -165,8 +180,9 @@ def test_everything_is_on_two_hosts_or_else_on_two_workers(
         for members in sets:
             buddies = {found[one].buddy for one in members if one in found and name in found[one].names}
             having = {*members, *buddies}
-            assert len({hosts[one] for one in having}) >= min(2, len(set(hosts.values())))
-            assert len(having) >= min(2, len(workers))
+            assert len({hosts.get(one, "client") for one in having}) >= min(2, len(set(hosts.values())))
+            assert len(having) >= 2
+            assert CLIENT not in having or len(workers) == 1
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
