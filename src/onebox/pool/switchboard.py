@@ -375,7 +375,7 @@ class Switchboard:
     def _hung(self, worker: int, why: str) -> WorkerHung:
         place = self._lines[worker].place
         return WorkerHung(
-            f"{place} {why}; it is taken for hung and the pool is given up\n  {AFTERWARDS}",
+            f"{place} {why}; it is taken for hung\n  {AFTERWARDS}",
             worker=place.worker,
             host=place.host,
             device=place.device,
