@@ -194,6 +194,7 @@ def test_limits_hold_for_all_connections_of_a_client() -> None:
         first = made.client("ana")
         second = made.client("ana", first.keys)
         first.ask(HALF)
+        made.until("leased")
         second.ask(HALF)
         assert "2 devices; allowed are 1" in second.take(Refused).reason
         assert "time is over" in first.take(LeaseEnded).why

@@ -110,10 +110,7 @@ def test_a_watch_goes_on_when_an_agent_is_gone(lines: list[Line]) -> None:
     watch.close(within_s=10)
 
 
-def test_status_of_agents_some_of_which_do_not_answer(
-    lines: list[Line], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")  # what runs the tests may have said another width
+def test_status_of_agents_some_of_which_do_not_answer(lines: list[Line], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     table = capsys.readouterr().out
     assert "no answer from an agent at away" in table
