@@ -194,12 +194,16 @@ class Guard:
             self._snapshots.drop(before)
         if self._cost_s:
             self.cadence.snapshot_took(self._cost_s + self._asking_s)
+        else:
+            self.cadence.pass_over()
         self._cost_s = 0.0
 
     def _give_up(self) -> None:
         """Forget the snapshot under way."""
         self._snapshots.give_up()
         self._begun().give_up()
+        self.cadence.pass_over()
+        self._cost_s = 0.0
 
     # ---- after a loss
 

@@ -161,6 +161,11 @@ class Cadence:
         self._costs_s.append(seconds)
         self._most = min(_TRUST * self._most, MOST_APART)
 
+    def pass_over(self) -> None:
+        """Take note that a snapshot has come whose cost says nothing of others: one of a state just brought to workers,
+        which are still slow."""
+        self._beside_s.clear()
+
     @property
     def every(self) -> int:
         """Steps from one snapshot to the next."""

@@ -158,7 +158,7 @@ def test_a_first_snapshot_that_was_dear_does_not_put_the_next_one_off_for_long()
     assert cadence.every == 4 * FIRST_AFTER
     for _ in range(2):
         cadence.snapshot_took(0.001)
-    assert cadence.every == 5
+    assert cadence.every == 8  # 0.001 s in steps of 0.007 s
 
 
 def test_what_steps_take_longer_beside_a_snapshot_is_part_of_its_cost() -> None:
@@ -166,15 +166,25 @@ def test_what_steps_take_longer_beside_a_snapshot_is_part_of_its_cost() -> None:
     for cadence in (alone, beside):
         for _ in range(5):
             cadence.step_took(0.1)
-        cadence.step_took(0.13, beside=cadence is beside)
+        cadence.step_took(0.12, beside=cadence is beside)
         cadence.step_took(0.11, beside=cadence is beside)
         cadence.snapshot_took(0.001)
     assert alone.every == 1
-    assert beside.every == 14  # 0.041 s in steps of 0.1 s
-    assert beside.apart_s == pytest.approx(1.4)
+    assert beside.every == 16  # 0.031 s in steps of 0.1 s
+    assert beside.apart_s == pytest.approx(1.6)
     beside.snapshot_took(-0.5)  # as of steps that happened to be fast
     beside.snapshot_took(-0.5)
     assert beside.every == 1
+
+
+def test_steps_of_workers_that_have_just_begun_are_no_cost() -> None:
+    cadence = Cadence()
+    for _ in range(5):
+        cadence.step_took(0.1)
+    cadence.step_took(0.9, beside=True)
+    cadence.pass_over()
+    cadence.snapshot_took(0.001)
+    assert cadence.every == 1
 
 
 def test_dearer_snapshots_are_further_apart() -> None:
