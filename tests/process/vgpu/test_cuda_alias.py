@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,3 +241,20 @@ def test_safetensors_see_tied_weights(tmp_path: Path) -> None:
     other = Tied().cuda()
     assert load_model(other, tmp_path / "one.safetensors", device="cuda:0") == (set(), [])
     assert other.head.weight.tolist() == model.head.weight.tolist() == stored.tolist()
+
+
+# ---- afterwards
+
+AFTERWARDS = """
+import onebox, torch
+from onebox.vgpu import alias_cuda
+with onebox.open("cpu*2", threads=1):
+    with alias_cuda():
+        torch.cuda.set_device(1)
+    print(torch.ones(1).to("vgpu").get_device(), torch.tensor([1.0], device="vgpu").get_device())
+"""
+
+
+def test_the_current_device_is_known_when_cuda_means_it_no_longer() -> None:
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["1", "1"]), done.stderr

@@ -18,7 +18,7 @@ import torch.backends.cuda
 import torch.backends.cudnn
 from torch.autograd import profiler
 
-from onebox.vgpu import box
+from onebox.vgpu import box, unnumbered
 from onebox.vgpu.cuda.amp import translate_amp
 from onebox.vgpu.cuda.distributed import translate_distributed
 from onebox.vgpu.cuda.entries import translate_entries
@@ -77,6 +77,7 @@ def alias_cuda() -> CudaAlias:
     with _lock:
         if not _active:
             install()
+            unnumbered.register(box.current_device)  # which lasts, so it must not come above what is undone
             made = CudaAlias()
             try:
                 _translate(made._patches)
