@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ import torch
 
 from onebox.errors import OneboxError, OperatorError, PeerLost
 from onebox.pool import Pool
+from onebox.pool.failures import CAUSE_S
 from onebox.pool.switchboard import Answer
 from onebox.vgpu.ahead import Ahead
 from onebox.vgpu.coding import Batches, Record
@@ -28,6 +30,9 @@ from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
 from onebox.wire.eager import DefaultType, Perform
 from onebox.wire.messages import Call, Define, Free, Get, Instruction
 from onebox.wire.sayings import Made, Tensors
+
+_LOOK_S = 0.002
+"""How often to look for what failed on another device."""
 
 CALLS = 64
 """Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
@@ -261,13 +266,22 @@ class Stream:
             future = told = None
 
     def _cause(self, error: OneboxError) -> BaseException | None:
-        """Return what failed on another device, where this one says only that something does not come from there."""
-        for stream in self.others if isinstance(error, PeerLost) else ():
-            with stream.lock:
-                found = stream._ahead.failed()
-                if isinstance(found, OperatorError):
-                    stream._ahead.told()
-                    return found
+        """Return what failed on another device, where this one says only that something does not come from there.
+
+        The other one may say so a moment later.
+        """
+        end_s = time.monotonic() + CAUSE_S
+        busy = isinstance(error, PeerLost)
+        while busy and time.monotonic() < end_s:
+            busy = False
+            for stream in self.others:
+                with stream.lock:
+                    busy = busy or len(stream._ahead) > 0
+                    found = stream._ahead.failed()
+                    if isinstance(found, OperatorError):
+                        stream._ahead.told()
+                        return found
+            time.sleep(_LOOK_S if busy else 0)
         return None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
