@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import os
 import stat
-import tempfile
 import time
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
+
+from onebox.files import put_file
 
 FORMAT = 1
 """Version of the files: another one counts as not there."""
@@ -100,7 +101,7 @@ def store(key: str, value: object) -> bool:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _own(folder)
-        _write(folder / f"{key}.json", content)
+        put_file(folder / f"{key}.json", content)
     except (OSError, RuntimeError):
         return False
     _prune(folder)
@@ -118,20 +119,6 @@ def _own(folder: Path) -> None:
         raise PermissionError(f"{folder} is no folder of this user")
     if about.st_mode & 0o077:
         folder.chmod(0o700)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put a file in place whole or not at all; other writers of the same do not disturb."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _prune(folder: Path) -> None:

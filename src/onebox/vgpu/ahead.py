@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
 
+from onebox.errors import OperatorError
+from onebox.pool.failures import CAUSE_S
 from onebox.pool.switchboard import Answer
 
 MESSAGES = 256
@@ -13,6 +19,9 @@ round trip of 60 ms to a device that does 1,000 steps a second, of four messages
 
 BYTES = 256 << 20
 """Bytes of uploads that may be on their way."""
+
+_LOOK_S = 0.002
+"""How often to look for what failed on another device."""
 
 
 class Ahead:
@@ -55,3 +64,25 @@ class Ahead:
             message, size_bytes = self._messages.popleft()
             self._size_bytes -= size_bytes
             self._failed = self._failed or message.exception()
+
+
+def failed_first(others: Sequence[tuple[AbstractContextManager[Any], Ahead]]) -> OperatorError | None:
+    """Return what failed on another device, where one says only that something does not come from there.
+
+    The other one may say so a moment later, up to :data:`~onebox.pool.failures.CAUSE_S`.
+
+    Args:
+        others: The messages on their way to the other devices, each with its lock.
+    """
+    end_s, busy = time.monotonic() + CAUSE_S, True
+    while busy and time.monotonic() < end_s:
+        busy = False
+        for lock, ahead in others:
+            with lock:
+                busy = busy or len(ahead) > 0
+                found = ahead.failed()
+                if isinstance(found, OperatorError):
+                    ahead.told()
+                    return found
+        time.sleep(_LOOK_S if busy else 0)
+    return None

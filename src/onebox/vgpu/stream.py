@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 
-from onebox.errors import OneboxError, OperatorError, PeerLost
+from onebox.errors import OneboxError, PeerLost
 from onebox.pool import Pool
-from onebox.pool.failures import CAUSE_S
 from onebox.pool.switchboard import Answer
-from onebox.vgpu.ahead import Ahead
+from onebox.vgpu.ahead import Ahead, failed_first
 from onebox.vgpu.coding import Batches, Record
 from onebox.vgpu.interrupts import deliver, interruptible, shielded
 from onebox.vgpu.recipe import Recipe
@@ -30,9 +28,6 @@ from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
 from onebox.wire.eager import DefaultType, Perform
 from onebox.wire.messages import Call, Define, Free, Get, Instruction
 from onebox.wire.sayings import Made, Tensors
-
-_LOOK_S = 0.002
-"""How often to look for what failed on another device."""
 
 CALLS = 64
 """Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
@@ -256,7 +251,8 @@ class Stream:
             _wait(future)
             return future.result()
         except OneboxError as error:
-            told = self._cause(error)
+            missed = isinstance(error, PeerLost)
+            told = failed_first([(each.lock, each._ahead) for each in self.others]) if missed else None
             with self.lock:
                 self._ahead.told()  # what failed before this, it is the cause of, or hidden by this
             if told is not None:
@@ -264,25 +260,6 @@ class Stream:
             raise
         finally:
             future = told = None
-
-    def _cause(self, error: OneboxError) -> BaseException | None:
-        """Return what failed on another device, where this one says only that something does not come from there.
-
-        The other one may say so a moment later.
-        """
-        end_s = time.monotonic() + CAUSE_S
-        busy = isinstance(error, PeerLost)
-        while busy and time.monotonic() < end_s:
-            busy = False
-            for stream in self.others:
-                with stream.lock:
-                    busy = busy or len(stream._ahead) > 0
-                    found = stream._ahead.failed()
-                    if isinstance(found, OperatorError):
-                        stream._ahead.told()
-                        return found
-            time.sleep(_LOOK_S if busy else 0)
-        return None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
         """Send what is recorded and, behind it, some instructions; return what the worker will answer.

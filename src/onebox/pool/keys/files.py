@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from onebox.errors import UsageError
+from onebox.files import put_file
 
 MOST_BYTES = 1 << 20
 """Of one file."""
@@ -111,13 +111,4 @@ def _lock(descriptor: int, folder: Path) -> None:
 def write(path: Path, value: object) -> None:
     """Put a file in place whole or not at all, readable for this user alone."""
     content = msgspec.json.format(msgspec.json.encode(value)) + b"\n"
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # mode 0600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    put_file(path, content)
