@@ -24,26 +24,9 @@ from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import NOTICED_S, Host, start, until
 from tests.reference import Outcome, assert_same, train
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 STEPS = 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for this test's own keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("config")
-        patch.setenv("ONEBOX_CONFIG", str(path))
-        patch.delenv("ONEBOX_POOL", raising=False)
-        yield path
-
-
-@pytest.fixture(scope="module")
-def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two agents that every test leaves with nothing leased."""
-    made = start(2)
-    yield made[0], made[1]
-    for host in made:
-        host.kill()
 
 
 @pytest.fixture(scope="module")

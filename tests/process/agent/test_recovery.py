@@ -20,8 +20,10 @@ from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from onebox.pool.agents.source import connect_agent
 from tests.models import CASES, OPTIMIZERS
-from tests.process.agent.hosts import Host, start, until
+from tests.process.agent.hosts import Host, until
 from tests.process.stages import staged
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 STEPS = 10
 BEFORE = 4
@@ -34,25 +36,6 @@ SAMPLES = 8
 MICRO_BATCH = 2
 
 Story = tuple[dict[str, Tensor], tuple[Recovery, ...]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for this test's own keys."""
-    with pytest.MonkeyPatch.context() as patch:
-        path = tmp_path_factory.mktemp("config")
-        patch.setenv("ONEBOX_CONFIG", str(path))
-        patch.delenv("ONEBOX_POOL", raising=False)
-        yield path
-
-
-@pytest.fixture(scope="module")
-def hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two agents, each on a host of its own for all that a client knows."""
-    made = start(2)
-    yield made[0], made[1]
-    for host in made:
-        host.kill()
 
 
 @pytest.fixture(scope="module")
