@@ -11,6 +11,7 @@ from onebox.engine.history import Recovery
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from tests.models import CASES, OPTIMIZERS
+from tests.process.cli.commands import assert_gone
 from tests.process.cluster.conftest import Nodes
 
 STEPS = 10
@@ -27,6 +28,7 @@ def run(pool: Pool, *, killed: int | None = None) -> tuple[dict[str, Tensor], tu
             if number == BEFORE and killed is not None:
                 worker = psutil.Process(pool.process_ids[killed])
                 psutil.Process(worker.ppid()).kill()
+                assert_gone([worker])  # the few steps that are left could be done before it notices
             trainer.step(*batch)
         return trainer.tensors(), trainer.recoveries
 

@@ -113,9 +113,9 @@ class AgentLine:
         self._numbers = 0
         self._open, self._stopping = False, False
         self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
+        asked = self._ask(self._introduction)  # before a refusal can come, which is for those that wait for something
         self._thread.start()
         try:
-            asked = self._ask(self._introduction)
             self.introduced: Introduced = self._answer(asked, Introduced, CONNECT_S)
             wrong = mismatch(own_versions(), self.introduced.versions, address)
             if wrong is not None:
