@@ -17,6 +17,14 @@ from onebox.plan.shares import apportion, deal
 
 Sync = Literal["workers", "client"]
 
+Fate = Literal["keep", "recompute", "offload"]
+"""What becomes of the activations of a stage until its backward: they stay on the device; they are dropped, and made
+again from the stage's inputs by its backward; or they go to the host's memory and come back. The two other fates that a
+part of a model may have are its place: a stage on a CPU worker, or on another device."""
+
+Update = Literal["device", "host"]
+"""Where the optimizer's state is, and its step is computed."""
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
 """Names of schedules; ``table`` stands for one that the plan spells out."""
 
@@ -101,6 +109,7 @@ class Plan(_Part, frozen=True):
         table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
         sync: Where gradients are averaged: worker to ``workers``, or at the ``client``, which only a plan of one stage
             may do.
+        update: Where the optimizer's state is, and its step is computed.
         predicted: What the planner expected.
         format: Version of the file.
     """
@@ -110,6 +119,7 @@ class Plan(_Part, frozen=True):
     schedule: str = "1f1b"
     table: tuple[str, ...] = ()
     sync: Sync = "workers"
+    update: Update = "device"
     predicted: Prediction | None = None
     format: int = 1
 
