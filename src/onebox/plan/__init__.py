@@ -4,7 +4,7 @@ from onebox.plan.costs import stage_work
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
-from onebox.plan.plan import SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, Update, as_data
+from onebox.plan.plan import SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, UpdateAt, as_data
 from onebox.plan.predict import predict
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
@@ -45,6 +45,7 @@ __all__ = [
     "Time",
     "Transfer",
     "Update",
+    "UpdateAt",
     "Value",
     "Work",
     "apportion",

@@ -22,7 +22,7 @@ Fate = Literal["keep", "recompute", "offload"]
 again from the stage's inputs by its backward; or they go to the host's memory and come back. The two other fates that a
 part of a model may have are its place: a stage on a CPU worker, or on another device."""
 
-Update = Literal["device", "host"]
+UpdateAt = Literal["device", "host"]
 """Where the optimizer's state is, and its step is computed."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
@@ -119,7 +119,7 @@ class Plan(_Part, frozen=True):
     schedule: str = "1f1b"
     table: tuple[str, ...] = ()
     sync: Sync = "workers"
-    update: Update = "device"
+    update: UpdateAt = "device"
     predicted: Prediction | None = None
     format: int = 1
 
