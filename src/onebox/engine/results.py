@@ -176,6 +176,8 @@ class Event:
         start_ns: When it began, on the monotonic clock.
         end_ns: When it ended.
         action: The action of the plan's schedule that was computed, if it was one.
+        peak_bytes: The most bytes that the worker had in use meanwhile, by its own accounting.
+        used_bytes: Those in use after it.
     """
 
     worker: int
@@ -185,19 +187,21 @@ class Event:
     start_ns: int
     end_ns: int
     action: Action | None = None
+    peak_bytes: int = 0
+    used_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """When the workers did what in one step.
+    """When the workers did what in one step, and what memory it took.
 
     Args:
         step: The training step.
-        workers: For each worker, what its instructions are, and start and end of each.
+        workers: For each worker, what its instructions are, start and end of each, and peak and use of memory of each.
     """
 
     step: int
-    workers: Mapping[int, tuple[Sequence[Label], tuple[int, ...]]]
+    workers: Mapping[int, tuple[Sequence[Label], tuple[int, ...], tuple[int, ...]]]
 
     def events(self) -> list[Event]:
         """Return what happened."""
@@ -210,7 +214,9 @@ class StepTrace:
                 start_ns=times[2 * index],
                 end_ns=times[2 * index + 1],
                 action=label.action,
+                peak_bytes=memory[2 * index],
+                used_bytes=memory[2 * index + 1],
             )
-            for worker, (labels, times) in self.workers.items()
+            for worker, (labels, times, memory) in self.workers.items()
             for index, label in enumerate(labels)
         ]

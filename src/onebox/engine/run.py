@@ -142,7 +142,7 @@ class TrainingRun:
             self.guard.ended(step)
         if self._settings.trace:
             traced = {
-                worker: (routine.labels, answer.times_ns)
+                worker: (routine.labels, answer.times_ns, answer.used_bytes)
                 for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
             }
             self.traces.append(StepTrace(step=step, workers=traced))

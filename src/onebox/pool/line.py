@@ -25,11 +25,13 @@ class Answer:
         results: One for each instruction that answers.
         frames: Elements of the tensors among them.
         times_ns: Start and end of each instruction of a traced routine.
+        used_bytes: For each of them, the most bytes in use while it ran, and those in use after it.
     """
 
     results: tuple[Result, ...]
     frames: Sequence[Any]
     times_ns: tuple[int, ...]
+    used_bytes: tuple[int, ...] = ()
 
 
 class Line:

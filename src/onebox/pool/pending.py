@@ -76,7 +76,7 @@ class Pending:
             future = self.futures.pop((place.worker, reply.number), None)
         if reply.failure is None:
             if future is not None and not future.done():
-                future.set_result(Answer(reply.results, frames, reply.times_ns))
+                future.set_result(Answer(reply.results, frames, reply.times_ns, reply.used_bytes))
             return
         error = to_error(reply.failure, place)
         if reply.number == 0:  # about a message that it could not read, so that nobody knows whose answer is missing

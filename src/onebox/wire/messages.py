@@ -26,7 +26,7 @@ from onebox.wire.eager import (
 from onebox.wire.program import Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]

@@ -134,12 +134,14 @@ class Reply(Message, frozen=True, tag="reply"):
         results: One for each instruction that answers, in order.
         failure: What went wrong, if anything did; then there are no results.
         times_ns: With ``Run.trace``: for each instruction of the routine, its start and end on the monotonic clock.
+        used_bytes: Likewise: the most bytes that were in use while it ran, and those in use after it.
     """
 
     number: int
     results: tuple[Result, ...] = ()
     failure: Failure | None = None
     times_ns: tuple[int, ...] = ()
+    used_bytes: tuple[int, ...] = ()
 
 
 class Beat(Message, frozen=True, tag="beat"):

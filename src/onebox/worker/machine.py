@@ -82,6 +82,7 @@ class Machine:
         self.store = BufferStore(quota_bytes)
         self.frames_out: list[Any] = []
         self.times_ns: list[int] = []
+        self.used_bytes: list[int] = []
         self._device = device
         self._channel = channel
         self._report = report
@@ -134,8 +135,8 @@ class Machine:
             return reference if reference >= 0 else bindings[-1 - reference]
 
         self._run = run
-        self._trace = trace = Trace(run.trace)
-        self.times_ns = trace.times_ns
+        self._trace = trace = Trace(self.store if run.trace else None)
+        self.times_ns, self.used_bytes = trace.times_ns, trace.used_bytes
         results: list[Result] = []
         nothing: Iterator[Any] = iter(())
         poisoned: Poisoned | None = None

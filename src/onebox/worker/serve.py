@@ -248,7 +248,7 @@ class Server:
         machine = self.machine
         self._number, self._failed = envelope.number, False
         results: list[Result] = []
-        machine.times_ns, machine.frames_out = [], []
+        machine.times_ns, machine.used_bytes, machine.frames_out = [], [], []
         left = iter(frames)
         for instruction in envelope.instructions:
             if isinstance(instruction, Bye):
@@ -262,7 +262,8 @@ class Server:
             if any(True for _ in left):
                 self._report(Failure("protocol", "message", "it has more frames than its instructions need"))
         if envelope.answer and not self._failed:
-            reply = Reply(envelope.number, tuple(results), None, tuple(machine.times_ns))
+            traced = tuple(machine.times_ns), tuple(machine.used_bytes)
+            reply = Reply(envelope.number, tuple(results), None, *traced)
             self.say(reply, machine.frames_out)
         return True
 

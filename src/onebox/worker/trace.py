@@ -1,30 +1,36 @@
-"""When the instructions of a traced run began and ended."""
+"""When the instructions of a traced run began and ended, and what memory they took."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+from onebox.worker.store import BufferStore
+
 
 class Trace:
-    """Start and end of each instruction of a run; see :class:`onebox.wire.messages.Run` for what they mean.
+    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.messages.Run` for what they mean.
 
     Args:
-        active: Whether times are taken.
+        store: The buffers whose bytes are noted; ``None`` for a trace that notes nothing.
     """
 
-    def __init__(self, active: bool = False) -> None:
+    def __init__(self, store: BufferStore | None = None) -> None:
         self.times_ns: list[int] = []
-        self._active = active
+        self.used_bytes: list[int] = []
+        self._store = store
         self._until_ns = 0
         self._running = False
+        self._peak_before = 0
 
     def begin(self) -> None:
         """Note that an instruction begins."""
-        if self._active:
+        store = self._store
+        if store is not None:
             self.times_ns.append(time.monotonic_ns())
             self._until_ns = 0
             self._running = True
+            self._peak_before, store.peak_bytes = store.peak_bytes, store.used_bytes
 
     def ready(self) -> None:
         """Note that what the instruction reads is there, so that it begins only now."""
@@ -36,10 +42,13 @@ class Trace:
         self._until_ns = end_ns
 
     def end(self) -> None:
-        """Note that the instruction has ended."""
-        if self._active:
+        """Note that the instruction has ended: when, its peak, and what is in use after it."""
+        store = self._store
+        if store is not None:
             self.times_ns.append(max(time.monotonic_ns(), self._until_ns))
             self._running = False
+            self.used_bytes += (store.peak_bytes, store.used_bytes)
+            store.peak_bytes = max(self._peak_before, store.peak_bytes)
 
     def later(self) -> Callable[[int], None]:
         """Return what notes when that which the instruction has started was there, after it has ended."""

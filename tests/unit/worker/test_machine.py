@@ -401,6 +401,18 @@ def test_a_traced_run_times_each_instruction(rig: Rig) -> None:
     assert rig.machine.times_ns == []
 
 
+def test_a_traced_run_tells_what_each_instruction_has_in_use(rig: Rig) -> None:
+    rig.do(Define(50, Routine((Call(100, (1,), (2,)), Call(100, (2,), (3,), (0,)), Free((1, 3))), 0)))
+    rig.machine.store.reserve(5 * X.nbytes)
+    before = rig.machine.store.peak_bytes
+    rig.do(Run(50, trace=True))
+    size = X.nbytes
+    assert rig.machine.used_bytes == [2 * size, 2 * size, 3 * size, 2 * size, 2 * size, 0]
+    assert rig.machine.store.peak_bytes == before, "the peak of all times is not touched"
+    rig.do(Run(50))
+    assert rig.machine.used_bytes == []
+
+
 def test_random_operators_depend_on_seed_step_and_micro_batch_and_on_nothing_else(rig: Rig) -> None:
     wide = TensorSpec("float64", (50,))
     draw = [Operator("aten.bernoulli.p", (Slot(0), 0.5), {}, (n + 1,), (wide,), (), n) for n in range(2)]
