@@ -29,11 +29,13 @@ class Case:
         build: Makes the model; called under a fixed seed.
         data: Makes (inputs, targets) of so many samples from a generator.
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
+        draws: Whether training draws random numbers.
     """
 
     build: Callable[[], nn.Module]
     data: Callable[[int, torch.Generator], tuple[Any, Any]]
     loss: Callable[[Any, Any], Tensor] = field(default=functional.cross_entropy)
+    draws: bool = False
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         """Return the model, with the same weights each time."""
@@ -115,13 +117,40 @@ def resnet() -> nn.Module:
     return ResNet(ImageShape(channels=2, height=16, width=16), CLASSES, base_width=4)
 
 
-def gpt2() -> nn.Module:
+def alexnet() -> nn.Module:
+    """Five convolutions and three linear layers, as in AlexNet: pools that overlap, responses normalised, dropout."""
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 5, padding=2), nn.ReLU(), nn.LocalResponseNorm(3), nn.MaxPool2d(3, stride=2)),
+        *(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.LocalResponseNorm(3), nn.MaxPool2d(3, stride=2)),
+        *(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(8, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.5), nn.Linear(6, 12), nn.ReLU()),
+        *(nn.Dropout(0.5), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES)),
+    )
+
+
+def vgg() -> nn.Module:
+    """Three blocks of small convolutions, each with a pool behind it, and three linear layers with dropout."""
+    layers: list[nn.Module] = []
+    before = 2
+    for count, channels in ((1, 4), (2, 6), (2, 8)):
+        for _ in range(count):
+            layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU(inplace=True)]
+            before = channels
+        layers.append(nn.MaxPool2d(2))
+    for features in (12, 12):
+        layers += [nn.Flatten(), nn.Linear(before, features), nn.ReLU(inplace=True), nn.Dropout(0.5)]
+        before = features
+    return nn.Sequential(*layers, nn.Linear(before, CLASSES))
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
     """A 2-layer GPT-2 of Hugging Face, whose output layer is its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=WORDS, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
@@ -369,9 +398,18 @@ CASES: dict[str, Case] = {
     "inception": Case(build=Inception, data=images),
     "late": Case(build=Late, data=several),
     "prompted": Case(build=Prompted, data=words),
-    "dropping": Case(build=Dropping, data=words),
+    "dropping": Case(build=Dropping, data=words, draws=True),
 }
 """Every kind of model that must train exactly; all but ``dropping`` draw no random numbers."""
+
+FATED: dict[str, Case] = {
+    "alexnet": Case(build=alexnet, data=larger_images, draws=True),
+    "vgg": Case(build=vgg, data=images, draws=True),
+    "unet": CASES["unet"],
+    "resnet": CASES["resnet"],
+    "gpt2": Case(build=lambda: gpt2(dropout=0.2), data=text, loss=logits_of_words, draws=True),
+}
+"""Models whose segments get every fate: what becomes of their activations, and where they are computed."""
 
 Groups = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -85,7 +85,7 @@ def reference(name: str, plan: Plan, sizes: Sequence[int], **options: Any) -> Ou
     case = CASES[name]
     model = case.model()
     optimizer = OPTIMIZERS[options.pop("optimizer", "adamw")](model)
-    around = drawing(SEED) if name == "dropping" else None
+    around = drawing(SEED) if case.draws else None
 
     def cut(size: int) -> list[int]:
         return [part.size for part in plan.micro_batches(size)]

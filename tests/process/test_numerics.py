@@ -107,7 +107,7 @@ def train_here(run: Setting, sizes: list[int]) -> Outcome:
     def cut(size: int) -> list[int]:
         return [part.size for part in plan.micro_batches(size)]
 
-    around = drawing(SEED) if run.model == "dropping" else None
+    around = drawing(SEED) if case.draws else None
     return train(model, case.loss, OPTIMIZERS[run.optimizer](model), case.batches(sizes), cut, around=around)
 
 
