@@ -230,6 +230,12 @@ class Compiler:
                 found[number] = tensors[name].nbytes
         return found
 
+    @property
+    def gradients(self) -> dict[int, str]:
+        """The parameter of each buffer that a gradient comes to be in."""
+        assert self._lowering is not None
+        return self._lowering.gradients
+
     def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
         key = (batch.signature(batch.size), train)
         if key not in self._compiled:

@@ -6,7 +6,9 @@ many buffers view it; a program needs its footprint on top of what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
@@ -14,37 +16,83 @@ from onebox.wire import Program, TensorSpec, specs_by_slot
 from onebox.wire.messages import Call, Free, Gather, Receive, Reduce, Routine, Step, StoredProgram
 
 
-def peak_of(
-    routine: StepRoutine,
-    *,
-    held: Mapping[int, int],
-    leaves: Mapping[tuple[int, int], int],
-    optimizer_bytes: int,
-) -> int:
-    """Return the most bytes that a worker uses at any time of a step, after the first.
+@dataclass(frozen=True)
+class Held:
+    """A buffer that is there all the time.
+
+    Args:
+        what: ``state``, a parameter or a buffer of the model or the loss; or ``constant``, of the graph.
+        name: The name of a state.
+        size_bytes: Its bytes.
+    """
+
+    what: Literal["state", "constant"]
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a worker has when a step begins, after the first.
 
     Args:
         routine: The worker's routine.
-        held: Bytes of the buffers that are there all the time, by number: parameters, buffers, constants.
+        held: The buffers that are there all the time, by number.
         leaves: Bytes of each (micro-batch, tensor of inputs and targets) that the routine is given.
+        gradients: The parameter of each buffer that a gradient comes to be in, by number.
         optimizer_bytes: The optimizer's state.
     """
-    ledger = _Ledger(optimizer_bytes)
-    for number, size_bytes in held.items():
-        ledger.fill(number, size_bytes)
-    for number, (_, spec) in routine.constants.items():
+
+    routine: StepRoutine
+    held: Mapping[int, Held]
+    leaves: Mapping[tuple[int, int], int]
+    gradients: Mapping[int, str]
+    optimizer_bytes: int
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The instructions of the routine."""
+        (steps,) = (d.what.steps for d in self.routine.definitions if isinstance(d.what, Routine))
+        return steps
+
+    @property
+    def programs(self) -> dict[int, Program]:
+        """The programs that they call, by number."""
+        definitions = self.routine.definitions
+        return {d.number: d.what.program for d in definitions if isinstance(d.what, StoredProgram)}
+
+
+def peak_of(contents: Contents) -> int:
+    """Return the most bytes that a worker uses at any time of a step."""
+    return max((ledger.peak_bytes for ledger in follow(contents)), default=0)
+
+
+def follow(contents: Contents) -> Iterator[Ledger]:
+    """Go through a step: yield the ledger as it is before the first instruction, and after each.
+
+    It is one object, which goes on. Its peak is that of the instruction before.
+    """
+    ledger = Ledger(contents.optimizer_bytes)
+    for number, held in contents.held.items():
+        ledger.fill(number, held.size_bytes)
+    for number, (_, spec) in contents.routine.constants.items():
         ledger.fill(number, spec.size_bytes)
-    for index, leaf in enumerate(routine.leaves):
-        ledger.fill(-1 - index, leaves[leaf])
-    programs = {d.number: d.what.program for d in routine.definitions if isinstance(d.what, StoredProgram)}
-    (steps,) = (d.what.steps for d in routine.definitions if isinstance(d.what, Routine))
-    for step in steps:
+    for index, leaf in enumerate(contents.routine.leaves):
+        ledger.fill(-1 - index, contents.leaves[leaf])
+    programs = contents.programs
+    yield ledger
+    for step in contents.steps:
+        ledger.peak_bytes = ledger.used_bytes
         ledger.follow(step, programs)
-    return ledger.peak_bytes
+        yield ledger
 
 
-class _Ledger:
-    """Buffers and their storages."""
+class Ledger:
+    """Buffers and their storages.
+
+    Args:
+        charged_bytes: What counts beside buffers.
+    """
 
     def __init__(self, charged_bytes: int) -> None:
         self.used_bytes = charged_bytes
@@ -70,6 +118,10 @@ class _Ledger:
                 self.fill(step.into, step.spec.size_bytes)
             case _:  # the others fill no buffer, or one that is there
                 pass
+
+    def buffers(self) -> dict[int, tuple[int, int]]:
+        """Return for each buffer the number of its storage, and the bytes of that."""
+        return {number: (storage, self._sizes[storage]) for number, storage in self._storage.items()}
 
     def fill(self, number: int, size_bytes: int) -> None:
         """Fill a buffer with a storage of its own."""

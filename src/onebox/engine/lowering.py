@@ -58,6 +58,12 @@ class Lowering:
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
         self._statistics = Statistics(holdings, numbers, model)
 
+    @property
+    def gradients(self) -> dict[int, str]:
+        """The parameter of each buffer that a gradient comes to be in: those of one micro-batch, and their sums."""
+        both = (self._gradients.fresh, self._gradients.sums)
+        return {number: name for numbers in both for name, number in numbers.items()}
+
     def train(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""
         tables = _Tables(job, self._numbers.new, self._holdings.ranks)

@@ -11,7 +11,7 @@ from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.compiler import Captures, Compiler
 from onebox.engine.holdings import Holdings, Members
-from onebox.engine.ledger import peak_of
+from onebox.engine.ledger import Contents, Held, peak_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
@@ -117,30 +117,39 @@ class Ready:
             batch: The batch.
             ahead: How many batches like it lie there already for later steps.
         """
+        found = {}
+        for worker, contents in self.contents(batch).items():
+            waiting = sum(contents.leaves[leaf] for leaf in contents.routine.leaves)
+            found[worker] = peak_of(contents) + ahead * waiting
+        return found
+
+    def contents(self, batch: Batch) -> dict[int, Contents]:
+        """Return what each worker has when a step with a batch begins, from which its memory can be followed."""
         compiled = self.compiler.step(batch)
         leaves = {
             (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
             for part in compiled.micro_batches
             for leaf, tensor in enumerate(batch.leaves)
         }
-        constants = self.compiler.constant_bytes(batch)
+        constants = {n: Held("constant", "", size) for n, size in self.compiler.constant_bytes(batch).items()}
         state = self._remote.named
         found = {}
         for worker, routine in compiled.routines.items():
             held = {
-                state.numbers[n]: self._holdings.spec(worker, n, state.spec(n)).size_bytes
+                state.numbers[n]: Held("state", n, self._holdings.spec(worker, n, state.spec(n)).size_bytes)
                 for n in self._holdings.held_by(worker, state.tensors)
             }
             trained = [
                 self._holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self._holdings.held_by(worker, self._trained)
             ]
-            found[worker] = peak_of(
-                routine,
+            found[worker] = Contents(
+                routine=routine,
                 held={**held, **constants},
                 leaves=leaves,
+                gradients=self.compiler.gradients,
                 optimizer_bytes=int(self._factor * sum(trained)) + self._fixed_bytes * len(trained),
-            ) + ahead * sum(leaves[leaf] for leaf in routine.leaves)
+            )
         return found
 
     def close(self) -> None:
