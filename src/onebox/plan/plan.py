@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -55,13 +56,18 @@ class Stage(_Part, frozen=True):
         segments: Names of its segments; empty in a plan of one stage, which is the whole model.
         replicas: For each replica its devices, by their numbers in the pool; several split its layers.
         shares: Each replica's share of the batch; they add up to something positive.
+        fate: What becomes of its activations until its backward. Another one than ``keep`` is for plans of several
+            stages, which may be on one device: a single stage goes back right after forward, and would gain nothing.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     shares: tuple[float, ...]
     segments: tuple[str, ...] = ()
+    fate: Fate = "keep"
 
     def __post_init__(self) -> None:
+        if self.fate not in get_args(Fate):
+            raise UsageError(f"fate={self.fate!r} of a stage: allowed are {_quoted(Fate)}")
         if not self.replicas or len(self.replicas) != len(self.shares) or not all(self.replicas):
             raise UsageError(f"{len(self.shares)} shares for {len(self.replicas)} devices: one for each is needed")
         devices = [device for replica in self.replicas for device in replica]
@@ -135,6 +141,13 @@ class Plan(_Part, frozen=True):
         if self.schedule not in (*SCHEDULES, "table") or (self.schedule == "table") != bool(self.table):
             raise UsageError(
                 f"schedule={self.schedule!r}: allowed are {', '.join(SCHEDULES)}, or 'table' with the rows in 'table'"
+            )
+        if self.update not in get_args(UpdateAt):
+            raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
+        if len(self.stages) == 1 and self.stages[0].fate != "keep":
+            raise UsageError(
+                f"fate={self.stages[0].fate!r} in a plan of one stage, which goes back right after forward and would "
+                "gain nothing; divide the model into several stages by their segments (they may be on one device)"
             )
         if not self.whole:
             self._check_stages()
@@ -221,6 +234,15 @@ class Plan(_Part, frozen=True):
     def describe(self) -> str:
         """Return one line for a person."""
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
+        return ", ".join((self._where(cut), *self._memory()))
+
+    def _memory(self) -> list[str]:
+        """Return what is said of fates and of the optimizer's place, where these are not the usual ones."""
+        told = Counter(stage.fate for stage in self.stages if stage.fate != "keep")
+        said = [f"{count} {'recomputed' if fate == 'recompute' else 'offloaded'}" for fate, count in told.items()]
+        return [*said, *(["the optimizer on the host"] if self.update == "host" else [])]
+
+    def _where(self, cut: str) -> str:
         if len(self.devices) == 1:
             return f"{_count(len(self.stages), 'stage')} on device {self.devices[0]}, {cut}"
         if len(self.stages) > 1 or self.split:
@@ -268,6 +290,10 @@ class Plan(_Part, frozen=True):
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number > 1 else "")
+
+
+def _quoted(literal: Any) -> str:
+    return ", ".join(map(repr, get_args(literal)))
 
 
 def _replicas(stage: Stage) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from onebox.errors import UsageError
 from onebox.plan import SCHEDULES, MicroBatch, Plan, Prediction, Stage, apportion, as_data, deal
@@ -34,7 +35,8 @@ def stages(draw: st.DrawFn, name: str, number: int) -> Stage:
     first = 12 * number if width > 1 else 0
     devices = draw(st.permutations(range(first, first + 12)))[: width * len(shares)]
     replicas = tuple(tuple(devices[i : i + width]) for i in range(0, len(devices), width))
-    return Stage(segments=(name, f"{name}.more"), replicas=replicas, shares=shares)
+    fate = draw(st.sampled_from(["keep", "recompute", "offload"]))
+    return Stage(segments=(name, f"{name}.more"), replicas=replicas, shares=shares, fate=fate)
 
 
 @st.composite
@@ -43,7 +45,8 @@ def staged_plans(draw: st.DrawFn) -> Plan:
     made = tuple(draw(stages(f"part{number}", number + 1)) for number in range(count))
     schedule = draw(st.sampled_from([*SCHEDULES, "table"]))
     table = ("0: 0F0 0B0",) if schedule == "table" else ()
-    return Plan(stages=made, micro_batch=draw(st.integers(1, 40)), schedule=schedule, table=table)
+    update = draw(st.sampled_from(["device", "host"]))
+    return Plan(stages=made, micro_batch=draw(st.integers(1, 40)), schedule=schedule, table=table, update=update)
 
 
 plans = data_parallel_plans() | staged_plans()
@@ -168,6 +171,7 @@ TWO = Stage(segments=("b",), replicas=((1,),), shares=(1.0,))
         ({"replicas": ((0,), (0,)), "shares": (1.0, 1.0)}, "each may be there once"),
         ({"replicas": ((0, 0),)}, "each may be there once"),
         ({"replicas": ((-1,),)}, "by its number in the pool"),
+        ({"fate": "forget"}, "fate='forget' of a stage: allowed are 'keep', 'recompute', 'offload'"),
     ],
 )
 def test_stages_that_are_none(changed: dict[str, Any], message: str) -> None:
@@ -191,6 +195,8 @@ def test_stages_that_are_none(changed: dict[str, Any], message: str) -> None:
         ({"stages": (ONE, ONE)}, "segment 'a' is in two stages"),
         ({"stages": (ONE, Stage(replicas=((1,),), shares=(1.0,)))}, "a stage has no segment"),
         ({"format": 2}, "knows format 1"),
+        ({"update": "cloud"}, "update='cloud': allowed are 'device', 'host'"),
+        ({"stages": (replace(ONE, fate="offload"),)}, "gain nothing; divide the model into several stages"),
     ],
 )
 def test_plans_that_are_none(changed: dict[str, Any], message: str) -> None:
@@ -209,6 +215,11 @@ def test_a_plan_describes_itself() -> None:
     replicated = Stage(segments=("b",), replicas=((1, 3), (2, 4)), shares=(1.0, 1.0))
     staged = Plan(stages=(ONE, replicated), micro_batch=8, schedule="zb-h1")
     assert staged.describe() == "2 stages on devices 0; 1+3 | 2+4, micro-batches of 8, schedule zb-h1"
+    spans = tuple(replace(ONE, segments=(name,), fate=fate) for name, fate in (("a", "recompute"), ("b", "offload")))
+    thrifty = Plan(stages=spans, micro_batch=8, update="host")
+    assert thrifty.describe() == (
+        "2 stages on device 0, micro-batches of 8, 1 recomputed, 1 offloaded, the optimizer on the host"
+    )
 
 
 # ---- plan files
@@ -242,6 +253,7 @@ def test_an_edited_plan_file_may_leave_out_what_has_a_default() -> None:
         ('{"stages": [{"replicas": [[0]], "shares": [1]}], "micro_batches": 4}', "unknown field `micro_batches`"),
         ('{"stages": [{"replicas": [["cpu"]], "shares": [1]}]}', r"got `str` - at `\$\.stages\[0\]\.replicas"),
         ('{"stages": [{"replicas": [[0]], "shares": [0]}]}', "not all 0"),
+        ('{"stages": [{"replicas": [[0]], "shares": [1], "fate": "sell"}]}', r"'sell' - at `\$\.stages\[0\]\.fate`"),
     ],
 )
 def test_a_plan_file_that_is_none_says_where(text: str, message: str, tmp_path: Path) -> None:
