@@ -131,8 +131,13 @@ class RemoteState:
         places = tuple(bring(self._pool, copies, worker, wanted))
         return Recall(self._optimizer_number, tuple(entries), places)
 
-    def define_optimizer(self, trained: tuple[str, ...], holdings: Holdings) -> int:
+    def define_optimizer(self, trained: tuple[str, ...], holdings: Holdings, *, host: bool = False) -> int:
         """Define the optimizer over the parameters that have gradients, on their holders; return its number.
+
+        Args:
+            trained: Those parameters.
+            holdings: Who holds them.
+            host: Whether it is to step in the memory of each holder's host.
 
         Raises:
             OneboxError: A worker refuses it.
@@ -146,7 +151,7 @@ class RemoteState:
                 self._trained[worker] = held
                 self._owned[worker] = holdings.owned_by(worker, trained)
                 entries, tensors = state_entries(self._share(worker, holdings), held)
-                definition = optimizer_definition(self.optimizer, self.named, held, entries)
+                definition = optimizer_definition(self.optimizer, self.named, held, entries, host=host)
                 instructions: list[Instruction] = [Define(self._optimizer_number, definition)]
                 if self._copies is not None:
                     instructions.append(self._recall(self._copies, worker, held, holdings))

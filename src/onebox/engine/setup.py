@@ -80,7 +80,8 @@ class Ready:
     ) -> None:
         self.plan = plan
         self._remote = remote
-        self._factor, self._fixed_bytes = optimizer_factor(remote.optimizer)
+        on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
+        self._factor, self._fixed_bytes = (0.0, 0) if on_host else optimizer_factor(remote.optimizer)
         self.compiler = Compiler(pool, plan, captures, remote.new_number)
         self._pool = pool
         self._groups: dict[Members, int] = {}
@@ -100,7 +101,7 @@ class Ready:
                 holdings,
                 trained=trained,
                 state=remote.named.numbers,
-                optimizer=remote.define_optimizer(trained, holdings),
+                optimizer=remote.define_optimizer(trained, holdings, host=on_host),
                 groups=self._groups,
                 max_norm=max_norm,
             )

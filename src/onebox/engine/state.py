@@ -109,15 +109,26 @@ def optimizer_definition(
     state: NamedState,
     trained: tuple[str, ...],
     entries: tuple[StateEntry, ...],
+    *,
+    host: bool = False,
 ) -> Optimizer:
-    """Describe an optimizer for a worker."""
+    """Describe an optimizer for a worker.
+
+    Args:
+        optimizer: The user's optimizer.
+        state: Parameters and buffers.
+        trained: The parameters that the worker steps.
+        entries: What it remembers of them.
+        host: Whether it is to step in the host's memory.
+    """
     position = {name: index for index, name in enumerate(trained)}
     names = {id(state.tensors[name]): name for name in state.parameters}
     groups = []
     for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
         members = tuple(position[name] for p in group["params"] if (name := names[id(p)]) in position)
         groups.append((members, options))
-    return Optimizer(type(optimizer).__name__, tuple(groups), tuple(state.numbers[name] for name in trained), entries)
+    numbers = tuple(state.numbers[name] for name in trained)
+    return Optimizer(type(optimizer).__name__, tuple(groups), numbers, entries, host=host)
 
 
 def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:

@@ -215,6 +215,7 @@ class Define(Message, frozen=True, tag="define"):
     """Store something under a number."""
 
     number: int
+        host: Whether its state is in the host's memory, and its steps are computed there.
     what: StoredProgram | Routine | Optimizer | Kernel | Block | Generator
 
 
@@ -222,6 +223,7 @@ class Put(Message, frozen=True, tag="put"):
     """Fill buffers from the next frames, one frame a buffer."""
 
     buffers: tuple[int, ...]
+    host: bool = False
     specs: tuple[TensorSpec, ...]
 
 

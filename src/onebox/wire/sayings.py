@@ -78,12 +78,23 @@ class Digest(Message, frozen=True, tag="digest"):
 
 
 class Memory(Message, frozen=True, tag="memory"):
-    """Answer to ``Ask("memory")``: bytes of buffers now, the most so far, and the quota; bytes of slots on the host."""
+    """Answer to ``Ask("memory")``.
+
+    Args:
+        used_bytes: Of buffers, now.
+        peak_bytes: The most of them so far.
+        quota_bytes: The most that they may be; 0 for no limit.
+        kept_bytes: Of slots, on the host.
+        host_bytes: Of what is on the host instead of the device: optimizers that step there, activations that wait.
+        host_peak_bytes: The most of it so far.
+    """
 
     used_bytes: int
     peak_bytes: int
     quota_bytes: int
     kept_bytes: int = 0
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
 
 
 class OptimizerState(Message, frozen=True, tag="state"):

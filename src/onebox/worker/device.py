@@ -16,6 +16,7 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.messages import Optimizer, StoredProgram
+from onebox.worker.host import HostMemory
 from onebox.worker.memory import sleep_until, wake_on_time
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.tape import Progress, Tape
@@ -67,14 +68,17 @@ class Device:
         check_cost(stored.cost_s)
         return Tape(stored.program, self.device, stored.layouts)
 
-    def optimizer(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> NativeOptimizer:
+    def optimizer(
+        self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor], host: HostMemory
+    ) -> NativeOptimizer:
         """Make an optimizer over buffers of this device; see :class:`NativeOptimizer`.
 
         Raises:
             WireError: It is not allowed.
+            QuotaExceeded: It steps on the host, which has no room.
         """
         check_cost(spec.cost_s)
-        return NativeOptimizer(spec, parameters, state)
+        return NativeOptimizer(spec, parameters, state, host)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Seed the random numbers of one operator from all that says where in the run it is; see :meth:`unseed`."""

@@ -13,6 +13,7 @@ from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import Drop, Fill, Give, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
 from onebox.worker.courier import Courier
 from onebox.worker.faults import FaultInjector
+from onebox.worker.host import HostMemory
 from onebox.worker.membership import Memberships
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.snapshots import SHARE, Slots
@@ -25,6 +26,7 @@ class Keeper:
     Args:
         device: Where buffers live.
         store: The buffers.
+        host: The account of the host's memory.
         groups: The groups that this worker is in.
         definition: Finds a definition of a kind by its number.
         faults: Faults to inject, for tests.
@@ -34,11 +36,13 @@ class Keeper:
         self,
         device: torch.device,
         store: BufferStore,
+        host: HostMemory,
         groups: Memberships,
         definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
         faults: FaultInjector,
     ) -> None:
         self._store = store
+        self._host = host
         self._groups = groups
         self._definition = definition
         self._slots = Slots(device, faults, limit_bytes=SHARE * store.quota_bytes)
@@ -85,11 +89,14 @@ class Keeper:
         return []
 
     def memory(self, *, anew: bool) -> Memory:
-        """Return what buffers and slots take; let the peak start anew, if asked to."""
-        store = self._store
-        memory = Memory(store.used_bytes, store.peak_bytes, store.quota_bytes, self._slots.used_bytes)
+        """Return what buffers, slots and all else on the host take; let the peaks start anew, if asked to."""
+        store, host = self._store, self._host
+        kept_bytes = self._slots.used_bytes
+        memory = Memory(
+            store.used_bytes, store.peak_bytes, store.quota_bytes, kept_bytes, host.used_bytes, host.peak_bytes
+        )
         if anew:
-            store.peak_bytes = store.used_bytes
+            store.peak_bytes, host.peak_bytes = store.used_bytes, host.used_bytes
         return memory
 
     def filled(self, slots: Sequence[int]) -> Filled:

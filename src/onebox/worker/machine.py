@@ -42,6 +42,7 @@ from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
 from onebox.worker.groups import Bucket, ClientChannel
+from onebox.worker.host import HostMemory
 from onebox.worker.keeper import Keeper
 from onebox.worker.membership import Memberships, groups_of
 from onebox.worker.optimizer import NativeOptimizer
@@ -80,6 +81,7 @@ class Machine:
     ) -> None:
         self.progress = Progress()
         self.store = BufferStore(quota_bytes)
+        self.host = HostMemory(quota_bytes)
         self.frames_out: list[Any] = []
         self.times_ns: list[int] = []
         self.used_bytes: list[int] = []
@@ -91,7 +93,7 @@ class Machine:
         self._eager = Eager(device, self.store, self._definitions, self.progress, report)
         self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
-        self._keeper = Keeper(device.device, self.store, self._groups, self._definition, faults)
+        self._keeper = Keeper(device.device, self.store, self.host, self._groups, self._definition, faults)
         self._trace = Trace()
         self._run = Run(0)
 
@@ -230,12 +232,13 @@ class Machine:
         self._owed.pop(number, None)
         if isinstance(gone, NativeOptimizer):
             self.store.charge(-gone.charged_bytes)
+            gone.close()
 
     def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
         parameters = [self.store.get(number) for number in spec.parameters]
         specs = [entry.value for entry in spec.state if isinstance(entry.value, TensorSpec)]
         state = [from_frame(one, next(frames)) for one in specs]
-        return self._device.optimizer(spec, parameters, state)
+        return self._device.optimizer(spec, parameters, state, self.host)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         for number, spec in zip(put.buffers, put.specs, strict=True):

@@ -12,6 +12,8 @@ from onebox.errors import WireError
 from onebox.wire.messages import Optimizer, Options
 from onebox.wire.state import StateEntry
 from onebox.wire.tensors import spec_of
+from onebox.worker.host import HostMemory
+from onebox.worker.masters import Masters, runs
 
 ALLOWED = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -27,21 +29,31 @@ KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 class NativeOptimizer:
     """An optimizer that updates buffers in place.
 
+    One that steps on the host keeps its state there, and copies of parameters that are elsewhere; parameters that are
+    in the host's memory already, those of a CPU worker, are stepped where they are. Either way its steps have the bits
+    that they would have on a CPU.
+
     Args:
         spec: Class, groups and options.
         parameters: The buffers, in the order of ``spec.parameters``.
         state: Tensors for the entries of ``spec.state`` that have one, in order.
+        host: The account of the host's memory, for one that steps there.
 
     Raises:
         WireError: The class is not allowed or this torch has not got it, or the options are not its.
+        QuotaExceeded: The account has no room.
     """
 
-    def __init__(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> None:
+    def __init__(
+        self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor], host: HostMemory | None = None
+    ) -> None:
         if spec.name not in ALLOWED or not hasattr(torch.optim, spec.name):
             raise WireError(f"optimizer {spec.name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
         self.numbers = spec.parameters
         self.cost_s = spec.cost_s
-        self.parameters = parameters
+        self._host = (host or HostMemory(0)) if spec.host else None
+        self._masters = self._copies(parameters) if spec.host and parameters else None
+        self.parameters = parameters = self._masters.tensors if self._masters else parameters
         groups = [
             {"params": [parameters[index] for index in members], **self._options(options)}
             for members, options in spec.groups
@@ -57,6 +69,7 @@ class NativeOptimizer:
         for group in self.optimizer.param_groups:
             self._choose_kernel(group)
         self._stepped = False
+        self._charged_bytes, self._host_bytes = 0, 0
         self.remember(spec.state, state)
 
     def remember(self, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
@@ -66,7 +79,7 @@ class NativeOptimizer:
             plain = isinstance(entry.value, bool | int | float | None)
             value = entry.value if plain else self._place(entry, next(left))
             self.optimizer.state[self.parameters[entry.parameter]][entry.key] = value
-        self._charged_bytes = self._count()
+        self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
         """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""
@@ -91,18 +104,32 @@ class NativeOptimizer:
         Returns:
             The norm before scaling, where ``max_norm`` is positive.
         """
+        if len(gradients) != len(self.parameters):
+            raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
+        factor = None
         if max_norm > 0:
             norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-            gradients = [gradient * factor.to(gradient.dtype) for gradient in gradients]
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.contiguous()  # fused kernels take for granted that it lies as the parameter does
-        self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        if self._masters is not None:
+            self._masters.step(gradients, factor, self._apply)
+        elif factor is None:
+            self._apply(range(len(gradients)), gradients)
+        else:
+            for run in runs(gradients):  # scaled copies of all at once would be as much memory as the gradients
+                self._apply(run, [gradients[index] * factor.to(gradients[index].dtype) for index in run])
         if not self._stepped:
-            self._stepped, self._charged_bytes = True, self._count()
+            self._stepped = True
+            self._count()
         return None if norm is None else float(norm)
+
+    def _apply(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Step some parameters; the others, which have no gradient, stay as they are."""
+        for index, gradient in zip(members, gradients, strict=True):
+            # fused kernels take for granted that it lies as the parameter does
+            self.parameters[index].grad = gradient.contiguous()
+        self.optimizer.step()
+        for index in members:
+            self.parameters[index].grad = None
 
     def state(self) -> tuple[list[StateEntry], list[Tensor]]:
         """Return the entries of the state and the tensors of those that have one."""
@@ -121,12 +148,29 @@ class NativeOptimizer:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes of the state's tensors, as of the last step."""
+        """Bytes of the state's tensors on the device, as of the last step; none where it is on the host."""
         return self._charged_bytes
 
-    def _count(self) -> int:
+    def close(self) -> None:
+        """Give back what is counted as the host's memory. Idempotent."""
+        if self._host is not None:
+            self._host.charge(-self._host_bytes)
+            self._host_bytes = 0
+
+    def _count(self) -> None:
+        """Count the state anew, and what is kept of the parameters."""
         values = [value for state in self.optimizer.state.values() for value in state.values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        size_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+        if self._host is None:
+            self._charged_bytes = size_bytes
+            return
+        size_bytes += self._masters.size_bytes if self._masters else 0
+        self._host.charge(size_bytes - self._host_bytes)
+        self._host_bytes = size_bytes
+
+    def _copies(self, parameters: list[Tensor]) -> Masters | None:
+        """Return copies of parameters that the host cannot step where they are."""
+        return Masters(parameters) if parameters[0].device.type == "cuda" else None
 
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options as the class takes them."""
@@ -134,6 +178,8 @@ class NativeOptimizer:
 
     def _choose_kernel(self, group: dict[str, Any]) -> None:
         """Let one kernel update all parameters of a group, unless the user chose otherwise."""
+        if self._masters is not None and group.get("capturable"):
+            group["capturable"] = False  # what CUDA graphs need, and CPU kernels refuse
         if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
             return
         unsuited = group.get("differentiable") or group.get("capturable")

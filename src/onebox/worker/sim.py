@@ -24,6 +24,7 @@ from onebox.errors import UsageError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.messages import Optimizer, Options, StoredProgram
 from onebox.worker.device import Device, check_cost, wait_until
+from onebox.worker.host import HostMemory
 from onebox.worker.memory import wake_on_time
 from onebox.worker.optimizer import KERNEL_OPTIONS, NativeOptimizer
 from onebox.worker.tape import Progress, Seed, Tape
@@ -77,10 +78,12 @@ class SimDevice(Device):
         check_cost(stored.cost_s)
         return SimTape(stored)
 
-    def optimizer(self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor]) -> NativeOptimizer:
+    def optimizer(
+        self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor], host: HostMemory
+    ) -> NativeOptimizer:
         """Make an optimizer that has a state and no values."""
         check_cost(spec.cost_s)
-        return SimOptimizer(spec, parameters, state)
+        return SimOptimizer(spec, parameters, state, host)
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""

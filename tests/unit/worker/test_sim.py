@@ -30,6 +30,7 @@ from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
 from onebox.wire.state import StateEntry
 from onebox.worker import sim as module
 from onebox.worker.device import Device
+from onebox.worker.host import HostMemory
 from onebox.worker.optimizer import ALLOWED, NativeOptimizer
 from onebox.worker.sim import MEMORY_BYTES, SimDevice, SimOptimizer, SimTape, wake_promptly
 from onebox.worker.store import BufferStore, Poisoned
@@ -295,4 +296,6 @@ def test_a_state_that_is_empty_can_be_asked_for(rig: Rig) -> None:
 
 def test_optimizers_that_no_worker_runs_are_refused() -> None:
     with pytest.raises(WireError, match="not allowed"):
-        SimDevice().optimizer(Optimizer("LBFGS", (((0,), {}),), (1,)), [torch.empty(2, device="meta")], [])
+        SimDevice().optimizer(
+            Optimizer("LBFGS", (((0,), {}),), (1,)), [torch.empty(2, device="meta")], [], HostMemory(0)
+        )
