@@ -262,7 +262,7 @@ class Compiler:
         if key not in self._models:
             traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
-            programs = traced.divide(stages)
+            programs = traced.divide(stages, fates=[stage.fate for stage in self._plan.stages])
             self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled)
             self._settled = self._settled or self._models[key].placements
         return self._models[key]

@@ -5,7 +5,9 @@ gradients of its inputs) and W (the rest: the gradients of its parameters). The 
 over the phases; a value that another phase needs goes out of the phase that makes it under a port of kind ``value``,
 numbered by its place in the whole graph, so that a skip connection is a value like any other.
 
-What is cheaper to make again than to hand on is made again: views of a value, and constants made from nothing.
+What is cheaper to make again than to hand on is made again: views of a value, and constants made from nothing. Of a
+stage that is to be *recomputed*, everything that its backward needs of its own forward is: such a stage keeps nothing
+but what comes from other stages, and buffers as they were before forward changed them.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Division:
         owner: For inputs that forward changes, the stage that does.
         stages: How many.
         order: The place of each node in the graph.
+        remade: Stages whose backward makes the values of their forward again.
     """
 
     joint: Joint
@@ -68,6 +71,7 @@ class Division:
     owner: Mapping[fx.Node, int]
     stages: int
     order: Mapping[fx.Node, int]
+    remade: frozenset[int] = frozenset()
 
     def value(self, node: fx.Node) -> Port:
         """Return the port of a value."""
@@ -95,13 +99,24 @@ class Division:
         """Return the phase that gives something out for good; what is an input itself comes from the last stage."""
         if node in self.stage_of or node in self.owner:
             return self.phase(node, early)
-        behind: PhaseKind = "B" if early is None else "W"
-        return Phase(self.stages - 1, behind if port.kind == "gradient" else "F")
+        last = self.stages - 1
+        behind: PhaseKind = "B" if early is None else "I" if last in self.remade else "W"
+        return Phase(last, behind if port.kind == "gradient" else "F")
+
+    def computed_in(self, phase: Phase, node: fx.Node, early: set[fx.Node] | None) -> bool:
+        """Tell whether a phase computes a node, because it belongs there or because it is made again there."""
+        own = self.phase(node, early)
+        again = own == Phase(phase.stage, "F") and phase.stage in self.remade and phase.kind in ("B", "I")
+        return own == phase or (again and node in self.stage_of)
 
 
 def early_half(division: Division) -> set[fx.Node]:
-    """Return the nodes of backward that other stages wait for."""
-    early: set[fx.Node] = set()
+    """Return the nodes of backward that other stages wait for; of a stage that is recomputed all, so that it is once.
+
+    The nodes of the whole backward of such a stage use values that are there once it has made them again; to hand them
+    on to a second half would keep what recomputing is to free.
+    """
+    early = {n for n, stage in division.stage_of.items() if stage in division.remade and n not in division.ahead}
     for node in reversed(list(division.stage_of)):
         if node in division.ahead:
             continue
@@ -161,14 +176,14 @@ def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | No
             continue
         if node in division.lasting:
             body.inputs.add(node)
-        elif division.phase(node, early) != phase:
+        elif not division.computed_in(phase, node, early):
             chain, source = again(node, division)
             body.nodes.update(chain)
             if source is None:
                 continue
             if source in division.lasting:
                 body.inputs.add(source)
-            elif division.phase(source, early) == phase:
+            elif division.computed_in(phase, source, early):
                 stack.append(source)
             else:
                 body.given.add(source)

@@ -111,19 +111,25 @@ class TracedModel:
         """The names of the model's segments, in the order of forward."""
         return self._segments.names
 
-    def divide(self, stages: Sequence[Sequence[str]] | None = None) -> ModelPrograms:
+    def divide(
+        self, stages: Sequence[Sequence[str]] | None = None, *, fates: Sequence[str] | None = None
+    ) -> ModelPrograms:
         """Return the programs of stages.
 
         Args:
             stages: The names of the segments of each stage; ``None`` for one stage. A segment that is not named goes
                 with the one before it, and names that the model does not have are passed over: captures of a model
                 for evaluation may have fewer.
+            fates: What becomes of the values of each stage's forward until its backward. With ``recompute`` backward
+                makes them again, from what other stages gave; random operators draw the same numbers again, and in
+                halves I is all of backward, and W is empty. Any other fate leaves the programs as they are.
 
         Raises:
             UsageError: A stage needs a value of a later one.
             CaptureError: An operator that cannot travel.
         """
-        division = self._division(stages or [self.segments])
+        remade = frozenset(stage for stage, fate in enumerate(fates or ()) if fate == "recompute")
+        division = self._division(stages or [self.segments], remade)
         outputs = [*self._kept, *self._terms(division)]
         bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
         made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
@@ -143,7 +149,7 @@ class TracedModel:
 
     # ---- dividing
 
-    def _division(self, stages: Sequence[Sequence[str]]) -> Division:
+    def _division(self, stages: Sequence[Sequence[str]], remade: frozenset[int]) -> Division:
         place = _stage_of_segments(self._segments, stages)
         inputs = dict(self._joint.inputs)
         stage_of: dict[fx.Node, int] = {}
@@ -173,6 +179,7 @@ class TracedModel:
             owner=owner,
             stages=len(stages),
             order=self._order,
+            remade=remade,
         )
         self._require_order(division)
         return division

@@ -158,9 +158,11 @@ def whole(traced: Traced) -> Ran:
     return run(model, traced.given, order_of(model, halves=False))
 
 
-def check_division(traced: Traced, stages: Sequence[Sequence[str]], expected: Ran) -> ModelPrograms:
+def check_division(
+    traced: Traced, stages: Sequence[Sequence[str]], expected: Ran, fates: Sequence[str] | None = None
+) -> ModelPrograms:
     """Require that stages make what one stage makes, whole and in halves; return their programs."""
-    model = traced.model.divide(stages)
+    model = traced.model.divide(stages, fates=fates)
     for halves in (False, True):
         assert_alike(run(model, traced.given, order_of(model, halves=halves)), expected)
     return model
