@@ -1,0 +1,368 @@
+"""The choice of fates: what becomes of a chain's activations on one device, so that a step is quickest under a budget.
+
+A chain of links, in the order of forward, is cut into spans, and each span gets a fate:
+
+- ``keep``: what its backward needs stays on the device;
+- ``recompute``: only what crosses its end stays; its backward makes the rest again, which takes its forward once more;
+- ``offload``: what its backward needs goes to the host while the next span computes forward, and comes back while that
+  span computes backward; what of either transfer does not hide there is waited for. Such a span is one link: a longer
+  one would only hold more for longer;
+- ``cpu``: the host's processor computes it. Values and gradients that cross its ends travel, and nothing hides that:
+  with several micro-batches others compute meanwhile, which the simulator knows, and this model does not.
+
+With `h` the bytes that earlier spans hold until their backward, and `p` what a span that is offloaded just before it
+still holds during its forward (and holds again during its backward), a span needs, beside its inputs, in forward
+`h + p +` what it makes `+` work, and in backward `h + p +` all that its backward reads `+` work. Every other
+micro-batch in flight holds what the whole chain holds. A call is the price of each further span.
+
+The program is exact for this model but for the rounding of held bytes up to whole buckets. Its states are (end of the
+span, whether that was offloaded, bytes held); a test compares it with the same model as an integer program.
+
+Where the parts come from: segments that are computed again, Chen et al. 2016 (arXiv:1604.06174); dynamic programming
+over (position, memory) on chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020
+(doi:10.1007/978-3-030-57675-2_10); the window in which a transfer hides, Rhu et al. 2016 (arXiv:1602.08124, "vDNN") and
+Peng et al. 2020 (doi:10.1145/3373376.3378505, "Capuchin"); integer programs as the exact answer, Jain et al. 2020
+(arXiv:1910.02653, "Checkmate") and Schuler et al. 2022 (doi:10.1145/3568956, "XEngine").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ChainFate = Literal["keep", "recompute", "offload", "cpu"]
+
+FATES: tuple[ChainFate, ...] = ("keep", "recompute", "offload", "cpu")
+
+_BUCKETS = 1500
+_GUESSES = 12
+"""So many totals of what a micro-batch in flight may hold are tried."""
+
+
+class Link(NamedTuple):
+    """A part of a chain that is never cut, for one micro-batch.
+
+    Args:
+        forward_s: Seconds of forward on the device.
+        backward_s: Seconds of backward, recomputation aside.
+        saved_bytes: Of what its forward makes, what a backward reads.
+        boundary_bytes: What crosses its end and is needed later; 0 at the end of the chain.
+        forward_work_bytes: Needed beyond those while forward runs.
+        backward_work_bytes: Needed beyond those while backward runs, gradients included.
+        cpu_forward_s: Seconds of forward on the host's processor; ``None`` if it cannot be there.
+        cpu_backward_s: Seconds of backward there.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+    boundary_bytes: int
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+    cpu_forward_s: float | None = None
+    cpu_backward_s: float = 0.0
+
+
+class FateSpan(NamedTuple):
+    """Consecutive links with one fate.
+
+    Args:
+        start: The first link.
+        end: The link after the last one.
+        fate: What becomes of what they make.
+    """
+
+    start: int
+    end: int
+    fate: ChainFate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainCosts:
+    """A chain with what is the same for all its links.
+
+    Args:
+        links: In the order of forward.
+        host_bps: Bytes a second to the host, and as many back.
+        in_flight: Micro-batches that the device holds at once.
+        call_s: Seconds that a span costs beside its work: an action forward and one back.
+        input_bytes: What crosses into the first link from elsewhere.
+    """
+
+    links: tuple[Link, ...]
+    host_bps: float
+    in_flight: int = 1
+    call_s: float = 0.0
+    input_bytes: int = 0
+
+
+class SpanCosts(NamedTuple):
+    """What a span with a fate costs.
+
+    Args:
+        price_s: Seconds beyond those of the plain chain, waits aside.
+        kept_bytes: Held from its forward to its backward.
+        need_bytes: Most that it needs beyond what is held before it.
+        forward_s: Seconds of its forward: the window of a transfer to the host.
+        backward_s: Seconds of its backward: the window of a transfer back.
+    """
+
+    price_s: float
+    kept_bytes: int
+    need_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+class Prices:
+    """What each span of a chain costs under each fate.
+
+    Args:
+        chain: The chain.
+        allowed: The fates that may be chosen.
+    """
+
+    def __init__(self, chain: ChainCosts, allowed: Collection[ChainFate] = FATES) -> None:
+        self.chain, self.allowed = chain, frozenset(allowed)
+        links = chain.links
+        self._forward = _sums(link.forward_s for link in links)
+        self._backward = _sums(link.backward_s for link in links)
+        self._saved = [0, *accumulate(link.saved_bytes for link in links)]
+        self._cpu_forward = _sums(link.cpu_forward_s or 0.0 for link in links)
+        self._cpu_backward = _sums(link.cpu_backward_s for link in links)
+        self._known: dict[FateSpan, SpanCosts] = {}
+
+    def spans(self, start: int) -> Iterator[FateSpan]:
+        """Yield the spans that may begin at a link."""
+        links = self.chain.links
+        on_cpu = "cpu" in self.allowed
+        for end in range(start + 1, len(links) + 1):
+            if "keep" in self.allowed:
+                yield FateSpan(start, end, "keep")
+            if "recompute" in self.allowed:
+                yield FateSpan(start, end, "recompute")
+            if "offload" in self.allowed and end == start + 1 < len(links):
+                yield FateSpan(start, end, "offload")
+            on_cpu = on_cpu and links[end - 1].cpu_forward_s is not None
+            if on_cpu:
+                yield FateSpan(start, end, "cpu")
+
+    def of(self, span: FateSpan) -> SpanCosts:
+        """Return what a span costs."""
+        if span not in self._known:
+            self._known[span] = self._price(span)
+        return self._known[span]
+
+    def _price(self, span: FateSpan) -> SpanCosts:
+        start, end, fate = span
+        links, call_s = self.chain.links, self.chain.call_s
+        forward = self._forward[end] - self._forward[start]
+        backward = self._backward[end] - self._backward[start]
+        saved = self._saved[end] - self._saved[start]
+        out = links[end - 1].boundary_bytes
+        back = max(
+            self._saved[place + 1] - self._saved[start] + links[place].backward_work_bytes
+            for place in range(start, end)
+        )
+        if fate == "recompute":
+            # In forward, a link has its input from within the span, and gives it up when it is through.
+            ahead = max(
+                links[place].saved_bytes
+                + links[place].forward_work_bytes
+                + (links[place - 1].boundary_bytes if place > start else 0)
+                for place in range(start, end)
+            )
+            return SpanCosts(call_s + forward, out, max(ahead, back, out), forward, forward + backward)
+        if fate == "cpu":
+            cpu_forward = self._cpu_forward[end] - self._cpu_forward[start]
+            cpu_backward = self._cpu_backward[end] - self._cpu_backward[start]
+            into = links[start - 1].boundary_bytes if start else self.chain.input_bytes
+            travel = 2 * (into + out) / self.chain.host_bps
+            price = call_s + cpu_forward + cpu_backward - forward - backward + travel
+            return SpanCosts(price, out, 2 * out, cpu_forward, cpu_backward)
+        ahead = max(
+            self._saved[place + 1] - self._saved[start] + links[place].forward_work_bytes for place in range(start, end)
+        )
+        kept = saved if fate == "keep" else 0
+        return SpanCosts(call_s, kept, max(ahead, back), forward, backward)
+
+    def waits_s(self, before: FateSpan, after: FateSpan) -> float:
+        """Return what does not hide of the transfers of a span under the one after it."""
+        if before.fate != "offload":
+            return 0.0
+        transfer_s = self.chain.links[before.start].saved_bytes / self.chain.host_bps
+        window = self.of(after)
+        return max(0.0, transfer_s - window.forward_s) + max(0.0, transfer_s - window.backward_s)
+
+    def pending_bytes(self, before: FateSpan | None) -> int:
+        """Return what a span still holds during the forward, and again during the backward, of the one after it."""
+        if before is None or before.fate != "offload":
+            return 0
+        return self.chain.links[before.start].saved_bytes
+
+
+class Outcome(NamedTuple):
+    """What spans lead to.
+
+    Args:
+        extra_s: Seconds of a micro-batch beyond those of the plain chain.
+        peak_bytes: Most bytes beside what is always there.
+        held_bytes: What a micro-batch holds between its forward and its backward.
+    """
+
+    extra_s: float
+    peak_bytes: int
+    held_bytes: int
+
+
+def outcome(prices: Prices, spans: Sequence[FateSpan]) -> Outcome:
+    """Return what spans lead to, without rounding.
+
+    Args:
+        prices: What spans cost.
+        spans: Spans of the whole chain, in order.
+    """
+    held = peak = 0
+    extra = 0.0
+    before: FateSpan | None = None
+    for span in spans:
+        cost = prices.of(span)
+        peak = max(peak, held + prices.pending_bytes(before) + cost.need_bytes)
+        extra += cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
+        held += cost.kept_bytes
+        before = span
+    return Outcome(extra, peak + (prices.chain.in_flight - 1) * held, held)
+
+
+def choose_fates(
+    chain: ChainCosts, budget_bytes: int, allowed: Collection[ChainFate] = FATES, *, buckets: int = _BUCKETS
+) -> tuple[FateSpan, ...] | None:
+    """Return the spans with which a micro-batch takes least time under a budget, or nothing where none fits.
+
+    Args:
+        chain: The chain.
+        budget_bytes: What the device has beside what is always there.
+        allowed: The fates that may be chosen.
+        buckets: Into so many the budget is divided; held bytes are rounded up to whole ones.
+
+    Example:
+        >>> links = tuple(Link(1.0, 2.0, 100, 10) for _ in range(4))
+        >>> choose_fates(ChainCosts(links=links, host_bps=1.0), 250, ("keep", "recompute"))
+        (FateSpan(start=0, end=2, fate='recompute'), FateSpan(start=2, end=4, fate='keep'))
+    """
+    prices = Prices(chain, allowed)
+    if budget_bytes <= 0:
+        return None
+    if "keep" in prices.allowed:
+        whole = (FateSpan(0, len(chain.links), "keep"),)
+        found = outcome(prices, whole)
+        if found.peak_bytes <= budget_bytes and "cpu" not in prices.allowed:
+            return whole
+    best: tuple[float, tuple[FateSpan, ...]] | None = None
+    for most in _totals(chain.in_flight, budget_bytes):
+        spans = _Program(prices, budget_bytes - (chain.in_flight - 1) * most, most, buckets).solve()
+        if spans is None:
+            continue
+        extra_s = outcome(prices, spans).extra_s
+        if best is None or extra_s < best[0]:
+            best = extra_s, spans
+    return best[1] if best is not None else None
+
+
+def least_budget(chain: ChainCosts, allowed: Collection[ChainFate] = FATES, *, within: float = 0.005) -> int:
+    """Return about the least budget under which a chain can be computed.
+
+    Args:
+        chain: The chain.
+        allowed: The fates that may be chosen.
+        within: Relative precision.
+    """
+    high = 1 + chain.in_flight * outcome(Prices(chain), (FateSpan(0, len(chain.links), "keep"),)).peak_bytes
+    low = 0
+    while high - low > max(1, within * high):
+        middle = (low + high) // 2
+        if choose_fates(chain, middle, allowed, buckets=_BUCKETS // 5) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _totals(in_flight: int, budget: int) -> list[int]:
+    """Return what a micro-batch in flight may hold, as guesses of which each gives a budget to the one that runs."""
+    if in_flight == 1:
+        return [budget]
+    return [budget * turn // (_GUESSES * in_flight) for turn in range(_GUESSES + 1)]
+
+
+def _sums(values: Iterator[float]) -> list[float]:
+    return [0.0, *accumulate(values)]
+
+
+class _Program:
+    """The dynamic program for one budget.
+
+    Args:
+        prices: What spans cost.
+        budget: Most bytes of the micro-batch that runs.
+        most: Most bytes that it may hold when its forward is through.
+        buckets: Into so many the budget is divided.
+    """
+
+    def __init__(self, prices: Prices, budget: int, most: int, buckets: int) -> None:
+        self.prices, self.budget, self.most = prices, budget, most
+        self.count = len(prices.chain.links)
+        self.width = max(1, -(-budget // buckets))
+        self.size = budget // self.width + 1
+        shape = (self.count + 1, 2, self.size)
+        self.best: NDArray[np.float64] = np.full(shape, np.inf)
+        self.best[0, 0, 0] = 0.0
+        self.came: NDArray[np.int32] = np.full(shape, -1, np.int32)
+        self.steps: list[tuple[FateSpan, int, int]] = []
+
+    def solve(self) -> tuple[FateSpan, ...] | None:
+        """Return the best spans, or nothing."""
+        if self.budget <= 0:
+            return None
+        for start in range(self.count):
+            for span in self.prices.spans(start):
+                for offloaded in (0, 1) if start else (0,):
+                    self._take(span, offloaded)
+        top = min(self.most // self.width + 1, self.size)
+        final = self.best[self.count, 0, :top]
+        if not len(final) or not np.isfinite(final.min()):
+            return None
+        return self._back(int(final.argmin()))
+
+    def _take(self, span: FateSpan, offloaded: int) -> None:
+        """Extend everything that ends where a span starts by that span."""
+        prices, start = self.prices, span.start
+        before = FateSpan(start - 1, start, "offload") if offloaded else None
+        cost = prices.of(span)
+        room = self.budget - prices.pending_bytes(before) - cost.need_bytes
+        shift = -(-cost.kept_bytes // self.width)
+        fitting = min(room // self.width + 1, self.size - shift)
+        if fitting <= 0:
+            return
+        old = self.best[start, offloaded, :fitting]
+        price = cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
+        target = self.best[span.end, int(span.fate == "offload"), shift : shift + fitting]
+        better = old + price < target
+        if better.any():
+            target[better] = old[better] + price
+            self.came[span.end, int(span.fate == "offload"), shift : shift + fitting][better] = len(self.steps)
+            self.steps.append((span, offloaded, shift))
+
+    def _back(self, held: int) -> tuple[FateSpan, ...]:
+        found: list[FateSpan] = []
+        end, offloaded = self.count, 0
+        while end:
+            span, before, shift = self.steps[self.came[end, offloaded, held]]
+            found.append(span)
+            end, offloaded, held = span.start, before, held - shift
+        return tuple(reversed(found))
