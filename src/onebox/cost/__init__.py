@@ -2,7 +2,7 @@
 
 from onebox.cost.cache import key_of, load, store
 from onebox.cost.fit import CEILING_BPS, fit_link
-from onebox.cost.lifetimes import Footprint, footprint, owners
+from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
 from onebox.cost.profile import DeviceProfile, PoolProfile, Speeds
 from onebox.cost.topology import Groups, near_groups
 
@@ -13,6 +13,7 @@ __all__ = [
     "Groups",
     "PoolProfile",
     "Speeds",
+    "alive_at",
     "fit_link",
     "footprint",
     "key_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -61,6 +62,32 @@ def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
             if alive[source] == 0 and (source >= len(program.inputs) or source in takes):
                 now -= specs[source].size_bytes
     return Footprint(peak_bytes=peak, peak_operator=peak_operator, net_bytes=now)
+
+
+def alive_at(program: Program, number: int, takes: Collection[int] = ()) -> dict[int, int]:
+    """Return what is there while an operator runs: the bytes of each storage, by the slot that owns it.
+
+    Inputs are among them, unless they have ended before. Together with what the operator makes and nobody reads, they
+    are more than the inputs by what :func:`footprint` counts there.
+
+    Args:
+        program: The tape, with deaths set.
+        number: The number of the operator.
+        takes: Inputs that end with the program.
+    """
+    specs, root = specs_by_slot(program), owners(program)
+    ends: dict[int, float] = {}
+    born = dict.fromkeys(range(len(program.inputs)), -1)
+    for place, operator in enumerate(program.operators):
+        ends |= dict.fromkeys(operator.dies, place)
+        born |= dict.fromkeys((slot for slot in operator.outs if slot is not None), place)
+    read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
+    last: dict[int, float] = {}
+    for slot in born:
+        unread = slot in takes and slot not in read
+        last[root[slot]] = max(last.get(root[slot], -1), -1 if unread else ends.get(slot, math.inf))
+    kept = set(range(len(program.inputs))) - set(takes)
+    return {slot: specs[slot].size_bytes for slot, end in last.items() if slot in kept or (born[slot] <= number <= end)}
 
 
 def _unread_bytes(operator: Operator) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
+from onebox.engine.ledger import Contents
 from onebox.engine.remote import RemoteState
 from onebox.engine.setup import Ready
 from onebox.graph import Loss
@@ -73,6 +74,37 @@ def forecast_memory(
         UsageError: The plan is for another model.
         CaptureError: Replicas cannot share the model.
     """
+    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).peaks(batch, ahead=ahead)
+
+
+def forecast_contents(
+    plan: Plan,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    devices: Sequence[DeviceInfo],
+    captures: Captures,
+    max_norm: float = 0.0,
+) -> dict[int, Contents]:
+    """Return what each device of a plan will have when a step begins, from which its memory can be followed.
+
+    Args and errors are those of :func:`forecast_memory`.
+    """
+    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).contents(batch)
+
+
+def _ready(
+    plan: Plan,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    devices: Sequence[DeviceInfo],
+    captures: Captures,
+    max_norm: float,
+) -> Ready:
     nowhere = cast(Pool, _Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
-    return Ready(plan, nowhere, captures, remote, batch, max_norm).peaks(batch, ahead=ahead)
+    return Ready(plan, nowhere, captures, remote, batch, max_norm)

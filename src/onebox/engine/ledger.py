@@ -21,12 +21,12 @@ class Held:
     """A buffer that is there all the time.
 
     Args:
-        what: ``state``, a parameter or a buffer of the model or the loss; or ``constant``, of the graph.
-        name: The name of a state.
+        what: ``parameter`` or ``buffer``, of the model or the loss; or ``constant``, of the graph.
+        name: Its name, if it has one.
         size_bytes: Its bytes.
     """
 
-    what: Literal["state", "constant"]
+    what: Literal["parameter", "buffer", "constant"]
     name: str
     size_bytes: int
 
@@ -81,8 +81,8 @@ def follow(contents: Contents) -> Iterator[Ledger]:
         ledger.fill(-1 - index, contents.leaves[leaf])
     programs = contents.programs
     yield ledger
-    for step in contents.steps:
-        ledger.peak_bytes = ledger.used_bytes
+    for number, step in enumerate(contents.steps):
+        ledger.peak_bytes, ledger.instruction = ledger.used_bytes, number
         ledger.follow(step, programs)
         yield ledger
 
@@ -97,6 +97,8 @@ class Ledger:
     def __init__(self, charged_bytes: int) -> None:
         self.used_bytes = charged_bytes
         self.peak_bytes = charged_bytes
+        self.instruction = -1
+        self.origins: dict[int, tuple[int, int | None]] = {}  # of a storage: its instruction, and the slot of a call
         self._storage: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._views: dict[int, int] = {}
@@ -126,6 +128,7 @@ class Ledger:
     def fill(self, number: int, size_bytes: int) -> None:
         """Fill a buffer with a storage of its own."""
         self._next += 1
+        self.origins[self._next] = (self.instruction, None)
         self._put(number, self._next, size_bytes)
 
     def _call(self, call: Call, program: Program) -> None:
@@ -145,6 +148,7 @@ class Ledger:
             if source not in made:
                 self._next += 1
                 made[source] = self._next
+                self.origins[self._next] = (self.instruction, source)
             self._put(number, made[source], specs[source].size_bytes)
 
     def _put(self, number: int, storage: int, size_bytes: int) -> None:

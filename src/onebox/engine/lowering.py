@@ -61,8 +61,8 @@ class Lowering:
     @property
     def gradients(self) -> dict[int, str]:
         """The parameter of each buffer that a gradient comes to be in: those of one micro-batch, and their sums."""
-        both = (self._gradients.fresh, self._gradients.sums)
-        return {number: name for numbers in both for name, number in numbers.items()}
+        fresh = {number: f"{name}, of one micro-batch" for name, number in self._gradients.fresh.items()}
+        return fresh | {number: name for name, number in self._gradients.sums.items()}
 
     def train(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""
@@ -161,6 +161,7 @@ class _Row:
         self._plan = plan
         self._numbers = numbers
         self._results: list[int] = []
+        self._untold: list[int] = []
         self._asked: set[tuple[Port, int]] = set()
         self._last = self._last_reads()
 
@@ -199,7 +200,7 @@ class _Row:
         if self._results:
             self.builder.add(Ask("scalars", tuple(self._results)), Label("loss"))
         bindings = (-1 - index for index in range(len(self.leaves)))
-        left = (*self._results, *bindings)
+        left = (*self._results, *self._untold, *bindings)
         if left:
             self.builder.add(Free(left), Label("free"))
 
@@ -291,7 +292,8 @@ class _Row:
     def _result(self, port: Port, micro_batch: int) -> int:
         number = self._tables.value(port, micro_batch)
         if self._ranks.get(self._worker):
-            return number  # another rank says the same
+            self._untold.append(number)  # another rank says the same
+            return number
         self._results.append(number)
         self.results.append((micro_batch, int(port.name)))
         return number

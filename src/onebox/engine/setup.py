@@ -137,7 +137,11 @@ class Ready:
         found = {}
         for worker, routine in compiled.routines.items():
             held = {
-                state.numbers[n]: Held("state", n, self._holdings.spec(worker, n, state.spec(n)).size_bytes)
+                state.numbers[n]: Held(
+                    "parameter" if n in state.parameters else "buffer",
+                    n,
+                    self._holdings.spec(worker, n, state.spec(n)).size_bytes,
+                )
                 for n in self._holdings.held_by(worker, state.tensors)
             }
             trained = [

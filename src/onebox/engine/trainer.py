@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.curve import Curve, curve_of
 from onebox.engine.evaluate import evaluate
 from onebox.engine.history import Recovery
 from onebox.engine.launch import Settings
@@ -333,6 +334,20 @@ class Trainer:
         self._require_open()
         batch = as_batch(inputs, targets)
         return self._run.set_up(batch).peaks(batch)
+
+    def predicted_curves(self, inputs: Any, targets: Any) -> dict[int, Curve]:
+        """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
+
+        What it used in fact is in :meth:`events`.
+
+        Args:
+            inputs: As for :meth:`step`.
+            targets: Likewise.
+        """
+        self._require_open()
+        batch = as_batch(inputs, targets)
+        contents = self._run.set_up(batch).contents(batch)
+        return {device: curve_of(device, found) for device, found in contents.items()}
 
     def events(self) -> list[Event]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""

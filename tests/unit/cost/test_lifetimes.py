@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import Footprint, footprint, owners
+from onebox.cost import Footprint, alive_at, footprint, owners
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
 from onebox.worker.tape import Progress, Tape
 from tests.unit.programs import CPU, Meter, Sample, samples
@@ -40,6 +40,19 @@ def test_the_peak_is_where_it_is_said_to_be(sample: Sample) -> None:
     )
     if whole.peak_bytes:
         assert footprint(before).peak_bytes < whole.peak_bytes
+
+
+@given(samples(), st.data())
+def test_what_is_there_at_the_peak_adds_up_to_it(sample: Sample, data: st.DataObject) -> None:
+    program = sample.program
+    takes = data.draw(st.sets(st.integers(0, len(program.inputs) - 1)))
+    whole = footprint(program, takes)
+    if whole.peak_bytes:
+        there = alive_at(program, whole.peak_operator, takes)
+        operator = program.operators[whole.peak_operator]
+        unread = [s for slot, s in zip(operator.outs, operator.specs, strict=True) if slot is None and s is not None]
+        given_ = sum(spec.size_bytes for spec in program.inputs)
+        assert sum(there.values()) + sum(s.size_bytes for s in unread) == given_ + whole.peak_bytes
 
 
 @given(samples())

@@ -1,0 +1,82 @@
+"""The memory that a device uses over a step is the one that was predicted, byte for byte, at every instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import onebox
+from onebox.engine.batch import as_batch
+from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.curve import Curve, curve_of, peak_at
+from onebox.engine.forecast import forecast_contents, forecast_memory
+from onebox.plan import Plan, Stage
+from onebox.report.memory import compare_memory
+from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf
+from tests.process.stages import staged
+
+STEPS = 3
+BATCH = 8
+
+
+def plans(name: str) -> dict[str, Plan]:
+    """Return plans of a case that differ in what their routines are made of."""
+    return {
+        "replicas": Plan.data_parallel([0, 1], [1.0, 1.0]),
+        "micro-batches": Plan.data_parallel([1], [1.0], micro_batch=3),
+        "1f1b": staged(name, [0, 1]),
+        "zb-h1": staged(name, [1, 0], schedule="zb-h1"),
+        "split": Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=4),
+    }
+
+
+RUNS: list[tuple[str, str, dict[str, Any]]] = [
+    ("resnet", "replicas", {"clip_grad_norm": 0.1}),
+    ("unet", "micro-batches", {}),
+    ("cnn", "1f1b", {}),
+    ("gpt2", "zb-h1", {"clip_grad_norm": 0.1}),
+    ("mlp", "split", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "which", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_instruction_uses_what_was_predicted(
+    pools: Shelf, name: str, which: str, options: Mapping[str, Any]
+) -> None:
+    case, pool, plan = CASES[name], pools(2), plans(name)[which]
+    model = case.model()
+    batch = case.batches([BATCH])[0]
+    optimizer = OPTIMIZERS["adamw"](model)
+    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, recover=False, **options) as trainer:
+        for _ in range(STEPS):
+            trainer.step(*batch)
+        trainer.wait()
+        curves = trainer.predicted_curves(*batch)
+        found = compare_memory(curves, trainer.events(), STEPS - 1)
+    assert [one.device for one in found] == sorted(plan.devices)
+    for one in found:
+        assert (one.difference_bytes, one.where) == (0, "")
+        assert one.peak_bytes.measured == one.peak_bytes.predicted
+    forecast = forecast_curves(name, plan, pool, options.get("clip_grad_norm", 0.0))
+    assert forecast == curves, "a forecast needs no workers"
+
+
+def forecast_curves(name: str, plan: Plan, pool: onebox.Pool, max_norm: float) -> dict[int, Curve]:
+    """Return the curves of a case without running it, and look at what lies there at each peak."""
+    case = CASES[name]
+    model = case.model()
+    trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
+    recipe = Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    job = (plan, model, case.loss, OPTIMIZERS["adamw"](model), as_batch(*case.batches([BATCH])[0]))
+    more: dict[str, Any] = {"devices": pool.devices, "captures": Captures(recipe), "max_norm": max_norm}
+    contents = forecast_contents(*job, **more)
+    peaks = {device: peak_at(device, found) for device, found in contents.items()}
+    assert {device: peak.size_bytes for device, peak in peaks.items()} == forecast_memory(*job, **more)
+    for peak in peaks.values():
+        assert sum(one.size_bytes for one in peak.residents) == peak.size_bytes
+        assert {"parameters", "optimizer state", "activations"} <= set(peak.sorts)
+        assert all(one.size_bytes > 0 and one.name for one in peak.residents)
+    return {device: curve_of(device, found) for device, found in contents.items()}
