@@ -112,6 +112,34 @@ class Gather(Message, frozen=True, tag="gather"):
     dim: int = 0
 
 
+class Offload(Message, frozen=True, tag="offload"):
+    """Begin to copy buffers to the host's memory; they stay readable, and must not be written to until :class:`Evict`.
+
+    A storage is copied once, whole, however many of the buffers view it. What is copied counts for the worker's account
+    of the host's memory, not for its quota.
+    """
+
+    buffers: tuple[int, ...]
+
+
+class Evict(Message, frozen=True, tag="evict"):
+    """Wait until buffers that are being copied to the host are there, and let go of them on the device.
+
+    A storage that another buffer holds stays where it is.
+    """
+
+    buffers: tuple[int, ...]
+
+
+class Prefetch(Message, frozen=True, tag="prefetch"):
+    """Begin to bring buffers back from the host; a later reader waits for it.
+
+    Those that were views of one storage become so again, and their place on the host is free.
+    """
+
+    buffers: tuple[int, ...]
+
+
 class OptimizerStep(Message, frozen=True, tag="optimize"):
     """Let an optimizer update its parameters.
 
@@ -149,7 +177,7 @@ class Ask(Message, frozen=True, tag="ask"):
     buffers: tuple[int, ...] = ()
 
 
-Step = Call | Free | Send | Receive | Reduce | Gather | OptimizerStep | Get | Ask
+Step = Call | Free | Send | Receive | Reduce | Gather | Offload | Evict | Prefetch | OptimizerStep | Get | Ask
 """What a routine may hold."""
 
 
@@ -164,7 +192,7 @@ def references(step: Step) -> tuple[int, ...]:
             return (step.buffer, step.into)
         case OptimizerStep():
             return (*step.gradients, step.square_norm) if step.square_norm else step.gradients
-        case Free() | Reduce() | Get() | Ask():
+        case Free() | Reduce() | Offload() | Evict() | Prefetch() | Get() | Ask():
             return step.buffers
 
 
@@ -187,6 +215,7 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
         parameters: Buffers of the parameters, updated in place.
         state: State to start from; the elements of its tensors are in frames, in order.
         cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
+        host: Whether its state is in the host's memory, and its steps are computed there.
     """
 
     name: str
@@ -194,6 +223,7 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
     parameters: tuple[int, ...]
     state: tuple[StateEntry, ...] = ()
     cost_s: float = 0.0
+    host: bool = False
 
 
 class StoredProgram(Message, frozen=True, tag="program"):
@@ -215,7 +245,6 @@ class Define(Message, frozen=True, tag="define"):
     """Store something under a number."""
 
     number: int
-        host: Whether its state is in the host's memory, and its steps are computed there.
     what: StoredProgram | Routine | Optimizer | Kernel | Block | Generator
 
 
@@ -223,7 +252,6 @@ class Put(Message, frozen=True, tag="put"):
     """Fill buffers from the next frames, one frame a buffer."""
 
     buffers: tuple[int, ...]
-    host: bool = False
     specs: tuple[TensorSpec, ...]
 
 
@@ -240,10 +268,10 @@ class Run(Message, frozen=True, tag="run"):
             all processes of a host share. A start is taken after the buffers that the instruction reads are there, so
             that a wait for other workers is a gap before it. ``Receive`` lasts from its posting until its tensor had
             arrived, however much later that was read; ``Send`` until its tensor can be had by the peer (copied, and
-            across an emulated link); ``Reduce`` and ``Gather`` until somebody who waited for the result had it. A
-            ``Receive``, ``Reduce`` or ``Gather`` whose result nobody has waited for by the end of the run ends where
-            it was posted. By Gloo and NCCL, the end of a ``Receive`` is when it was read, and that of a ``Send`` when
-            it was handed over.
+            across an emulated link); ``Reduce`` and ``Gather`` until somebody who waited for the result had it;
+            ``Offload`` and ``Prefetch`` until their copies were made. What nobody has waited for by the end of the run
+            ends where it was posted. By Gloo and NCCL, the end of a ``Receive`` is when it was read, and that of a
+            ``Send`` when it was handed over; on a GPU, what is copied to and from the host ends when it was read.
     """
 
     routine: int

@@ -6,16 +6,28 @@ from collections.abc import Sequence
 
 from onebox.wire import TensorSpec
 from onebox.wire.eager import KeepGenerator
-from onebox.wire.messages import Call, Define, Gather, Instruction, Optimizer, Put, Receive, Reduce
+from onebox.wire.messages import (
+    Call,
+    Define,
+    Evict,
+    Gather,
+    Instruction,
+    Offload,
+    Optimizer,
+    Prefetch,
+    Put,
+    Receive,
+    Reduce,
+)
 from onebox.wire.state import Fill, Write
 
 
 def writes(instruction: Instruction) -> Sequence[int]:
-    """Return the references of buffers that an instruction names and would write."""
+    """Return the references of buffers that an instruction names and would write, or without it would lose."""
     match instruction:
         case Call():
             return instruction.outputs
-        case Put() | Reduce() | Fill():
+        case Put() | Reduce() | Fill() | Offload() | Evict() | Prefetch():
             return instruction.buffers
         case Receive() | KeepGenerator():
             return (instruction.buffer,)

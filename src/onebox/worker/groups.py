@@ -125,6 +125,9 @@ class Bucket:
             number: part.view(shape) for number, part, shape in zip(self._numbers, parts, self._shapes, strict=True)
         }
 
+    def end(self) -> None:
+        """Nothing is to be let go of: what comes later is for nobody."""
+
 
 class ClientGroup:
     """A group whose sums are made at the client."""

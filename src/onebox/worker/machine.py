@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
 
-import torch
 from torch import Tensor
 
 from onebox.errors import WireError
@@ -17,13 +16,16 @@ from onebox.wire.messages import (
     Ask,
     Call,
     Define,
+    Evict,
     FormGroup,
     Free,
     Gather,
     Get,
     Instruction,
     LeaveGroup,
+    Offload,
     OptimizerStep,
+    Prefetch,
     Put,
     Receive,
     Reduce,
@@ -41,17 +43,17 @@ from onebox.worker.eager import Eager, EagerWork, VoidKernel
 from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
-from onebox.worker.groups import Bucket, ClientChannel
+from onebox.worker.groups import ClientChannel
 from onebox.worker.host import HostMemory
 from onebox.worker.keeper import Keeper
 from onebox.worker.membership import Memberships, groups_of
+from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
-from onebox.worker.peers import Finish
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, Tape
 from onebox.worker.trace import Trace
+from onebox.worker.traffic import Resolve, Traffic
 
-Resolve = Callable[[int], int]
 _Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
 
@@ -94,6 +96,8 @@ class Machine:
         self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._keeper = Keeper(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._traffic = Traffic(self.store, self._groups)
+        self._offloader = Offloader(device.device, self.store, self.host, faults)
         self._trace = Trace()
         self._run = Run(0)
 
@@ -121,8 +125,9 @@ class Machine:
         self._groups.interrupt(group)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all groups, and end what is under way."""
         self._groups.close()
+        self._offloader.close()
         self._keeper.close()
 
     # ---- running
@@ -302,49 +307,24 @@ class Machine:
             return [Digest(self._device.digest(tensors))]
         return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
 
-    def _reduce(self, reduce: Reduce, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        numbers = [resolve(reference) for reference in reduce.buffers]
-        tensors = [self.store.get(number) for number in numbers]
-        self._trace.ready()
-        shapes = [tensor.shape for tensor in tensors]
-        size_bytes = sum(tensor.nbytes for tensor in tensors)
-        finish = self._groups.get(reduce.group).reduce(tensors)
-        del tensors
-        self.store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, self._trace.later()))
+    def _exchange(
+        self, what: Send | Receive | Reduce | Gather, frames: Iterator[Any], resolve: Resolve
+    ) -> list[Result]:
+        self._traffic.run(what, resolve, self._trace)
         return []
 
-    def _gather(self, gather: Gather, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        tensor = self.store.get(resolve(gather.buffer))
-        self._trace.ready()
-        finish = self._groups.get(gather.group).gather(tensor, gather.spec, gather.dim)
-        self._promise(resolve(gather.into), gather.spec, finish)
+    def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._offloader.run(what, [resolve(reference) for reference in what.buffers], self._trace)
         return []
-
-    def _send(self, send: Send, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        tensor = self.store.get(resolve(send.buffer))
-        self._trace.ready()
-        self._trace.until(self._groups.get(send.group).send(tensor, send.peer, send.channel))
-        return []
-
-    def _receive(self, receive: Receive, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        finish = self._groups.get(receive.group).receive(receive.spec, receive.peer, receive.channel)
-        self._promise(resolve(receive.buffer), receive.spec, finish)
-        return []
-
-    def _promise(self, number: int, spec: TensorSpec, finish: Finish) -> None:
-        """Let a buffer be filled when somebody asks for it."""
-        shape = torch.Size(spec.shape)
-        self.store.promise([number], Bucket([number], [shape], spec.size_bytes, finish, self._trace.later()))
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         optimizer = self._definition(step.optimizer, NativeOptimizer)
         gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
         self._trace.ready()
         start_ns = time.monotonic_ns()
-        self._part_answers()
         if self._run.options:
             optimizer.set_options(self._run.options)
-        self._keeper.before_update()
+        self._before_update()
         before = optimizer.charged_bytes
         total = self.store.get(resolve(step.square_norm)).sqrt() if step.square_norm else None
         norm = optimizer.step(gradients, step.max_norm, total)
@@ -352,12 +332,14 @@ class Machine:
         self._device.pace(start_ns, optimizer.cost_s, self.progress)
         return [] if norm is None else [Scalars((norm,))]
 
-    def _part_answers(self) -> None:
-        """Copy answers that share memory with buffers, because these are about to be written to."""
+    def _before_update(self) -> None:
+        """Part what may still be read from buffers that are about to be written to in place: answers, and copies."""
         self.frames_out = [bytes(frame) for frame in self.frames_out]
+        self._keeper.before_update()
+        self._offloader.settle()
 
     def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._part_answers()
+        self._before_update()
         start_ns = time.monotonic_ns()
         results = self._eager.run(what)
         self._device.pace(start_ns, 0.0, self.progress)
@@ -387,10 +369,8 @@ class Machine:
         Free: _free,
         Get: _get,
         Ask: _ask,
-        Reduce: _reduce,
-        Send: _send,
-        Gather: _gather,
-        Receive: _receive,
+        **dict.fromkeys((Send, Receive, Reduce, Gather), _exchange),
+        **dict.fromkeys((Offload, Evict, Prefetch), _move),
         OptimizerStep: _optimize,
         **dict.fromkeys((Operate, Replay, Perform, SetGenerator, KeepGenerator, DefaultType), _run_eager),
         **dict.fromkeys(get_args(SlotInstruction), _keep),

@@ -23,6 +23,16 @@ class Pending(Protocol):
     def wait(self) -> dict[int, Tensor]:
         """Wait until it has, and return them all."""
 
+    def end(self) -> None:
+        """Note that the last of them has been returned, or is not wanted any more."""
+
+
+class Away(Protocol):
+    """Where buffers are, or are being copied to, besides or instead of the device."""
+
+    def drop(self, number: int) -> None:
+        """Note that nobody needs a buffer from there any more."""
+
 
 class Poisoned(Exception):
     """A buffer is void because of an earlier failure."""
@@ -53,8 +63,8 @@ class _Held:
 class BufferStore:
     """Numbered buffers of one device.
 
-    A number holds a tensor, a promise of one (see :class:`Pending`), or the failure that voided it. A storage is
-    counted once, however many tensors view it.
+    A number holds a tensor, a promise of one (see :class:`Pending`), or the failure that voided it; or it is away, in
+    the host's memory. A storage is counted once, however many tensors view it.
 
     Args:
         quota_bytes: The most bytes that may be in use; 0 for no limit.
@@ -68,6 +78,7 @@ class BufferStore:
         self._pending: dict[int, Pending] = {}
         self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
         self._void: dict[int, Failure] = {}
+        self._away: dict[int, Away] = {}
         self._storages: dict[int, int] = {}  # from a number to its storage's identity (on meta it has no address)
         self._held: dict[int, _Held] = {}  # from a storage's identity
 
@@ -91,6 +102,8 @@ class BufferStore:
             return self._tensors[number]
         if number in self._void:
             raise Poisoned(self._void[number])
+        if number in self._away:
+            raise WireError(f"buffer {number} is in the host's memory; it has to be prefetched before it is read")
         raise WireError(f"there is no buffer {number}")
 
     def many(self, numbers: Sequence[int]) -> list[Tensor]:
@@ -107,7 +120,7 @@ class BufferStore:
         Raises:
             QuotaExceeded: The quota has no room for it.
         """
-        if number in self._tensors or number in self._void or number in self._pending:
+        if number in self._tensors or number in self._void or number in self._pending or number in self._away:
             self.forget(number)
         storage = tensor.untyped_storage()
         self._hold(number, storage._cdata, storage.nbytes())
@@ -179,6 +192,24 @@ class BufferStore:
         """Mark all buffers as void that share a storage, given by its identity."""
         self.void([number for number, held in self._storages.items() if held == storage], failure)
 
+    def lend(self, number: int, away: Away) -> None:
+        """Note where a buffer is being copied to; it stays here, too, until :meth:`evict`."""
+        self._away[number] = away
+
+    def away(self, number: int) -> Away | None:
+        """Return where else a buffer is."""
+        return self._away.get(number)
+
+    def here(self, number: int) -> bool:
+        """Tell whether a buffer is on the device, or on its way to it."""
+        return number in self._tensors or number in self._pending
+
+    def evict(self, number: int) -> None:
+        """Let go of a buffer that is away."""
+        assert number in self._away, f"buffer {number} is nowhere else"
+        if self._tensors.pop(number, None) is not None:
+            self._drop(number)
+
     def take(self, number: int) -> Tensor:
         """Return a buffer and forget it."""
         tensor = self.get(number)
@@ -193,6 +224,8 @@ class BufferStore:
         self._void.pop(number, None)
         if self._tensors.pop(number, None) is not None:
             self._drop(number)
+        if self._away and (away := self._away.pop(number, None)) is not None:
+            away.drop(number)
 
     def _hold(self, number: int, storage: int, size_bytes: int) -> None:
         """Note that a number holds a storage, which counts for as many bytes as it has now."""
@@ -226,6 +259,7 @@ class BufferStore:
         if not self._promised[id(pending)]:
             del self._promised[id(pending)]
             self.used_bytes -= pending.size_bytes
+            pending.end()
 
     def reserve(self, more_bytes: int) -> None:
         """Note that so many bytes more will be in use for a while.
@@ -252,4 +286,5 @@ class BufferStore:
             self.reserve(0)
 
     def __len__(self) -> int:
-        return len(self._tensors) + len(self._pending) + len(self._void)
+        evicted = sum(number not in self._tensors for number in self._away)
+        return len(self._tensors) + len(self._pending) + len(self._void) + evicted

@@ -22,6 +22,7 @@ class Promise:
     def __init__(self, made: dict[int, Tensor]) -> None:
         self.made = made
         self.waits = 0
+        self.ended = 0
         self.size_bytes = sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made.values()}.values()
         )
@@ -29,6 +30,9 @@ class Promise:
     def wait(self) -> dict[int, Tensor]:
         self.waits += 1
         return self.made
+
+    def end(self) -> None:
+        self.ended += 1
 
 
 class Accounts(RuleBasedStateMachine):
@@ -163,7 +167,7 @@ def test_a_promise_is_waited_for_once_and_fills_all_its_buffers() -> None:
     store.promise([1, 2], promise)
     assert store.get(2).tolist() == [2.0, 3.0]
     assert store.get(1).tolist() == [0.0, 1.0]
-    assert promise.waits == 1
+    assert (promise.waits, promise.ended) == (1, 1)
     assert store.used_bytes == 16
 
 
@@ -172,8 +176,19 @@ def test_a_promised_buffer_that_was_filled_meanwhile_keeps_the_new_value() -> No
     promise = Promise({1: torch.zeros(2), 2: torch.zeros(2)})
     store.promise([1, 2], promise)
     store.put(1, torch.ones(2))
+    assert promise.ended == 0
     store.get(2)
     assert store.get(1).tolist() == [1.0, 1.0]
+
+
+def test_a_promise_hears_that_nobody_wants_it_any_more() -> None:
+    store = BufferStore()
+    promise = Promise({1: torch.zeros(2), 2: torch.zeros(2)})
+    store.promise([1, 2], promise)
+    store.forget(1)
+    assert promise.ended == 0
+    store.forget(2)
+    assert (promise.waits, promise.ended) == (0, 1)
 
 
 def test_promised_bytes_count_while_they_are_on_their_way() -> None:
