@@ -16,6 +16,7 @@ from onebox.cli.console import OutputConsole
 from onebox.cli.pool_config import EnvConfig
 from onebox.worker import landlock
 from onebox.worker.confine import confinement
+from onebox.worker.instructions import VARIABLES, instructions, words_of_mkl
 
 _PACKAGES = (
     "torch",
@@ -52,7 +53,13 @@ def show_environment(config: EnvConfig) -> None:
 def environment() -> dict[str, dict[str, str] | list[str]]:
     """Return versions, devices, what workers are held to here, and what is missing, as text for a person."""
     held = _confinement()
-    return {"versions": _versions(), "devices": _devices(), "workers": held, "missing": _missing() + _loose(held)}
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "instruction sets": _instructions(),
+        "workers": held,
+        "missing": _missing() + _loose(held),
+    }
 
 
 def _lines(content: dict[str, str] | list[str]) -> list[str]:
@@ -80,13 +87,26 @@ def _version(package: str) -> str | None:
 def _devices() -> list[str]:
     cores = len(os.sched_getaffinity(0))
     memory_gib = psutil.virtual_memory().total / 2**30
-    lines = [f"cpu: {cores} cores for this process, {memory_gib:.1f} GiB, {torch.backends.cpu.get_cpu_capability()}"]
+    lines = [f"cpu: {cores} cores for this process, {memory_gib:.1f} GiB"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
         lines.append(
             f"cuda:{index}: {card.name}, {card.total_memory / 2**30:.1f} GiB, capability {card.major}.{card.minor}"
         )
     return lines
+
+
+def _instructions() -> dict[str, str]:
+    """Return the instruction sets that libraries use here, in their own words, and what limits them."""
+    found = instructions()
+    limits = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    return {
+        "ATen": found.aten,
+        "oneDNN": found.onednn or "not in this torch",
+        "MKL": words_of_mkl() or "not in this torch",
+        "processor": ", ".join(found.hardware) or "none of those that are asked for",
+        "limited by": limits or f"nothing; {', '.join(VARIABLES)} would",
+    }
 
 
 def _missing() -> list[str]:

@@ -50,7 +50,9 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.
         optimizer: The optimizer.
         size: Samples of a micro-batch.
     """
-    found = sorted((d.kind, d.name, d.host, d.threads, d.speed) for d in devices)
+    found = sorted(
+        (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
+    )
     return key_of("segments", graph, found, str(torch.__version__), type(optimizer).__name__, size)
 
 

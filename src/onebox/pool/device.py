@@ -12,7 +12,7 @@ from onebox.errors import PoolError
 from onebox.pool.member import Member
 from onebox.pool.process import START_S
 from onebox.wire.messages import PROTOCOL
-from onebox.wire.sayings import Hello
+from onebox.wire.sayings import NONE, Hello, Instructions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class DeviceInfo:
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
         processors: Streaming multiprocessors of a GPU; 0 for all else.
         nccl: Whether its worker, of a GPU, has NCCL.
+        instructions: The instruction sets that its worker uses on its processor.
     """
 
     number: int
@@ -46,6 +47,7 @@ class DeviceInfo:
     processors: int = 0
     nccl: bool = False
     address: str = "127.0.0.1"
+    instructions: Instructions = NONE
 
     @property
     def kind(self) -> str:
@@ -87,4 +89,5 @@ def welcome(member: Member, future: Future[Hello]) -> DeviceInfo:
         processors=hello.processors,
         nccl=hello.nccl,
         address=member.address,
+        instructions=hello.instructions,
     )

@@ -29,7 +29,9 @@ _SAID_BYTES = 4096
 
 _HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 _FAMILIES = (
+    "ATEN_",
     "CUDA",
+    "DNNL_",
     "GLOO_",
     "GOMP_",
     "KMP_",
@@ -38,6 +40,7 @@ _FAMILIES = (
     "NCCL_",
     "NVIDIA_",
     "OMP_",
+    "ONEDNN_",
     "PYTHON",
     "PYTORCH_",
     "TORCH_",

@@ -10,6 +10,26 @@ from onebox.wire.program import TensorSpec
 from onebox.wire.state import StateEntry
 
 
+class Instructions(Message, frozen=True):
+    """The instruction sets that a worker uses on its processor.
+
+    Args:
+        aten: What ATen's own kernels use: ``DEFAULT``, ``AVX2``, ``AVX512`` …; ``ATEN_CPU_CAPABILITY`` limits it.
+        onednn: What oneDNN says that it uses; ``ONEDNN_MAX_CPU_ISA`` limits it.
+        maker: Who has made the processor. MKL chooses its kernels by that, too: the newest ones on Intel's only.
+        hardware: What the processor has, of AVX2, AVX-512, VNNI, bf16, AMX and AMX fp16.
+    """
+
+    aten: str = ""
+    onednn: str = ""
+    maker: str = ""
+    hardware: tuple[str, ...] = ()
+
+
+NONE = Instructions()
+"""Of what computes nothing."""
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """First words of a worker: who it is and what it has.
 
@@ -25,6 +45,7 @@ class Hello(Message, frozen=True, tag="hello"):
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for all else.
         processors: Streaming multiprocessors of a GPU; 0 for all else.
         nccl: Whether the worker of a GPU has NCCL.
+        instructions: The instruction sets that it uses; none of a device that computes nothing.
     """
 
     protocol: int
@@ -38,6 +59,7 @@ class Hello(Message, frozen=True, tag="hello"):
     capability: tuple[int, int] = (0, 0)
     processors: int = 0
     nccl: bool = False
+    instructions: Instructions = NONE
 
 
 class Failure(Message, frozen=True, tag="failure"):

@@ -16,7 +16,9 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
 from onebox.wire.messages import Optimizer, StoredProgram
+from onebox.wire.sayings import Instructions
 from onebox.worker.host import HostMemory
+from onebox.worker.instructions import instructions
 from onebox.worker.memory import sleep_until, wake_on_time
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.tape import Progress, Tape
@@ -153,6 +155,10 @@ class Device:
         properties = torch.cuda.get_device_properties(self.device)
         capability = (properties.major, properties.minor)
         return capability, properties.multi_processor_count, dist.is_nccl_available()
+
+    def instructions(self) -> Instructions:
+        """Return the instruction sets that this process uses on its processor."""
+        return instructions()
 
     def memory_bytes(self) -> int:
         """Return the memory of the device."""

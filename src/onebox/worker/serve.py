@@ -190,6 +190,7 @@ class Server:
                 self._device.speed,
                 self._device.emulated,
                 *self._device.make(),
+                self._device.instructions(),
             )
         )
         with torch.inference_mode():

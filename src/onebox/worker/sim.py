@@ -23,6 +23,7 @@ from onebox.cost import owners
 from onebox.errors import UsageError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.messages import Optimizer, Options, StoredProgram
+from onebox.wire.sayings import Instructions
 from onebox.worker.device import Device, check_cost, wait_until
 from onebox.worker.host import HostMemory
 from onebox.worker.memory import wake_on_time
@@ -84,6 +85,10 @@ class SimDevice(Device):
         """Make an optimizer that has a state and no values."""
         check_cost(spec.cost_s)
         return SimOptimizer(spec, parameters, state, host)
+
+    def instructions(self) -> Instructions:
+        """Return none: nothing is computed."""
+        return Instructions()
 
     def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
         """Do nothing: no random number is drawn."""

@@ -141,7 +141,8 @@ def test_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_environment_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"versions", "devices", "workers", "missing"}
+    assert set(found) == {"versions", "devices", "instruction sets", "workers", "missing"}
+    assert {"ATen", "oneDNN", "MKL", "processor", "limited by"} == set(found["instruction sets"])
     assert {"onebox", "python", "torch", "pyzmq"} <= set(found["versions"])
     assert {"Landlock", "files", "system calls", "capabilities"} <= set(found["workers"])
     off = [part for part, what in found["workers"].items() if what.startswith("off: ")]

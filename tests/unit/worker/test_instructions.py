@@ -1,0 +1,38 @@
+"""What the libraries of a process say of the instruction sets that they use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from onebox.worker.instructions import VARIABLES, instructions, words_of_mkl
+
+ASK = "from onebox.worker.instructions import instructions as ask; print(ask().aten, ask().onednn, sep='|')"
+
+
+def limited(aten: str, onednn: str) -> list[str]:
+    """Return what a process whose libraries are limited says of ATen and oneDNN."""
+    free = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment = free | {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
+    run = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    return run.stdout.strip().split("|")
+
+
+def test_each_library_is_named() -> None:
+    """A new torch that says it in other words, or knows the processor by other functions, fails here."""
+    found = instructions()
+    assert found.aten == torch.backends.cpu.get_cpu_capability()
+    assert found.onednn.startswith(("AVX", "SSE"))
+    assert ("AVX2" in found.hardware) == torch.cpu._is_avx2_supported()
+    assert ("bf16" in found.hardware) == torch.cpu._is_avx512_bf16_supported()
+    assert "processors" in words_of_mkl() or not torch.backends.mkl.is_available()
+
+
+def test_limits_are_seen() -> None:
+    """What a user limits libraries to is what they say, whatever the processor has; nothing of it is printed."""
+    assert limited("default", "SSE41") == ["DEFAULT", "SSE4.1"]
+    if "AVX2" in instructions().hardware:
+        assert limited("avx2", "AVX2") == ["AVX2", "AVX2"]
