@@ -16,8 +16,8 @@ from onebox.plan import (
     Schedule,
     StageWork,
     Work,
-    auto_schedule,
-    named_schedule,
+    auto_block_schedule,
+    block_schedule,
     validate,
 )
 
@@ -28,7 +28,8 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     """Return the schedule of a plan for a batch.
 
     A table that the plan spells out is for its number of micro-batches; for another number it is made anew, as ``auto``
-    does, from the times that the plan expects.
+    does, from the times that the plan expects. Where stages have fates, for want of memory, which is not known here, it
+    is ``1f1b``, which keeps few micro-batches in flight.
 
     Args:
         plan: The plan.
@@ -49,12 +50,12 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
             validate(table, routes, edges)
             return table
     if plan.schedule in ("auto", "table"):
-        if plan.predicted is None:
-            return named_schedule("1f1b", routes, edges=edges)
+        if plan.predicted is None or any(stage.fate != "keep" for stage in plan.stages):
+            return block_schedule("1f1b", routes, edges=edges)
         full = plan.micro_batch or micro_batches[0].size
         sizes = [part.size / full for part in micro_batches]
-        return auto_schedule(routes, _expected_work(plan, edges), sizes)
-    return named_schedule(plan.schedule, routes, edges=edges)
+        return auto_block_schedule(routes, _expected_work(plan, edges), sizes)
+    return block_schedule(plan.schedule, routes, edges=edges)
 
 
 def _expected_work(plan: Plan, edges: Sequence[tuple[int, int]]) -> Work:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from onebox.plan.blocks import block_schedule
 from onebox.plan.bound import SPLIT, least_bytes, lower_bound
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, plan_of
 from onebox.plan.plan import MicroBatch
 from onebox.plan.schedule import Routes, Schedule
-from onebox.plan.schedules import named_schedule
 from onebox.plan.shares import deal
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.work import Work
@@ -191,5 +191,5 @@ class Judge:
         key = (name, case.routes, edges)
         if key not in self._schedules:
             self.left -= 5 * case.actions
-            self._schedules[key] = named_schedule(name, case.routes, edges=edges)
+            self._schedules[key] = block_schedule(name, case.routes, edges=edges)
         return self._schedules[key]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onebox.plan.blocks import auto_block_schedule, block_schedule
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
 from onebox.plan.plan import Plan, Prediction
 from onebox.plan.schedule import Routes, Schedule
-from onebox.plan.schedules import named_schedule
 from onebox.plan.simulate import Simulation, simulate
-from onebox.plan.synthesis import auto_schedule
 from onebox.plan.work import StageWork, Work
 
 
@@ -46,8 +45,8 @@ def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) 
     if plan.schedule == "table":
         return Schedule.parse(plan.table)
     if plan.schedule == "auto":
-        return auto_schedule(routes, work, sizes)
-    return named_schedule(plan.schedule, routes, edges=[(edge.source, edge.target) for edge in work.edges])
+        return auto_block_schedule(routes, work, sizes)
+    return block_schedule(plan.schedule, routes, edges=[(edge.source, edge.target) for edge in work.edges])
 
 
 def prediction_of(plan: Plan, batch: int, work: Work, simulation: Simulation) -> Prediction:
