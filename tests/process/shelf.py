@@ -47,11 +47,11 @@ class Shelf:
 
 
 def untouched(pool: Pool) -> bool:
-    """Tell whether all workers of a pool answer, and hold no buffer."""
+    """Tell whether all workers of a pool answer, and hold no buffer and nothing of the host's memory."""
     try:
         answers = [pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))]
         results = [result for answer in answers for result in answer.result(PATIENCE_S).results]
     except (OneboxError, TimeoutError):
         return False
-    held = [result.used_bytes for result in results if isinstance(result, Memory)]
+    held = [result.used_bytes + result.host_bytes for result in results if isinstance(result, Memory)]
     return held == [0] * len(pool)

@@ -46,7 +46,7 @@ def plan_without(plan: Plan, gone: Collection[int], idle: Sequence[int], batch: 
     size = plan.micro_batch or max(part.size for part in plan.micro_batches(batch))
     schedule = "1f1b" if plan.schedule in ("table", "auto") else plan.schedule  # those two were made for the old one
     sync = plan.sync if all(stage.ranks == 1 for stage in stages) else "workers"
-    return Plan(stages=stages, micro_batch=size, schedule=schedule, sync=sync)
+    return Plan(stages=stages, micro_batch=size, schedule=schedule, sync=sync, update=plan.update)
 
 
 def _least_hurt(stage: Stage, lost: frozenset[int]) -> Replica:
@@ -59,6 +59,7 @@ def _stage(stage: Stage, pairs: Sequence[tuple[Replica, float]]) -> Stage:
         segments=stage.segments,
         replicas=tuple(replica for replica, _ in pairs),
         shares=tuple(share / total for _, share in pairs),
+        fate=stage.fate,
     )
 
 

@@ -62,8 +62,8 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
     if plan.whole:
         same = set(plan.devices) == set(range(devices))
         shares = plan.stages[0].shares if same else "auto"
-        return {"micro_batch": plan.micro_batch, "sync": plan.sync, "shares": shares}
-    if {"micro_batch", "sync", "shares"} & set(options) or max(plan.devices) >= devices:
+        return {"micro_batch": plan.micro_batch, "sync": plan.sync, "shares": shares, "update": plan.update}
+    if {"micro_batch", "sync", "shares", "update"} & set(options) or max(plan.devices) >= devices:
         return {"micro_batch": plan.micro_batch}
     return {"plan": plan}
 

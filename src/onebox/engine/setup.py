@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
@@ -16,7 +16,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
 from onebox.graph.placements import Shard
-from onebox.plan import Plan, Sync
+from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import Pool
 from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
@@ -35,12 +35,14 @@ class Request:
         shares: Each device's part of the batch; see :class:`~onebox.engine.Trainer`.
         micro_batch: Samples of a micro-batch.
         sync: Where gradients are averaged.
+        update: Where the optimizer steps.
     """
 
     plan: Plan | None
     shares: Any
     micro_batch: int | None
     sync: Sync
+    update: UpdateAt = "device"
 
     def check(self, pool: Pool) -> None:
         """Refuse what cannot be.
@@ -48,12 +50,15 @@ class Request:
         Raises:
             UsageError: What is wrong with it.
         """
+        if self.update not in get_args(UpdateAt):
+            raise UsageError(f"update={self.update!r}: allowed are {', '.join(map(repr, get_args(UpdateAt)))}")
         if self.plan is None:
             count = len(pool)
             Plan.data_parallel(range(count), [1.0] * count, micro_batch=self.micro_batch, sync=self.sync)
             return
-        if self.micro_batch is not None or self.sync != "workers" or self.shares != "auto":
-            raise UsageError("a plan says itself what micro_batch, sync and shares are; leave them out")
+        own = (self.micro_batch, self.sync, self.shares, self.update)
+        if own != (None, "workers", "auto", "device"):
+            raise UsageError("a plan says itself what micro_batch, sync, shares and update are; leave them out")
         missing = [device for device in self.plan.devices if device >= len(pool)]
         if missing:
             raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
@@ -192,7 +197,9 @@ def set_up(
             shares: Sequence[float] = [1.0] * len(devices)
         else:
             shares = resolve_shares(request.shares, pool, captures, batch, remote)
-        plan = Plan.data_parallel(devices, shares, micro_batch=request.micro_batch, sync=request.sync)
+        plan = Plan.data_parallel(
+            devices, shares, micro_batch=request.micro_batch, sync=request.sync, update=request.update
+        )
     return Ready(plan, pool, captures, remote, batch, max_norm)
 
 

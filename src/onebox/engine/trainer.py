@@ -26,7 +26,7 @@ from onebox.engine.setup import Request, check_settings, recovers, steps_in_flig
 from onebox.engine.state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
-from onebox.plan import Plan, Sync
+from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import Pool
 from onebox.wire.sayings import Memory
 
@@ -47,11 +47,13 @@ class Trainer:
             that changes them takes effect.
         pool: From :func:`onebox.open`.
         plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
-            says itself what ``micro_batch``, ``sync`` and ``shares`` are.
+            says itself what ``micro_batch``, ``sync``, ``shares`` and ``update`` are.
         micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout see micro-batches)
             but not on how many devices share the micro-batches. ``None`` makes each device's share one micro-batch.
         seed: Seed of everything random in the model, with the step and the micro-batch.
         sync: Where gradients are averaged: worker to ``workers``, or at the ``client``.
+        update: Where the optimizer's state is, and its step is computed: on the ``device``, or on the ``host`` of each,
+            whose memory is larger: on a GPU gradients go there and new parameters come back, and the step lasts longer.
         shares: Each device's part of the batch: ``auto`` (equal for devices that are alike, else measured),
             ``equal``, ``measured``, or weights.
         precision: ``bf16`` runs model and loss under autocast; parameters stay as they are.
@@ -96,6 +98,7 @@ class Trainer:
         micro_batch: int | None = None,
         seed: int = 0,
         sync: Sync = "workers",
+        update: UpdateAt = "device",
         shares: Shares = "auto",
         precision: Precision = "fp32",
         clip_grad_norm: float | None = None,
@@ -119,7 +122,7 @@ class Trainer:
         self.extra: dict[str, Any] = {}
         self._in_flight = in_flight
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-        request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync)
+        request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync, update=update)
         request.check(pool)
         self._metrics = dict(metrics or {})
         self._closed = False

@@ -177,11 +177,17 @@ class Plan(_Part, frozen=True):
 
     @classmethod
     def data_parallel(
-        cls, devices: Sequence[int], shares: Sequence[float], *, micro_batch: int | None = None, sync: Sync = "workers"
+        cls,
+        devices: Sequence[int],
+        shares: Sequence[float],
+        *,
+        micro_batch: int | None = None,
+        sync: Sync = "workers",
+        update: UpdateAt = "device",
     ) -> Plan:
         """Return the plan of one stage, the whole model, replicated on devices."""
-        replicas = tuple((device,) for device in devices)
-        return cls(stages=(Stage(replicas=replicas, shares=tuple(shares)),), micro_batch=micro_batch, sync=sync)
+        stage = Stage(replicas=tuple((device,) for device in devices), shares=tuple(shares))
+        return cls(stages=(stage,), micro_batch=micro_batch, sync=sync, update=update)
 
     @property
     def whole(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 import onebox
@@ -128,6 +129,11 @@ def pipelined() -> Plan:
     return staged("dropping", [0, 1], micro_batch=MICRO_BATCH)
 
 
+def on_host() -> Plan:
+    """Return a plan whose optimizer steps in the host's memory."""
+    return replace(pipelined(), update="host")
+
+
 def split() -> Plan:
     """Return a plan whose only stage is split over two workers."""
     return Plan(stages=(Stage(segments=(), replicas=((0, 1),), shares=(1.0,)),), micro_batch=MICRO_BATCH)
@@ -153,6 +159,7 @@ KINDS = {
     "client": Kind(plan=lambda: data_parallel(sync="client")),
     "stages": Kind(plan=pipelined),
     "alone": Kind(plan=lambda: data_parallel(1, sync="client")),
+    "stepped on the host": Kind(plan=on_host),
     "split with running statistics": Kind(plan=split, case="cnn", optimizer="sgd"),
 }
 
@@ -195,6 +202,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         ("workers", 3, [signal.SIGKILL, signal.SIGSTOP]),
         ("stages", 4, [signal.SIGSTOP, signal.SIGKILL]),
         ("client", 5, [signal.SIGKILL]),
+        ("stepped on the host", 6, [signal.SIGKILL]),
         ("split with running statistics", 7, [signal.SIGKILL]),
     ],
 )

@@ -6,6 +6,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from onebox.engine.replan import plan_without
 from onebox.plan import Plan, Stage
@@ -40,6 +41,16 @@ def test_fewer_replicas_share_the_same_micro_batches() -> None:
     assert found.stages[0].shares == (0.25, 0.75)
     assert found.sync == "client"
     assert found.micro_batches(24) == plan.micro_batches(24)
+
+
+def test_fates_and_where_the_optimizer_steps_stay() -> None:
+    plan = staged(((0,),), ((1,), (2,)))
+    plan = replace(plan, stages=(replace(plan.stages[0], fate="recompute"), plan.stages[1]), update="host")
+    for lost in (0, 2):
+        found = plan_without(plan, {lost}, [3], 8)
+        assert found is not None
+        assert [stage.fate for stage in found.stages] == ["recompute", "keep"]
+        assert found.update == "host"
 
 
 def test_what_was_one_micro_batch_each_stays_as_large() -> None:
