@@ -7,7 +7,7 @@ imported only when something is drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-_COLOURS = {
+COLOURS = {
     "F": "#3f74b5",
     "B": "#d9702b",
     "I": "#e8a13c",
@@ -38,7 +38,7 @@ _COLOURS = {
 }
 """Blue and orange differ for all kinds of colour vision; green, purple and red are told apart by place, too."""
 
-_MEANINGS = {
+MEANINGS = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
@@ -212,7 +212,6 @@ def draw(pictures: Sequence[Picture], path: Path | str, *, title: str = "", emul
         UsageError: The suffix is another one, or the file cannot be written.
     """
     check_suffix(path)
-    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -230,16 +229,25 @@ def draw(pictures: Sequence[Picture], path: Path | str, *, title: str = "", emul
     _draw_legend(figure, pictures, stages)
     if title:
         figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path | str) -> None:
+    """Write a figure, without the date, so that the same figure is the same file.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    from matplotlib import rc_context
+
+    metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
+        Path(path).suffix.lower(), {}
+    )
     try:
         with rc_context({"svg.hashsalt": "onebox"}):  # else names inside the file are drawn at random
-            figure.savefig(path, dpi=_DPI, metadata=_no_date(path))
+            figure.savefig(path, dpi=_DPI, metadata=metadata)
     except OSError as error:
         raise UsageError(f"figure {path} cannot be written: {error.strerror}") from error
-
-
-def _no_date(path: Path | str) -> Mapping[str, Any]:
-    """Leave out when it was drawn, so that the same figure is the same file."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower(), {})
 
 
 def _draw_rows(
@@ -254,7 +262,7 @@ def _draw_rows(
         for lane, bars in enumerate(lanes := _lanes([bar for bar in own if bar.kind in _THIN])):
             height = 0.16 / len(lanes)
             spans = [(bar.start_s * 1e3, (bar.end_s - bar.start_s) * 1e3) for bar in bars]
-            colours = [_COLOURS[bar.kind] for bar in bars]
+            colours = [COLOURS[bar.kind] for bar in bars]
             axes.broken_barh(spans, (row + 0.27 + lane * height, height * 0.9), facecolors=colours, lw=0)
     axes.set_ylim(len(devices) - 0.45, -0.55)
     axes.set_yticks(range(len(devices)), [_row_name(picture, device, emulated) for device in devices])
@@ -276,7 +284,7 @@ def _busy(picture: Picture) -> float:
 
 
 def _draw_block(axes: Axes, bar: Bar, row: int, stages: int, digits: int) -> None:
-    colour = _shade(_COLOURS[bar.kind], bar.stage, stages)
+    colour = _shade(COLOURS[bar.kind], bar.stage, stages)
     width = (bar.end_s - bar.start_s) * 1e3
     edge = min(0.5, 60 * width / axes.get_xlim()[1])  # where blocks are narrow, white edges would hide them
     axes.broken_barh(
@@ -305,7 +313,7 @@ def _draw_legend(figure: Figure, pictures: Sequence[Picture], stages: int) -> No
     from matplotlib.patches import Patch
 
     there = {bar.kind for picture in pictures for bar in picture.bars}
-    handles = [Patch(facecolor=_COLOURS[kind], label=text) for kind, text in _MEANINGS.items() if kind in there]
+    handles = [Patch(facecolor=COLOURS[kind], label=text) for kind, text in MEANINGS.items() if kind in there]
     homes: dict[int, set[int]] = {}
     for picture in pictures:
         for bar in picture.bars:
