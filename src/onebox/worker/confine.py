@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from onebox.worker import landlock, seccomp
+from onebox.worker.host import HOST_SHARE
 
 PORTS = range(1024, 1 << 16)
 """Ports of TCP that stay reachable: those of other workers, which the systems of their hosts choose, are among them."""
@@ -61,7 +62,8 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
         device: ``cpu``, ``sim`` or ``cuda:K``, which needs its driver's files.
         address: Where its sockets will be bound: an IP address, or a folder.
         memory_bytes: The most bytes of its buffers, 0 for no limit. What a CPU's worker takes in all is limited to
-            twice as much, :data:`SPARE_BYTES`, and :data:`THREAD_BYTES` for each thread.
+            twice as much, what it may keep of the host's memory beside them (:data:`~onebox.worker.host.HOST_SHARE`
+            times as much), :data:`SPARE_BYTES`, and :data:`THREAD_BYTES` for each thread.
         threads: Threads of its operators.
 
     Returns:
@@ -70,7 +72,8 @@ def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 
     gpu = device.startswith("cuda")
     tempfile.gettempdir()  # which looks for a folder that can be written to, once
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # so does torch, to make its own; nothing is compiled here
-    most_bytes = 2 * memory_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
+    own_bytes = (2 + HOST_SHARE) * memory_bytes
+    most_bytes = own_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
     return {
         "memory": _attempt(lambda: _limit_memory(most_bytes)),
         "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
@@ -97,7 +100,8 @@ def confinement() -> dict[str, str]:
     abi = landlock.version()
     none = "off: this kernel has no Landlock, or it is switched off (Linux 5.13 and later can have it)"
     return {
-        "memory": "on: of a CPU's worker twice that of its buffers, and some; of a GPU's that of its buffers only",
+        "memory": f"on: of a CPU's worker {2 + HOST_SHARE} times that of its buffers, and some; of a GPU's that of its "
+        "buffers only",
         "core files": "on: none are written",
         "new privileges": _new_privileges(),
         "capabilities": "on: none",
