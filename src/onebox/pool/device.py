@@ -33,6 +33,7 @@ class DeviceInfo:
         processors: Streaming multiprocessors of a GPU; 0 for all else.
         nccl: Whether its worker, of a GPU, has NCCL.
         instructions: The instruction sets that its worker uses on its processor.
+        cores: Cores of its host that its worker may use, whoever else uses them; see :attr:`onebox.pool.Pool.cores`.
     """
 
     number: int
@@ -48,6 +49,7 @@ class DeviceInfo:
     nccl: bool = False
     address: str = "127.0.0.1"
     instructions: Instructions = NONE
+    cores: int = 0
 
     @property
     def kind(self) -> str:
@@ -90,4 +92,5 @@ def welcome(member: Member, future: Future[Hello]) -> DeviceInfo:
         nccl=hello.nccl,
         address=member.address,
         instructions=hello.instructions,
+        cores=hello.cores,
     )

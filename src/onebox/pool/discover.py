@@ -50,7 +50,8 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
         spec: ``auto`` for all accelerators of this machine or, with none, one CPU worker a core up to four; or a list
             separated by commas of ``cuda``, ``cuda:K``, ``cpu``, ``cpu*N``, ``sim`` and ``sim*N``. With ``@SPEED``
             behind it a CPU worker is slowed down to that fraction of its speed, and a ``sim`` device has that speed.
-        threads: Threads for each worker that computes; an equal share of the cores when ``None``.
+        threads: Threads for each worker that computes; an equal share of the cores when ``None``, for a CPU's of those
+            that the workers of GPUs leave, one each.
 
     Raises:
         UsageError: The specification is wrong, or names a device that is not there.
@@ -61,11 +62,13 @@ def requested_devices(spec: str = "auto", threads: int | None = None) -> list[De
     found: list[tuple[str, float]] = []
     for part in _default(accelerators) if spec.strip() == "auto" else spec.split(","):
         found += _expand(part.strip(), spec, accelerators)
-    share = max(1, cores() // max(1, sum(name != "sim" for name, _ in found)))
-    return [
-        DeviceRequest(device=name, threads=1 if name == "sim" else threads or share, speed=speed)
-        for name, speed in found
-    ]
+    processors, cards = (sum(name.startswith(kind) for name, _ in found) for kind in ("cpu", "cuda"))
+    shares = {
+        "sim": 1,
+        "cpu": threads or max(1, (cores() - cards) // max(1, processors)),  # a GPU's worker keeps a core busy
+        "cuda": threads or max(1, cores() // max(1, processors + cards)),
+    }
+    return [DeviceRequest(device=name, threads=shares[name.split(":")[0]], speed=speed) for name, speed in found]
 
 
 def _default(accelerators: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from onebox.errors import UsageError
 from onebox.pool.agents.socket import own_address
 from onebox.pool.agents.source import AgentSource, acquire_all, paired_agent
+from onebox.pool.cores import crowding
 from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
 from onebox.pool.failures import raise_first
@@ -27,6 +29,8 @@ from onebox.pool.switchboard import Switchboard
 from onebox.wire import new_keys
 from onebox.wire.messages import Ask
 from onebox.worker import Fault
+
+_LOG = logging.getLogger("onebox")
 
 _QUESTIONS = 3
 """How often all workers are asked something to know how far they are."""
@@ -178,4 +182,7 @@ def connect_pool(
         if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()
-        return pool
+    crowded = crowding(pool.cores)
+    if crowded:
+        _LOG.warning("%s", crowded)
+    return pool

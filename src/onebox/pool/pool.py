@@ -13,10 +13,13 @@ from typing import Any, Literal, Self
 
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool.cores import HostCores, host_cores
 from onebox.pool.device import DeviceInfo
+from onebox.pool.discover import cores
 from onebox.pool.failures import raise_first
 from onebox.pool.heal import PATIENCE_S, Healing, heal
 from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
+from onebox.pool.local import LOCAL_HOST
 from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
@@ -83,6 +86,19 @@ class Pool:
     def present(self) -> tuple[int, ...]:
         """The numbers of the devices that have not gone."""
         return tuple(number for number in range(len(self.devices)) if number not in self.gone)
+
+    @property
+    def cores(self) -> tuple[HostCores, ...]:
+        """The cores of each host, with the threads that its workers keep busy and what is left; this host first.
+
+        Example:
+            >>> import onebox
+            >>> with onebox.open("cpu*2", threads=1) as pool:
+            ...     dict(pool.cores[0].busy)
+            {0: 1, 1: 1}
+        """
+        present = [self.devices[number] for number in self.present]
+        return host_cores(present, LOCAL_HOST, cores())
 
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in this pool has."""

@@ -46,6 +46,7 @@ class Hello(Message, frozen=True, tag="hello"):
         processors: Streaming multiprocessors of a GPU; 0 for all else.
         nccl: Whether the worker of a GPU has NCCL.
         instructions: The instruction sets that it uses; none of a device that computes nothing.
+        cores: Cores of its host that it may use.
     """
 
     protocol: int
@@ -60,6 +61,7 @@ class Hello(Message, frozen=True, tag="hello"):
     processors: int = 0
     nccl: bool = False
     instructions: Instructions = NONE
+    cores: int = 0
 
 
 class Failure(Message, frozen=True, tag="failure"):

@@ -92,6 +92,7 @@ class Server:
     """The working thread of a worker: its channel and its machine."""
 
     def __init__(self, config: WorkerConfig, lifelines: Sequence[int]) -> None:
+        self._cores = len(os.sched_getaffinity(0))  # before any thread keeps to some of them
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         sim = config.device == "sim"
         self._device = SimDevice(config.speed) if sim else Device(config.device, config.threads, config.speed)
@@ -191,6 +192,7 @@ class Server:
                 self._device.emulated,
                 *self._device.make(),
                 self._device.instructions(),
+                self._cores,
             )
         )
         with torch.inference_mode():
