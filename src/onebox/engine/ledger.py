@@ -6,14 +6,26 @@ many buffers view it; a program needs its footprint on top of what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
 from onebox.wire import Program, TensorSpec, specs_by_slot
-from onebox.wire.messages import Call, Free, Gather, Receive, Reduce, Routine, Step, StoredProgram
+from onebox.wire.messages import (
+    Call,
+    Evict,
+    Free,
+    Gather,
+    Offload,
+    Prefetch,
+    Receive,
+    Reduce,
+    Routine,
+    Step,
+    StoredProgram,
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,7 @@ class Ledger:
         self._storage: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._views: dict[int, int] = {}
+        self._away: dict[int, int] = {}  # from a buffer that is offloaded to the storage that it viewed
         self._next = 0
 
     def follow(self, step: Step, programs: Mapping[int, Program]) -> None:
@@ -118,6 +131,14 @@ class Ledger:
                 self.fill(step.buffer, step.spec.size_bytes)
             case Gather():
                 self.fill(step.into, step.spec.size_bytes)
+            case Offload():
+                self._away |= {number: self._storage[number] for number in step.buffers}
+            case Evict():
+                away = {number: self._away[number] for number in step.buffers}
+                self._forget(step.buffers)
+                self._away |= away
+            case Prefetch():
+                self._return(step.buffers)
             case _:  # the others fill no buffer, or one that is there
                 pass
 
@@ -130,6 +151,17 @@ class Ledger:
         self._next += 1
         self.origins[self._next] = (self.instruction, None)
         self._put(number, self._next, size_bytes)
+
+    def _return(self, numbers: Sequence[int]) -> None:
+        """Fill buffers that were evicted: for each storage that they viewed a new one, of which the same is known."""
+        new: dict[int, int] = {}
+        for number in numbers:
+            old = self._away[number]
+            if old not in new:
+                self._next += 1
+                new[old] = self._next
+                self.origins[self._next] = self.origins[old]
+            self._put(number, new[old], self._sizes[old])
 
     def _call(self, call: Call, program: Program) -> None:
         need = footprint(program, call.takes)
@@ -162,6 +194,7 @@ class Ledger:
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
+            self._away.pop(number, None)
             storage = self._storage.pop(number, None)
             if storage is None:
                 continue

@@ -66,6 +66,11 @@ class RoutineBuilder:
         self.steps.append(step)
         self.labels.append(label)
 
+    @property
+    def programs(self) -> dict[int, Program]:
+        """The programs that are defined so far, by number."""
+        return {d.number: d.what.program for d in self.definitions if isinstance(d.what, StoredProgram)}
+
     def define(self, program: Program, cost_s: float = 0.0) -> int:
         """Return the number of a program, defined once."""
         key = (id(program), cost_s)

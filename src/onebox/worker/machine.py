@@ -238,6 +238,8 @@ class Machine:
         if isinstance(gone, NativeOptimizer):
             self.store.charge(-gone.charged_bytes)
             gone.close()
+        if isinstance(gone, Routine):
+            self._offloader.rest()
 
     def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
         parameters = [self.store.get(number) for number in spec.parameters]

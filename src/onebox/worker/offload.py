@@ -18,7 +18,7 @@ from onebox.wire.messages import Evict, Offload, Prefetch
 from onebox.worker.faults import FaultInjector
 from onebox.worker.host import HostMemory
 from onebox.worker.movers import Moved, Mover, mover_for
-from onebox.worker.store import BufferStore, QuotaExceeded
+from onebox.worker.store import BufferStore
 from onebox.worker.trace import Trace
 
 _SPARE = 2
@@ -33,7 +33,8 @@ class Blocks:
 
     Args:
         mover: Makes new ones.
-        host: The account of the host's memory; what is kept for use again counts, too.
+        host: The account of the host's memory, which counts what is in use. What is kept for use again has to fit in
+            beside that, or goes.
     """
 
     def __init__(self, mover: Mover, host: HostMemory) -> None:
@@ -43,44 +44,44 @@ class Blocks:
         self._used_bytes = 0
         self._most_bytes = 0
 
+    @property
+    def spare_bytes(self) -> int:
+        """What is kept for use again."""
+        return sum(block.numel() for block in self._spare)
+
     def take(self, size_bytes: int) -> Tensor:
         """Return a block.
 
         Raises:
             QuotaExceeded: The host's memory has no room for it.
         """
-        found = next((block for block in reversed(self._spare) if block.numel() == size_bytes), None)
-        if found is None:
-            self._most_bytes = max(self._most_bytes, self._used_bytes + size_bytes)
-            self._trim(_SPARE * self._most_bytes - self._used_bytes - size_bytes)
-            try:
-                self._host.charge(size_bytes)
-            except QuotaExceeded:
-                self._trim(0)
-                self._host.charge(size_bytes)
-            found = self._mover.block(size_bytes)
-        else:
-            self._spare = deque(block for block in self._spare if block is not found)
+        self._host.charge(size_bytes)
         self._used_bytes += size_bytes
         self._most_bytes = max(self._most_bytes, self._used_bytes)
-        return found
+        found = next((block for block in reversed(self._spare) if block.numel() == size_bytes), None)
+        if found is not None:
+            self._spare = deque(block for block in self._spare if block is not found)
+            return found
+        room_bytes = self._host.limit_bytes - self._host.used_bytes
+        self.trim(min(room_bytes, _SPARE * self._most_bytes - self._used_bytes))
+        try:
+            return self._mover.block(size_bytes)
+        except Exception:
+            self._host.charge(-size_bytes)
+            self._used_bytes -= size_bytes
+            raise
 
     def give(self, block: Tensor) -> None:
         """Take a block back; a copy from it that is under way ends before the next one to it begins."""
+        self._host.charge(-block.numel())
         self._used_bytes -= block.numel()
         self._spare.append(block)
 
-    def close(self) -> None:
-        """Let go of what is kept for use again."""
-        self._trim(0)
-
-    def _trim(self, most_bytes: int) -> None:
+    def trim(self, most_bytes: int = 0) -> None:
         """Let go of spare blocks until they are at most so many bytes."""
-        spare_bytes = sum(block.numel() for block in self._spare)
-        while spare_bytes > most_bytes:
-            size_bytes = self._spare.popleft().numel()
-            spare_bytes -= size_bytes
-            self._host.charge(-size_bytes)
+        spare_bytes = self.spare_bytes
+        while spare_bytes > max(0, most_bytes):
+            spare_bytes -= self._spare.popleft().numel()
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,14 @@ class Offloader:
         """Let what is written to in place wait for copies that may still read it."""
         self._mover.settle()
 
+    def rest(self) -> None:
+        """Let go of memory that is kept for use again: what made use of it is gone."""
+        self._blocks.trim()
+
     def close(self) -> None:
         """End what copies."""
         self._mover.close()
-        self._blocks.close()
+        self._blocks.trim()
 
     def _offload(self, numbers: Sequence[int], trace: Trace) -> None:
         tensors = {number: self._store.get(number) for number in numbers}

@@ -168,7 +168,7 @@ def test_a_second_offload_and_a_second_prefetch_are_errors(rig: Rig) -> None:
     rig.put(b6=X)
     rig.do(Offload((6,)), Evict((6,)), Prefetch((6,)), Prefetch((6,)))
     assert "on the device" in rig.failures[1].message
-    assert host_bytes(rig) == BYTES  # for use again
+    assert host_bytes(rig) == 0
     assert rig.used == 2 * BYTES
 
 
@@ -194,7 +194,8 @@ def test_whoever_is_freed_on_the_way_gives_back_its_place(rig: Rig, place: int) 
     rig.do(*way[:place], Free((2, 3, 4)), Ask("memory"))
     assert rig.used == BYTES
     rig.do(Call(102, (1,), (2, 3, 4)), *way)
-    assert host_bytes(rig) == BYTES, "a block was not used again"
+    assert host_bytes(rig) == 0
+    assert rig.machine._offloader._blocks.spare_bytes == BYTES, "a block was not used again"
     assert torch.equal(rig.get(3), -X.t())
     assert rig.failures == []
 
@@ -204,7 +205,7 @@ def test_what_a_call_takes_while_it_is_copied_gives_back_its_place(rig: Rig) -> 
     rig.put(b6=X + 1)
     rig.do(Offload((6,)), Evict((6,)), Prefetch((6,)))
     assert torch.equal(rig.get(6), X + 1)
-    assert host_bytes(rig) == BYTES
+    assert host_bytes(rig) == 0
     assert rig.failures == []
 
 
@@ -292,19 +293,31 @@ def test_blocks_of_a_size_are_used_again_and_others_go() -> None:
     assert host.used_bytes == 160
     blocks.give(first)
     blocks.give(other)
+    assert (host.used_bytes, blocks.spare_bytes) == (0, 160)
     for size in (10, 20, 30, 40, 50, 70, 90, 110, 130):
         blocks.give(blocks.take(size))
-        assert host.used_bytes <= 320
-    blocks.close()
-    assert host.used_bytes == 0
+        assert blocks.spare_bytes <= 2 * 160
+    assert (host.used_bytes, host.peak_bytes) == (0, 160)
+    blocks.trim()
+    assert blocks.spare_bytes == 0
 
 
 def test_spare_blocks_give_way_to_what_is_needed() -> None:
-    host = HostMemory(25)  # which makes 100
+    host = HostMemory(25)
+    assert host.limit_bytes == HOST_SHARE * 25
     blocks = Blocks(ThreadMover(FaultInjector()), host)
     blocks.give(blocks.take(60))
     assert blocks.take(90).numel() == 90
-    assert host.used_bytes == 90
+    assert (host.used_bytes, blocks.spare_bytes) == (90, 0)
+
+
+def test_with_the_routine_goes_what_was_kept_for_its_use(rig: Rig) -> None:
+    rig.do(Define(200, Routine((Offload((2,)), Evict((2,)), Prefetch((2,))), 0)), Run(200), Run(200))
+    assert rig.machine._offloader._blocks.spare_bytes == BYTES
+    rig.do(Free((), (200,)))
+    assert rig.machine._offloader._blocks.spare_bytes == 0
+    assert torch.equal(rig.get(2), -X)
+    assert rig.failures == []
 
 
 class OnTheWay(RuleBasedStateMachine):

@@ -1,0 +1,246 @@
+"""Offloading: when values of a worker's step go to the host's memory and come back. Pure.
+
+What a stage of fate ``offload`` makes, or is the first on its device to read of what others sent, goes to the host if a
+backward reads it: behind the last forward action that reads it; and it is let go of one action later, so that the copy
+has an action to hide under. It begins to come back one action ahead of the first backward action that reads it. Where
+these are so near to each other that nothing else would happen while it is away, it stays.
+
+Storages go, not buffers: all views of one go together, once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from onebox.cost import owners
+from onebox.engine.routine import Label
+from onebox.plan import Action, Fate
+from onebox.wire import Program, specs_by_slot
+from onebox.wire.messages import (
+    Call,
+    Evict,
+    Free,
+    Gather,
+    Offload,
+    Prefetch,
+    Receive,
+    Reduce,
+    Step,
+    references,
+)
+
+LEAST_BYTES = 1 << 10
+"""Smaller storages stay: they would gain nothing that a copy's own cost is worth."""
+
+COPY_ACTIONS = 1
+"""How many actions a copy to the host, and one back, has to hide under."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """A storage that is away for a part of a step.
+
+    Args:
+        buffers: The buffers that view it meanwhile.
+        size_bytes: Its bytes.
+        stage: The stage whose fate it shares.
+        micro_batch: The micro-batch.
+        offload: Its copy begins behind this action of the worker's row.
+        evict: It is let go of behind this one.
+        prefetch: It begins to come back ahead of this one.
+        read: The first action that reads it again.
+    """
+
+    buffers: tuple[int, ...]
+    size_bytes: int
+    stage: int
+    micro_batch: int
+    offload: int
+    evict: int
+    prefetch: int
+    read: int
+
+
+class _Storage:
+    """A storage as it is followed.
+
+    Args:
+        size_bytes: Its bytes.
+        made: The action that made it; ``None`` where it was received.
+    """
+
+    def __init__(self, size_bytes: int, made: int | None) -> None:
+        self.size_bytes = size_bytes
+        self.made = made
+        self.readers: set[int] = set()
+        self.buffers: set[int] = set()
+        self._behind: dict[int, tuple[int, ...]] = {}
+
+    def note(self, action: int) -> None:
+        """Note what views it behind an action, as far as that has gone."""
+        self._behind[action] = tuple(sorted(self.buffers))
+
+    def behind(self, action: int) -> tuple[int, ...]:
+        """Return the buffers that view it behind an action that has made or read it."""
+        return self._behind[action]
+
+
+def find_absences(
+    steps: Sequence[Step],
+    programs: Mapping[int, Program],
+    bounds: Sequence[int],
+    actions: Sequence[Action],
+    fates: Sequence[Fate],
+) -> list[Absence]:
+    """Return what is to be away when.
+
+    Args:
+        steps: The instructions of a worker's step.
+        programs: The programs that they call, by number.
+        bounds: The first instruction of each action, and behind the last one the first of what comes then.
+        actions: The worker's row of the schedule.
+        fates: The fate of each stage.
+    """
+    if "offload" not in (fates[action.stage] for action in actions):
+        return []
+    follower = _Follower(programs)
+    for index, step in enumerate(steps):
+        follower.follow(step, max(0, bisect_right(bounds, index) - 1))
+    found = (_absence(storage, actions, fates) for storage in follower.storages)
+    return sorted((one for one in found if one is not None), key=lambda one: (one.offload, one.read, one.buffers))
+
+
+def with_transfers(
+    steps: Sequence[Step], labels: Sequence[Label], bounds: Sequence[int], absences: Sequence[Absence]
+) -> tuple[list[Step], list[Label]]:
+    """Return instructions and what they are, with those that let storages be away.
+
+    Args:
+        steps: The instructions of a worker's step.
+        labels: What each is.
+        bounds: As for :func:`find_absences`.
+        absences: What is to be away when.
+    """
+    behind: dict[int, list[tuple[Step, Label]]] = {}
+    for place, made in _transfers(absences):
+        behind.setdefault(bounds[place], []).append(made)
+    all_steps: list[Step] = []
+    all_labels: list[Label] = []
+    for index in range(len(steps) + 1):
+        for step, label in behind.get(index, ()):
+            all_steps.append(step)
+            all_labels.append(label)
+        if index < len(steps):
+            all_steps.append(steps[index])
+            all_labels.append(labels[index])
+    return all_steps, all_labels
+
+
+def _transfers(absences: Sequence[Absence]) -> Iterator[tuple[int, tuple[Step, Label]]]:
+    """Yield what to do, with the action ahead of which it is: room is made before it is taken."""
+    for kind, track in ((Evict, "other"), (Offload, "transfer"), (Prefetch, "transfer")):
+        together: dict[tuple[int, int, int, int], list[int]] = {}
+        for one in absences:
+            place = {Offload: one.offload + 1, Evict: one.evict + 1, Prefetch: one.prefetch}[kind]
+            together.setdefault((place, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
+        for (place, _, stage, micro_batch), buffers in sorted(together.items()):
+            name = f"{kind.__name__.lower()} stage {stage} (micro-batch {micro_batch})"
+            yield place, (kind(tuple(buffers)), Label(name, track))
+
+
+def _absence(storage: _Storage, actions: Sequence[Action], fates: Sequence[Fate]) -> Absence | None:
+    """Return when a storage is away; ``None`` where it stays."""
+    if storage.size_bytes < LEAST_BYTES:
+        return None
+    readers = sorted(place for place in storage.readers if place < len(actions))
+    forward = [place for place in readers if actions[place].kind == "F"]
+    backward = [place for place in readers if actions[place].kind != "F"]
+    first = storage.made if storage.made is not None else min(forward, default=len(actions))
+    if not backward or first >= backward[0] or actions[first].kind != "F":
+        return None
+    if fates[actions[first].stage] != "offload":
+        return None
+    last = max([first, *forward])
+    evict, prefetch = last + COPY_ACTIONS, backward[0] - COPY_ACTIONS
+    if evict + 1 >= prefetch:
+        return None
+    return Absence(
+        buffers=storage.behind(last),
+        size_bytes=storage.size_bytes,
+        stage=actions[first].stage,
+        micro_batch=actions[first].micro_batch,
+        offload=last,
+        evict=evict,
+        prefetch=prefetch,
+        read=backward[0],
+    )
+
+
+class _Follower:
+    """Follows the storages of a worker through its step.
+
+    Args:
+        programs: The programs that are called, by number.
+    """
+
+    def __init__(self, programs: Mapping[int, Program]) -> None:
+        self.storages: list[_Storage] = []
+        self._programs = programs
+        self._held: dict[int, _Storage] = {}
+
+    def follow(self, step: Step, action: int) -> None:
+        """Take note of an instruction of an action."""
+        for number in step.inputs if isinstance(step, Call) else references(step):
+            if number in self._held:
+                self._held[number].readers.add(action)
+                self._held[number].note(action)
+        match step:
+            case Call():
+                self._call(step, self._programs[step.program], action)
+            case Free():
+                for number in step.buffers:
+                    self._leave(number, action)
+            case Receive():
+                self._hold(step.buffer, self._new(step.spec.size_bytes, None), action)
+            case Gather():
+                self._hold(step.into, self._new(step.spec.size_bytes, action), action)
+            case Reduce():  # the sum is a new tensor
+                for number in step.buffers:
+                    if number in self._held:
+                        self._hold(number, self._new(self._held[number].size_bytes, action), action)
+            case _:
+                pass
+
+    def _call(self, call: Call, program: Program, action: int) -> None:
+        given = [self._held.get(number) for number in call.inputs]
+        for position in call.takes:
+            self._leave(call.inputs[position], action)
+        owner, specs = owners(program), specs_by_slot(program)
+        made: dict[int, _Storage] = {}
+        for number, slot in zip(call.outputs, program.outputs, strict=True):
+            source = owner[slot]
+            if source < len(given):
+                self._hold(number, given[source], action)
+                continue
+            if source not in made:
+                made[source] = self._new(specs[source].size_bytes, action)
+            self._hold(number, made[source], action)
+
+    def _new(self, size_bytes: int, made: int | None) -> _Storage:
+        self.storages.append(_Storage(size_bytes, made))
+        return self.storages[-1]
+
+    def _hold(self, number: int, storage: _Storage | None, action: int) -> None:
+        self._leave(number, action)
+        if storage is not None:
+            self._held[number] = storage
+            storage.buffers.add(number)
+            storage.note(action)
+
+    def _leave(self, number: int, action: int) -> None:
+        storage = self._held.pop(number, None)
+        if storage is not None:
+            storage.buffers.discard(number)
+            storage.note(action)
