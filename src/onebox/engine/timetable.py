@@ -16,7 +16,7 @@ from onebox.plan import (
     Schedule,
     StageWork,
     Work,
-    auto_block_schedule,
+    auto_schedule,
     block_schedule,
     validate,
 )
@@ -54,7 +54,7 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
             return block_schedule("1f1b", routes, edges=edges)
         full = plan.micro_batch or micro_batches[0].size
         sizes = [part.size / full for part in micro_batches]
-        return auto_block_schedule(routes, _expected_work(plan, edges), sizes)
+        return auto_schedule(routes, _expected_work(plan, edges), sizes)
     return block_schedule(plan.schedule, routes, edges=edges)
 
 

@@ -1,6 +1,6 @@
 """Plans: which device computes what part of the model and of the batch, and in which order."""
 
-from onebox.plan.blocks import auto_block_schedule, block_schedule
+from onebox.plan.blocks import block_schedule
 from onebox.plan.costs import stage_work
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
@@ -51,7 +51,6 @@ __all__ = [
     "Work",
     "apportion",
     "as_data",
-    "auto_block_schedule",
     "auto_schedule",
     "block_schedule",
     "deal",

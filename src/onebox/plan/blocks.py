@@ -8,15 +8,10 @@ its stages from the last to the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from onebox.plan.schedule import Action, Routes, Schedule
 from onebox.plan.schedules import named_schedule
-from onebox.plan.synthesis import auto_schedule
-from onebox.plan.work import Edge, StageWork, Work
 
 Blocks = tuple[range, ...]
 """The stages of each block."""
@@ -71,33 +66,10 @@ def block_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
     if len(blocks) == len(routes):
         return named_schedule(name, routes, edges=edges)
     between = None if edges is None else sorted(_between(edges, blocks))
-    return spelled_out(named_schedule(name, _routes(routes, blocks), edges=between), blocks)
+    return _spelled_out(named_schedule(name, tuple(routes[block.start] for block in blocks), edges=between), blocks)
 
 
-def auto_block_schedule(
-    routes: Routes, work: Work, sizes: Sequence[float] | None = None, *, budget_s: float = 0.25
-) -> Schedule:
-    """Make a schedule for measured times, transfers and memory, for blocks of stages.
-
-    Args:
-        routes: Who computes what.
-        work: Times, bytes, edges, links, and the memory of the devices.
-        sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
-        budget_s: See :func:`~onebox.plan.auto_schedule`.
-
-    Raises:
-        UsageError: Routes and work do not fit together.
-    """
-    blocks = find_blocks(routes)
-    if len(blocks) == len(routes):
-        return auto_schedule(routes, work, sizes, budget_s=budget_s)
-    if len(blocks) == 1:  # every order takes as long, and this one the least memory
-        return block_schedule("1f1b", routes)
-    whole = auto_schedule(_routes(routes, blocks), merged(work, blocks), sizes, budget_s=budget_s)
-    return spelled_out(whole, blocks)
-
-
-def spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
+def _spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
     """Return the schedule of stages that a schedule of their blocks stands for."""
 
     def stages(row: Sequence[Action]) -> Iterator[Action]:
@@ -109,60 +81,8 @@ def spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
     return Schedule(rows={device: tuple(stages(row)) for device, row in schedule.rows.items()})
 
 
-def merged(work: Work, blocks: Blocks) -> Work:
-    """Return what blocks of stages cost.
-
-    While forward of one of its stages runs, later ones have saved nothing yet, and while its backward runs, they have
-    given that back: so much less does it need on top of all that the block saves.
-
-    Args:
-        work: What the stages cost.
-        blocks: From :func:`find_blocks`.
-    """
-    edges: dict[tuple[int, int], tuple[int, int]] = {}
-    where = _where(blocks)
-    for edge in work.edges:
-        ends = where[edge.source], where[edge.target]
-        if ends[0] != ends[1]:
-            forward, backward = edges.get(ends, (0, 0))
-            edges[ends] = forward + edge.forward_bytes, backward + edge.backward_bytes
-    return replace(
-        work,
-        stages=tuple(_merged(work.stages[block.start : block.stop]) for block in blocks),
-        edges=tuple(
-            Edge(source=a, target=b, forward_bytes=forward, backward_bytes=backward)
-            for (a, b), (forward, backward) in sorted(edges.items())
-        ),
-    )
-
-
-def _merged(stages: Sequence[StageWork]) -> StageWork:
-    found: dict[str, Any] = {}
-    for name in (field.name for field in fields(StageWork)):
-        values = [getattr(stage, name) for stage in stages]
-        found[name] = _summed(values) if name.endswith("_s") else sum(values)
-    saved = accumulate(stage.saved_bytes for stage in stages)
-    later = [found["saved_bytes"] - until for until in saved]
-    for name in ("forward_work_bytes", "backward_work_bytes"):
-        found[name] = max(0, *(getattr(stage, name) - less for stage, less in zip(stages, later, strict=True)))
-    return StageWork(**found)
-
-
-def _summed(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the sums of what is known of a device for all stages."""
-    return {device: sum(time[device] for time in times) for device in times[0] if all(device in time for time in times)}
-
-
-def _routes(routes: Routes, blocks: Blocks) -> Routes:
-    return tuple(routes[block.start] for block in blocks)
-
-
-def _where(blocks: Blocks) -> list[int]:
-    """Return the block of each stage."""
-    return [number for number, block in enumerate(blocks) for _ in block]
-
-
 def _between(edges: Sequence[tuple[int, int]], blocks: Blocks) -> set[tuple[int, int]]:
-    where = _where(blocks)
+    """Return which block gives values to which."""
+    where = [number for number, block in enumerate(blocks) for _ in block]
     ends = {(where[source], where[target]) for source, target in edges}
     return {(source, target) for source, target in ends if source != target}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onebox.plan.blocks import auto_block_schedule, block_schedule
+from onebox.plan.blocks import block_schedule
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
 from onebox.plan.plan import Plan, Prediction
 from onebox.plan.schedule import Routes, Schedule
 from onebox.plan.simulate import Simulation, simulate
+from onebox.plan.synthesis import auto_schedule
 from onebox.plan.work import StageWork, Work
 
 
@@ -45,7 +46,7 @@ def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) 
     if plan.schedule == "table":
         return Schedule.parse(plan.table)
     if plan.schedule == "auto":
-        return auto_block_schedule(routes, work, sizes)
+        return auto_schedule(routes, work, sizes)
     return block_schedule(plan.schedule, routes, edges=[(edge.source, edge.target) for edge in work.edges])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+from onebox.plan.blocks import block_schedule
 from onebox.plan.improve import Search
 from onebox.plan.instance import Instance, instance_of
 from onebox.plan.listing import UNLIMITED, Policy, list_schedule
@@ -42,9 +43,8 @@ def auto_schedule(
     instance = instance_of(routes, work, sizes)
     search = Search(instance, budget_s)
     edges = [(edge.source, edge.target) for edge in work.edges]
-    for name in NAMED:
-        table = named_schedule(name, routes, edges=edges).rows
-        search.consider([table[device] for device in instance.devices])
+    for table in _named(routes, edges):
+        search.consider([table.rows[device] for device in instance.devices])
     search.consider(one_by_one(instance))
     for policy in policies(instance):
         if search.left_s < budget_s / 3 or search.perfect:
@@ -53,6 +53,15 @@ def auto_schedule(
         search.consider(list_schedule(instance, policy))
     search.improve()
     return as_schedule(instance, search.rows)
+
+
+def _named(routes: Routes, edges: Sequence[tuple[int, int]]) -> Iterator[Schedule]:
+    """Yield the named schedules, for blocks of stages on the same devices first, which have less in flight."""
+    for name in NAMED:
+        blocks, stages = (make(name, routes, edges=edges) for make in (block_schedule, named_schedule))
+        yield blocks
+        if stages != blocks:
+            yield stages
 
 
 def one_by_one(instance: Instance) -> list[list[Action]]:

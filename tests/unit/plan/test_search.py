@@ -19,8 +19,8 @@ from onebox.plan import (
     Schedule,
     SearchResult,
     Value,
+    block_schedule,
     even_plan,
-    named_schedule,
     predict,
     search,
     stage_work,
@@ -45,7 +45,7 @@ def check(problem: Problem, result: SearchResult) -> None:
     routes = plan.routes(problem.batch)
     edges = [(edge.source, edge.target) for edge in work.edges]
     schedule = (
-        Schedule.parse(plan.table) if plan.schedule == "table" else named_schedule(plan.schedule, routes, edges=edges)
+        Schedule.parse(plan.table) if plan.schedule == "table" else block_schedule(plan.schedule, routes, edges=edges)
     )
     validate(schedule, routes, work=work, sizes=sizes)
     predicted, simulation = predict(problem, plan)
