@@ -30,6 +30,9 @@ from onebox.worker.memory import wake_on_time
 from onebox.worker.optimizer import KERNEL_OPTIONS, NativeOptimizer
 from onebox.worker.tape import Progress, Seed, Tape
 
+PRODUCT = "computes nothing"
+"""What stands in the place of a product name."""
+
 MEMORY_BYTES = 16 << 30
 """Memory of a ``sim`` device where the pool sets no quota: that of a common accelerator."""
 
@@ -69,6 +72,7 @@ class SimDevice(Device):
         self.threads = 1
         self.speed = speed
         self.emulated = True
+        self._memory_bytes = MEMORY_BYTES
         self.own_generator = torch.Generator()
         wake_on_time()
         wake_promptly()
@@ -124,7 +128,7 @@ class SimDevice(Device):
 
     def product_name(self) -> str:
         """Return what stands in the place of a product name."""
-        return "computes nothing"
+        return PRODUCT
 
     def make(self) -> tuple[tuple[int, int], int, bool]:
         """Return what :meth:`onebox.worker.device.Device.make` returns of what is no GPU."""
@@ -132,11 +136,12 @@ class SimDevice(Device):
 
     def memory_bytes(self) -> int:
         """Return the memory that it stands for."""
-        return MEMORY_BYTES
+        return self._memory_bytes
 
     def quota_bytes(self, asked_bytes: int) -> int:
-        """Return what was asked for, else its memory: beyond it an accelerator would fail too."""
-        return asked_bytes or MEMORY_BYTES
+        """Stand for what was asked for, if something was, and return it: beyond it an accelerator would fail too."""
+        self._memory_bytes = asked_bytes or self._memory_bytes
+        return self._memory_bytes
 
 
 def wake_promptly() -> None:

@@ -1,0 +1,76 @@
+"""What the devices of a pool will say of themselves, known without starting their workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from onebox.errors import UsageError
+from onebox.pool.device import DeviceInfo
+from onebox.pool.discover import DeviceRequest, cores, requested_devices
+from onebox.pool.local import LOCAL_HOST
+from onebox.pool.spec import LocalPart, asked_parts
+from onebox.sizes import Memory, parse_budgets
+from onebox.wire.sayings import NONE
+from onebox.worker.device import Device
+from onebox.worker.instructions import instructions
+from onebox.worker.sim import MEMORY_BYTES, PRODUCT
+
+
+def expected_devices(
+    spec: str = "auto", *, threads: int | None = None, memory: Memory | None = None
+) -> tuple[DeviceInfo, ...]:
+    """Return the devices that a pool of this machine will have; nothing is started.
+
+    Args:
+        spec: As for :func:`~onebox.pool.open_pool`.
+        threads: Likewise.
+        memory: Likewise.
+
+    Raises:
+        UsageError: The specification is wrong, or names devices of other machines, which only they know.
+    """
+    found: list[DeviceInfo] = []
+    budgets = parse_budgets("memory", memory)
+    for part in asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8")):
+        if not isinstance(part, LocalPart):
+            raise UsageError(
+                f"pool {spec!r} has devices of other machines, which would have to be asked; describe them by what "
+                "they have, such as sim*2 with a memory of 24GiB"
+            )
+        requests = requested_devices(part.devices, part.threads or threads)
+        for request, quota in zip(requests, (part.memory or budgets).of(len(requests)), strict=True):
+            found.append(_described(len(found), request, quota))
+    return tuple(found)
+
+
+def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
+    """Return what the worker of a device would say of it."""
+    capability, processors, nccl, used = (0, 0), 0, False, NONE
+    if request.device == "sim":
+        name, memory = PRODUCT, quota or MEMORY_BYTES
+    elif request.device == "cpu":
+        device = Device("cpu", torch.get_num_threads())
+        name, memory, used = device.product_name(), device.memory_bytes(), device.instructions()
+    else:
+        about = torch.cuda.get_device_properties(request.device)
+        name, memory, used = about.name, int(about.total_memory), instructions()
+        capability, processors = (about.major, about.minor), about.multi_processor_count
+        nccl = torch.distributed.is_nccl_available()
+    return DeviceInfo(
+        number=number,
+        host=LOCAL_HOST,
+        device=request.device,
+        name=name,
+        threads=request.threads,
+        memory_bytes=min(memory, quota or memory),
+        speed=request.speed,
+        emulated=request.device == "sim" or request.speed < 1,
+        capability=capability,
+        processors=processors,
+        nccl=nccl,
+        instructions=used,
+        cores=cores(),
+    )
