@@ -162,5 +162,6 @@ def least_bytes(work: Work, routes: Routes) -> dict[int, int]:
     for cost, row in zip(work.stages, routes, strict=True):
         for d in {route[0] for route in row}:
             held[d] = held.get(d, 0) + cost.state_bytes
-            use[d] = max(use.get(d, 0), cost.saved_bytes + max(cost.forward_work_bytes, cost.backward_work_bytes))
+            most = max(cost.forward_work_bytes, cost.backward_work_bytes)
+            use[d] = max(use.get(d, 0), cost.saved_bytes + cost.parked_bytes + most)
     return {d: held[d] + use[d] for d in held}

@@ -202,7 +202,7 @@ def _shared(layout: Layout) -> Iterator[Layout]:
             continue
         one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
         for place in sorted(near):
-            _, devices, shares = parts[place]
+            devices, shares = parts[place].devices, parts[place].shares
             yield _with(layout, index, one._replace(devices=devices, shares=shares), other, until=index + 1)
             yield _with(layout, index, one, other._replace(devices=devices, shares=shares), until=index + 1)
 

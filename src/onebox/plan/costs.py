@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onebox.plan.inputs import Problem
-from onebox.plan.layout import Layout, layout_of, owners
+from onebox.plan.layout import Layout, Part, layout_of, owners
 from onebox.plan.plan import MicroBatch, Plan
 from onebox.plan.shares import apportion
 from onebox.plan.work import Edge, StageWork, Work
@@ -31,14 +31,30 @@ class Seconds(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of some segments; all but the first two are for each sample."""
+    """Bytes of some segments; all but the first three are for each sample."""
 
     parameter: int
     state: int
+    optimizer: int
     saved: int
     late: int
     forward_work: int
     backward_work: int
+    again: int
+
+
+class Crossing(NamedTuple):
+    """Bytes of values that cross the ends of a stage, for a micro-batch.
+
+    Args:
+        kept: Received from another device, and needed by the stage's backward.
+        received: Received from another device.
+        given: Given to later stages on the stage's own device.
+    """
+
+    kept: int
+    received: int
+    given: int
 
 
 class Costs:
@@ -62,7 +78,7 @@ class Costs:
             for segment in problem.segments
         ]
         self._lines = np.array(lines, dtype=np.float64)
-        names = ("parameter", "state", "saved", "late", "forward_work", "backward_work")
+        names = ("parameter", "state", "optimizer", "saved", "late", "forward_work", "backward_work")
         self._sizes = np.array([[getattr(s, f"{name}_bytes") for name in names] for s in problem.segments], np.int64)
         self._ties: list[list[int]] = [[] for _ in problem.segments]
         for number, tie in enumerate(problem.ties):
@@ -91,12 +107,16 @@ class Costs:
         """Return the bytes of some segments, parameters that they share with others included."""
         if segments not in self._bytes:
             rows = self._sizes[list(segments)]
-            parameter, state, saved, late = rows[:, :4].sum(axis=0).tolist()
-            forward, backward = rows[:, 4:].max(axis=0).tolist()
+            parameter, state, optimizer, saved, late = rows[:, :5].sum(axis=0).tolist()
+            # While a segment runs, later ones have made nothing yet, or have given it back.
+            later = saved - np.cumsum(rows[:, 3])
+            forward, backward = (max(0, int((rows[:, column] - later).max())) for column in (5, 6))
             held = [self.problem.ties[number] for number in self.ties(segments)]
             parameter += sum(tie.parameter_bytes for tie in held)
             state += sum(tie.state_bytes for tie in held)
-            self._bytes[segments] = Sizes(parameter, state, saved, late, forward, backward)
+            optimizer += sum(tie.optimizer_bytes for tie in held)
+            again = int((rows[:, 3] + rows[:, 5]).max())
+            self._bytes[segments] = Sizes(parameter, state, optimizer, saved, late, forward, backward, again)
         return self._bytes[segments]
 
     def power(self, number: int, samples: int) -> float:
@@ -114,26 +134,33 @@ class Costs:
         """Return the numbers of the ties that some segments have a part in."""
         return {number for index in segments for number in self._ties[index]}
 
-    def edges(self, where: Sequence[int], samples: int) -> tuple[tuple[Edge, ...], list[int]]:
-        """Return the values between stages, and for each stage the bytes of received values that it keeps.
+    def edges(self, parts: Sequence[Part], samples: int) -> tuple[tuple[Edge, ...], list[Crossing]]:
+        """Return the values between stages, and for each stage what crosses its ends.
 
         Args:
-            where: The stage of each segment.
+            parts: The stages. A value that two of them have on the same device is there once.
             samples: Samples of a micro-batch.
         """
+        where = owners(tuple(parts), len(self.problem.segments))
         found: dict[tuple[int, int], list[int]] = {}
-        kept = [0] * (max(where) + 1)
+        kept, received, given = ([0] * len(parts) for _ in range(3))
         for value in self.problem.values:
             source = where[value.source]
+            size, here = value.forward_bytes * samples, False
             for target in {where[consumer] for consumer in value.consumers} - {source}:
                 both = found.setdefault((source, target), [0, 0])
-                both[0] += value.forward_bytes * samples
+                both[0] += size
                 both[1] += value.backward_bytes * samples
-                kept[target] += value.forward_bytes * samples * value.kept
+                if set(parts[target].devices) <= set(parts[source].devices):
+                    here = here or value.kept or parts[target].fate == "recompute"
+                else:
+                    kept[target] += size * value.kept
+                    received[target] += size
+            given[source] += size * here
         edges = (
             Edge(source=a, target=b, forward_bytes=f, backward_bytes=r) for (a, b), (f, r) in sorted(found.items())
         )
-        return tuple(edges), kept
+        return tuple(edges), [Crossing(*sizes) for sizes in zip(kept, received, given, strict=True)]
 
     def work(self, layout: Layout, parts: Sequence[MicroBatch]) -> tuple[Work, list[float]]:
         """Return what the stages of a layout cost, and the micro-batches' sizes as fractions of the largest.
@@ -143,9 +170,10 @@ class Costs:
             parts: The micro-batches.
         """
         largest = layout.micro_batch or max(part.size for part in parts)
-        where = owners(layout.parts, len(self.problem.segments))
-        edges, kept = self.edges(where, largest)
-        stages = tuple(self._stage(layout, stage, largest, parts, kept[stage]) for stage in range(len(layout.parts)))
+        edges, crossing = self.edges(layout.parts, largest)
+        stages = tuple(
+            self._stage(layout, stage, largest, parts, crossing[stage]) for stage in range(len(layout.parts))
+        )
         problem = self.problem
         work = Work(
             stages=stages,
@@ -153,11 +181,12 @@ class Costs:
             links=problem.links,
             capacity_bytes=problem.capacity_bytes,
             call_s=problem.call_s,
+            host_bps={device.number: device.host_bps for device in problem.devices},
         )
         return work, [part.size / largest for part in parts]
 
     def _stage(
-        self, layout: Layout, stage: int, largest: int, micro_batches: Sequence[MicroBatch], kept: int
+        self, layout: Layout, stage: int, largest: int, micro_batches: Sequence[MicroBatch], crossing: Crossing
     ) -> StageWork:
         part = layout.parts[stage]
         by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
@@ -171,17 +200,19 @@ class Costs:
             for place, (fixed, each) in enumerate(found[:3]):
                 times[place][number] = (fixed + each * own) * (largest / own) / device.speed
             times[3][number] = found.update_s / device.speed + tied
+            if layout.update == "host":  # gradients go there, parameters come back
+                times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps)
+            if part.fate == "recompute":  # the whole backward is in its first half
+                times[1][number] += times[0][number] + times[2][number]
+                times[2][number] = 0.0
         return StageWork(
             forward_s=times[0],
             input_s=times[1],
             weight_s=times[2],
             update_s=times[3],
-            state_bytes=sizes.state,
+            state_bytes=sizes.state - (sizes.optimizer if layout.update == "host" else 0),
             gradient_bytes=sizes.parameter,
-            saved_bytes=sizes.saved * largest + kept,
-            late_bytes=sizes.late * largest,
-            forward_work_bytes=sizes.forward_work * largest,
-            backward_work_bytes=sizes.backward_work * largest,
+            **_held(part, sizes, largest, crossing),
         )
 
     def _tied_s(self, layout: Layout, stage: int) -> float:
@@ -193,6 +224,29 @@ class Costs:
             places = list(dict.fromkeys(holders))
             total += self.problem.links.ring_seconds([(place,) for place in places], tie.parameter_bytes)
         return total
+
+
+def _held(part: Part, sizes: Sizes, samples: int, crossing: Crossing) -> dict[str, int]:
+    """Return what a stage holds of a micro-batch, and needs beyond that, by the names of :class:`StageWork`."""
+    saved, late = sizes.saved * samples, sizes.late * samples
+    forward, backward = sizes.forward_work * samples, sizes.backward_work * samples
+    parked = 0
+    if part.fate == "recompute":
+        # Only what crosses its end stays. In forward one segment's values are there at a time, in backward all.
+        made, saved, late = saved, crossing.received + crossing.given, 0
+        forward = max(0, sizes.again * samples - crossing.given)
+        backward = max(0, made + backward - crossing.given)
+    elif part.fate == "offload":
+        saved, parked = crossing.kept, saved
+    else:
+        saved += crossing.kept
+    return {
+        "saved_bytes": saved,
+        "parked_bytes": parked,
+        "late_bytes": late,
+        "forward_work_bytes": forward,
+        "backward_work_bytes": backward,
+    }
 
 
 def _own(shares: Sequence[float], turn: int, micro_batches: Sequence[MicroBatch]) -> int:

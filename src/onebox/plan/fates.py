@@ -92,6 +92,7 @@ class ChainCosts:
         in_flight: Micro-batches that the device holds at once.
         call_s: Seconds that a span costs beside its work: an action forward and one back.
         input_bytes: What crosses into the first link from elsewhere.
+        cpu_bps: Bytes a second to what computes on the host's processor, and as many back.
     """
 
     links: tuple[Link, ...]
@@ -99,6 +100,7 @@ class ChainCosts:
     in_flight: int = 1
     call_s: float = 0.0
     input_bytes: int = 0
+    cpu_bps: float = float("inf")
 
 
 class SpanCosts(NamedTuple):
@@ -182,7 +184,7 @@ class Prices:
             cpu_forward = self._cpu_forward[end] - self._cpu_forward[start]
             cpu_backward = self._cpu_backward[end] - self._cpu_backward[start]
             into = links[start - 1].boundary_bytes if start else self.chain.input_bytes
-            travel = 2 * (into + out) / self.chain.host_bps
+            travel = 2 * (into + out) / self.chain.cpu_bps
             price = call_s + cpu_forward + cpu_backward - forward - backward + travel
             return SpanCosts(price, out, 2 * out, cpu_forward, cpu_backward)
         ahead = max(

@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import permutations
 
 from onebox.errors import UsageError
-from onebox.plan.plan import SCHEDULES
+from onebox.plan.fates import FATES, ChainFate
+from onebox.plan.plan import SCHEDULES, UpdateAt
 from onebox.plan.work import Links
 
 
@@ -73,6 +74,7 @@ class Segment:
         update_s: Seconds of its optimizer step, by type of device; a type that isn't there takes none.
         parameter_bytes: Its parameters, as many as the gradients that replicas sum. Tied ones stand in :class:`Tie`.
         state_bytes: Parameters, gradients, optimizer state and buffers: held always.
+        optimizer_bytes: Of these, the optimizer's state, which may be on the host.
         saved_bytes: Of the tensors that it makes, those that a backward needs later; for each sample.
         late_bytes: Held from the start of its input gradient to the end of its weight gradient; for each sample.
         forward_work_bytes: Needed beyond those while its forward runs; for each sample.
@@ -86,6 +88,7 @@ class Segment:
     update_s: Mapping[str, float]
     parameter_bytes: int = 0
     state_bytes: int = 0
+    optimizer_bytes: int = 0
     saved_bytes: int = 0
     late_bytes: int = 0
     forward_work_bytes: int = 0
@@ -119,11 +122,20 @@ class Tie:
         segments: Indices of the segments.
         parameter_bytes: Bytes of the parameter, and of its gradient.
         state_bytes: With gradient and optimizer state.
+        optimizer_bytes: Of these, the optimizer's state.
     """
 
     segments: tuple[int, ...]
     parameter_bytes: int
     state_bytes: int
+    optimizer_bytes: int = 0
+
+
+HOST_BPS = 4e9
+"""What is assumed of the way to a host's memory where nothing has been measured: a core that copies, two ways."""
+
+HOST_UPDATE_S = 5e-10
+"""Seconds for each byte of parameters that is assumed of an optimizer's step on the host: six passes at 12 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +148,10 @@ class DeviceSpec:
         host: Its host.
         capacity_bytes: Its memory; ``None`` is without limit.
         speed: Times of its type are divided by this: less than 1 for one that is throttled.
+        host_bps: Bytes a second to the memory of its host, and as many back.
+        host_update_s: Seconds of an optimizer's step on its host, for each byte of parameters; copies aside.
+        processor: Whether it is a share of its host's own processor, on which a part of a model of another device of
+            that host may be computed.
     """
 
     number: int
@@ -143,6 +159,9 @@ class DeviceSpec:
     host: str = ""
     capacity_bytes: int | None = None
     speed: float = 1.0
+    host_bps: float = HOST_BPS
+    host_update_s: float = HOST_UPDATE_S
+    processor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +179,13 @@ class Problem:
         call_s: Seconds that each action costs a device beside its work.
         schedules: Allowed schedules, out of :data:`~onebox.plan.SCHEDULES`.
         replicable: Whether a stage may have several replicas.
-        max_stages: At most so many stages; ``None`` is without limit.
+        max_stages: At most so many stages, consecutive ones with the same replicas counted once; ``None`` is without
+            limit.
         max_devices: At most so many devices; ``None`` is without limit.
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
+        fates: What may become of activations; ``cpu`` stands for a part of a device's stage on its host's processor.
+        updates: Where the optimizer's state may be.
     """
 
     segments: tuple[Segment, ...]
@@ -179,6 +201,8 @@ class Problem:
     max_stages: int | None = None
     max_devices: int | None = None
     free_shares: bool = True
+    fates: tuple[ChainFate, ...] = FATES
+    updates: tuple[UpdateAt, ...] = ("device",)
 
     def __post_init__(self) -> None:
         if not self.segments or not self.devices:
@@ -189,6 +213,12 @@ class Problem:
             )
         if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
             raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(SCHEDULES)}, at least one")
+        if not set(self.fates) <= set(FATES) or "keep" not in self.fates:
+            raise UsageError(
+                f"fates {list(self.fates)}: allowed are {', '.join(FATES)}, and keep is always one of them"
+            )
+        if not self.updates or not set(self.updates) <= {"device", "host"}:
+            raise UsageError(f"update={list(self.updates)}: allowed are device and host, at least one of them")
         for name, most in (("stages", self.max_stages), ("devices", self.max_devices)):
             if most is not None and most < 1:
                 raise UsageError(f"max_{name}={most}: a plan has at least one of them")

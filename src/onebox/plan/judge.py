@@ -80,7 +80,7 @@ class Judge:
 
     def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool]) -> None:
         self.problem, self.costs = problem, Costs(problem)
-        self.left, self._expired = effort, expired
+        self.left, self.effort, self.expired = effort, effort, expired
         self.simulated = 0
         self.best: Verdict | None = None
         self.verdicts: dict[Layout, Verdict] = {}
@@ -93,7 +93,7 @@ class Judge:
     @property
     def spent(self) -> bool:
         """Whether effort or time are used up."""
-        return self.left <= 0 or self._expired()
+        return self.left <= 0 or self.expired()
 
     def allows(self, layout: Layout) -> bool:
         """Return whether the problem allows a layout to be chosen; trivial ones are judged all the same."""
@@ -104,18 +104,23 @@ class Judge:
         problem = self.problem
         if not problem.replicable and any(len(part.devices) > 1 for part in layout.parts):
             return "replicas are not allowed"
-        if problem.max_stages is not None and len(layout.parts) > problem.max_stages:
+        if problem.max_stages is not None and layout.blocks > problem.max_stages:
             return f"more than {problem.max_stages} stages"
+        fates = {part.fate for part in layout.parts} - set(problem.fates)
+        if fates:
+            return f"{fates.pop()} is not allowed"
+        if layout.update not in problem.updates:
+            return f"the optimizer on the {layout.update} is not allowed"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
-        if len(layout.parts) > 1 and layout.schedule not in problem.schedules:
+        if layout.blocks > 1 and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""
 
     def case(self, layout: Layout) -> Case:
         """Return a layout with its costs."""
-        key = layout[:2]
+        key = (layout.parts, layout.micro_batch, layout.update)
         if key not in self._cases:
             batch, size = self.problem.batch, layout.micro_batch
             if size is None or size not in self._parts:
@@ -140,7 +145,7 @@ class Judge:
     def bound(self, layout: Layout) -> float:
         """Return seconds that a layout's step takes at least; infinite if it can't fit."""
         split = layout.schedule in SPLIT
-        key = (*layout[:2], split)
+        key = (layout.parts, layout.micro_batch, layout.update, split)
         if key not in self._bounds:
             self.left -= _BOUND_EFFORT * (len(layout.parts) + 3)
             case = self.case(layout)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.inputs import Problem
-from onebox.plan.plan import Plan, Stage
+from onebox.plan.plan import Fate, Plan, Stage, UpdateAt
 
 
 class Part(NamedTuple):
@@ -16,11 +17,13 @@ class Part(NamedTuple):
         segments: Indices of its segments, in the order of the chain that was cut.
         devices: Numbers of its devices, one a replica.
         shares: Each replica's share of the batch.
+        fate: What becomes of its activations until its backward.
     """
 
     segments: tuple[int, ...]
     devices: tuple[int, ...]
     shares: tuple[float, ...]
+    fate: Fate = "keep"
 
 
 class Layout(NamedTuple):
@@ -30,16 +33,29 @@ class Layout(NamedTuple):
         parts: The stages, in an order in which values of forward go from earlier to later ones.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share one.
         schedule: Name of the schedule.
+        update: Where the optimizer's state is, and its step is computed.
     """
 
     parts: tuple[Part, ...]
     micro_batch: int | None
     schedule: str
+    update: UpdateAt = "device"
 
     @property
     def places(self) -> int:
         """How many times a device has a stage."""
         return sum(len(part.devices) for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """How many stages there are for a schedule: consecutive ones with the same replicas are one."""
+        places = [(part.devices, part.shares) for part in self.parts]
+        return 1 + sum(one != other for one, other in pairwise(places))
+
+    @property
+    def plain(self) -> bool:
+        """Whether all activations are kept, and the optimizer is on the devices."""
+        return self.update == "device" and all(part.fate == "keep" for part in self.parts)
 
 
 def single(segments: tuple[int, ...], device: int) -> Part:
@@ -55,10 +71,11 @@ def plan_of(problem: Problem, layout: Layout) -> Plan:
             replicas=tuple((device,) for device in part.devices),
             shares=part.shares,
             segments=() if whole else tuple(problem.segments[index].name for index in sorted(part.segments)),
+            fate=part.fate,
         )
         for part in layout.parts
     )
-    return Plan(stages=stages, micro_batch=layout.micro_batch, schedule=layout.schedule)
+    return Plan(stages=stages, micro_batch=layout.micro_batch, schedule=layout.schedule, update=layout.update)
 
 
 def layout_of(problem: Problem, plan: Plan) -> Layout:
@@ -90,11 +107,12 @@ def layout_of(problem: Problem, plan: Plan) -> Layout:
             every if plan.whole else tuple(sorted(problem.index[name] for name in stage.segments)),
             tuple(replica[0] for replica in stage.replicas),
             stage.shares,
+            stage.fate,
         )
         for stage in plan.stages
     )
     _check_order(problem, parts)
-    return Layout(parts, plan.micro_batch, plan.schedule)
+    return Layout(parts, plan.micro_batch, plan.schedule, plan.update)
 
 
 def _check_order(problem: Problem, parts: tuple[Part, ...]) -> None:

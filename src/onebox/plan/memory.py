@@ -6,10 +6,11 @@ depends on the order alone and not on times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onebox.plan.instance import Instance
+from onebox.plan.parking import stays
 from onebox.plan.schedule import Action
 
 
@@ -34,7 +35,7 @@ def state_bytes(instance: Instance) -> list[int]:
     return held
 
 
-def peak(instance: Instance, state: int, row: Iterable[Action]) -> Peak:
+def peak(instance: Instance, state: int, row: Sequence[Action]) -> Peak:
     """Return where a row needs most memory.
 
     Args:
@@ -44,13 +45,18 @@ def peak(instance: Instance, state: int, row: Iterable[Action]) -> Peak:
     """
     scale = instance.scale
     stages = [
-        (work.saved_bytes, work.late_bytes, work.forward_work_bytes, work.backward_work_bytes)
+        (work.saved_bytes + work.parked_bytes, work.late_bytes, work.forward_work_bytes, work.backward_work_bytes)
         for work in instance.work.stages
     ]
     level = highest = float(state)
     where = None
-    for action in row:
+    away: dict[int, float] = {}
+    for stay in stays(instance, row):
+        away[stay.gone] = away.get(stay.gone, 0.0) - stay.size_bytes
+        away[stay.back] = away.get(stay.back, 0.0) + stay.size_bytes
+    for place, action in enumerate(row):
         kind, stage, micro_batch = action
+        level += away.get(place, 0.0)
         saved, late, forward, backward = stages[stage]
         size = scale[micro_batch]
         if kind == "F":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onebox.plan.instance import Instance
+from onebox.plan.parking import channels
 from onebox.plan.schedule import Action
 
 
@@ -53,6 +54,7 @@ def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noq
     last = [0.0] * len(slots)
     done, free, busy, waits, announced = [0] * size, [0.0] * size, [0.0] * size, [-1] * size, [-1] * size
     stack = list(range(size - 1, -1, -1))
+    host, moved = channels(instance, rows), [-1] * size
     while stack:
         device = stack.pop()
         row, place, now, spent = rows[device], done[device], free[device], busy[device]
@@ -62,6 +64,9 @@ def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noq
             key = stage * count + micro_batch
             node = base[kind] + key
             slot = slot_of[key]
+            if host is not None and moved[device] != place:
+                moved[device] = place
+                now = host[device].before(place, now, ready)
             if grouped and announced[device] != place and len(slots[slot].members) > 1:
                 announced[device] = place
                 needs[node] -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import msgspec
@@ -16,7 +16,9 @@ from onebox.plan.layout import Layout, plan_of
 from onebox.plan.misfit import Shortfall, misfit, shortfalls
 from onebox.plan.plan import Plan
 from onebox.plan.predict import prediction_of
-from onebox.plan.seeds import every_layout, few, proposed
+from onebox.plan.recut import recut
+from onebox.plan.recut import trivial as trivial_fates
+from onebox.plan.seeds import PLAIN, every_layout, few, proposed
 from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.trivial import even_cuts, one_stage
@@ -54,6 +56,9 @@ _LONG = 10_000
 
 _HOPELESS = 50
 """So many layouts that cannot fit are simulated where none fits, to say what came closest."""
+
+_RECUT = 6
+"""So many of the best different layouts without limits of memory are cut into spans with fates."""
 
 _SYNTHESISED = 3
 """For so many of the best different layouts a schedule is synthesised."""
@@ -137,6 +142,7 @@ def search(
     _explore(judge, Random(seed))
     complete = not judge.spent
     trivial |= {label: _best(judge, layouts) for label, layouts in even_cuts(judge.costs)}
+    trivial |= _with_fates(judge, Random(seed))
     best = judge.best
     if best is not None and "auto" in problem.schedules:
         best = _synthesise(judge, best, lambda: clock() >= begin + 0.8 * budget_s)
@@ -224,6 +230,42 @@ def _first_of_each(layouts: Iterable[Layout], count: int) -> list[Layout]:
     return list(found.values())
 
 
+def _with_fates(judge: Judge, random: Random) -> dict[str, Verdict]:
+    """Cut what does not fit into spans with fates; return the policies to be compared with.
+
+    Layouts that would be quick if memory did not matter are found by a search for devices without limits. What fits
+    already, and as quick, is not looked at.
+    """
+    problem = judge.problem
+    if problem.fates == ("keep",) and problem.updates == ("device",):
+        return {}
+    if not any(verdict.over_bytes for verdict in judge.verdicts.values()) and judge.best is not None:
+        return {}
+    endless = replace(problem, devices=tuple(replace(device, capacity_bytes=None) for device in problem.devices))
+    loose = Judge(endless, effort=judge.effort // 4, expired=judge.expired)
+    alone = [layout for _, layouts in one_stage(loose.costs) for layout in layouts]
+    if len(problem.devices) > 1:
+        _explore(loose, random)
+    bases = _first_of_each(_ranked(loose), _RECUT)
+    for base in dict.fromkeys((*alone, *bases)):
+        for update in problem.updates:
+            recut(judge, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update)
+    return _policies(judge, {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1})
+
+
+def _policies(judge: Judge, devices: Iterable[int]) -> dict[str, Verdict]:
+    """Judge the policies that need no planner on some devices, each with the micro-batch that is best for it."""
+    found: dict[str, Verdict] = {}
+    for device in sorted(devices):
+        for size in judge.problem.micro_batches:
+            for name, layout in trivial_fates(judge, device, size):
+                label = f"device {device} alone, {name}"
+                verdict = judge.judge(layout)
+                if label not in found or verdict.rank < found[label].rank:
+                    found[label] = verdict
+    return found
+
+
 def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdict:
     """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
     found = best
@@ -232,7 +274,7 @@ def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdic
         layouts = layouts[:1]
     for layout in layouts:
         case = judge.case(layout)
-        if len(layout.parts) == 1 or late():
+        if layout.blocks == 1 or late():
             continue
         schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
         made = judge.judge(layout._replace(schedule="auto"), schedule)
@@ -269,7 +311,9 @@ def _notable(judge: Judge, best: Verdict, trivial: Mapping[str, Verdict]) -> tup
     """Return the best plan, the trivial ones, and the best under each schedule, those that may be chosen first."""
     named = {"the best found": best}
     for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
-        if len(verdict.layout.parts) > 1 and judge.allows(verdict.layout):
+        if not verdict.layout.plain and judge.allows(verdict.layout):
+            named.setdefault("best with fates", verdict)
+        elif len(verdict.layout.parts) > 1 and judge.allows(verdict.layout):
             name = "synthesised" if verdict.layout.schedule == "auto" else verdict.layout.schedule
             named.setdefault(f"best under {name}", verdict)
     named |= trivial

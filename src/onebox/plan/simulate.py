@@ -117,7 +117,10 @@ def simulate(
 
     Memory of a device: the state of its stages always; a stage's saved bytes, which include the values that it
     received, from the start of ``F`` to the end of ``I`` or ``B``; its late bytes from the start of ``I`` to the end of
-    ``W``; and what the running action needs beyond them. Saved and late bytes grow with the micro-batch's size.
+    ``W``; and what the running action needs beyond them. Saved and late bytes grow with the micro-batch's size. Parked
+    bytes are like saved ones, but in the host's memory in between: they travel beside other actions, one after the
+    other in each direction; the device waits until they have left before the action after the next, and before the
+    backward that reads them until they are back.
 
     Args:
         schedule: One that :func:`~onebox.plan.validate` accepts for these routes and edges.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class StageWork:
         state_bytes: Parameters, buffers, optimizer state and gradients, held always.
         gradient_bytes: Gradients that its replicas sum, once a step.
         saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
+        parked_bytes: Held as these are, but that they are in the host's memory in between: they leave while the action
+            after the forward runs, and come back while the one before the backward runs.
         late_bytes: Held from the start of the input gradient to the end of the weight gradient.
         forward_work_bytes: Needed beyond those while forward runs.
         backward_work_bytes: Needed beyond those while a gradient runs.
@@ -30,6 +32,7 @@ class StageWork:
     state_bytes: int = 0
     gradient_bytes: int = 0
     saved_bytes: int = 0
+    parked_bytes: int = 0
     late_bytes: int = 0
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
@@ -99,6 +102,8 @@ class Work:
         links: Links between the devices.
         capacity_bytes: Memory of each device that has a limit.
         call_s: Seconds that each action costs a device beside its work.
+        host_bps: Bytes a second from a device to its host's memory, and as many back; one that isn't there takes no
+            time.
     """
 
     stages: tuple[StageWork, ...]
@@ -106,3 +111,4 @@ class Work:
     links: Links
     capacity_bytes: Mapping[int, int]
     call_s: float = 0.0
+    host_bps: Mapping[int, float] = field(default_factory=dict)

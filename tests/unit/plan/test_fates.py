@@ -54,6 +54,7 @@ def _chain(random: Random, length: int, *, in_flight: int = 1, cpu: bool = True)
         in_flight=in_flight,
         call_s=random.choice([0.0, 0.05]),
         input_bytes=random.randrange(0, 50),
+        cpu_bps=random.choice([20.0, 200.0]),
     )
 
 
@@ -192,7 +193,8 @@ def _million_fold(chain: ChainCosts) -> ChainCosts:
         )
         for link in chain.links
     )
-    return replace(chain, links=links, host_bps=chain.host_bps * 10**6, input_bytes=chain.input_bytes * 10**6)
+    wider = {name: getattr(chain, name) * 10**6 for name in ("host_bps", "cpu_bps", "input_bytes")}
+    return replace(chain, links=links, **wider)
 
 
 def test_what_fits_is_kept() -> None:

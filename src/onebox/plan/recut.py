@@ -1,0 +1,250 @@
+"""Layouts with fates: a device's stage, cut into spans that fit its memory; and the policies to be beaten. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+from onebox.plan.costs import Costs
+from onebox.plan.fates import ChainCosts, ChainFate, FateSpan, Link, choose_fates
+from onebox.plan.inputs import Problem
+from onebox.plan.instance import instance_of
+from onebox.plan.judge import Judge, Verdict
+from onebox.plan.layout import Layout, Part, single
+from onebox.plan.plan import UpdateAt
+from onebox.plan.schedules import warm_up
+
+_MOST_LINKS = 64
+"""Longer chains are joined where least crosses, until they are so long."""
+
+_TRIES = 4
+"""So often spans are chosen for less memory, because a stage takes more than its links say one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A stage as a chain.
+
+    Args:
+        costs: What its links cost.
+        links: The segments of each link.
+        part: The stage.
+        processor: The device that computes what the host's processor may; ``None`` if there is none.
+    """
+
+    costs: ChainCosts
+    links: tuple[tuple[int, ...], ...]
+    part: Part
+    processor: int | None
+
+    def parts(self, spans: Sequence[FateSpan]) -> list[Part]:
+        """Return spans as stages."""
+        found = []
+        for start, end, fate in spans:
+            segments = tuple(index for link in self.links[start:end] for index in link)
+            if fate == "cpu":
+                assert self.processor is not None
+                found.append(single(segments, self.processor))
+            else:
+                found.append(self.part._replace(segments=segments, fate=fate))
+        return found
+
+
+def processor_of(problem: Problem, device: int) -> int | None:
+    """Return the device that is the processor beside another kind of device of the same host, if there is one."""
+    own = problem.device[device]
+    for other in problem.devices:
+        if other.processor and other.host == own.host and other.type != own.type and not own.processor:
+            return other.number
+    return None
+
+
+def chain_of(costs: Costs, part: Part, samples: int, in_flight: int = 1) -> Chain:
+    """Return a stage as a chain.
+
+    Args:
+        costs: Costs of the segments.
+        part: The stage, on one device or on replicas, of which the first stands for all.
+        samples: Samples of a micro-batch.
+        in_flight: Micro-batches that the device holds at once.
+    """
+    problem, links = costs.problem, _links(costs, part)
+    device = problem.device[part.devices[0]]
+    processor = processor_of(problem, device.number) if len(part.devices) == 1 else None
+    forward_bytes, backward_bytes, into = _crossing(problem, links)
+    found = []
+    for place, segments in enumerate(links):
+        own, sizes = costs.seconds(segments), costs.sizes(segments)
+        times = [(fixed + each * samples) / device.speed for fixed, each in own[device.type][:3]]
+        on_cpu: list[float] | None = None
+        if processor is not None:
+            other = problem.device[processor]
+            on_cpu = [(fixed + each * samples) / other.speed for fixed, each in own[other.type][:3]]
+        found.append(
+            Link(
+                forward_s=times[0],
+                backward_s=times[1] + times[2],
+                saved_bytes=sizes.saved * samples,
+                boundary_bytes=forward_bytes[place] * samples,
+                forward_work_bytes=sizes.forward_work * samples,
+                backward_work_bytes=(sizes.backward_work + backward_bytes[place]) * samples,
+                cpu_forward_s=on_cpu[0] if on_cpu else None,
+                cpu_backward_s=on_cpu[1] + on_cpu[2] if on_cpu else 0.0,
+            )
+        )
+    cpu_bps = problem.links.bandwidth_bps[device.number][processor] if processor is not None else float("inf")
+    chain = ChainCosts(
+        links=tuple(found),
+        host_bps=device.host_bps,
+        in_flight=in_flight,
+        call_s=2 * problem.call_s,
+        input_bytes=into * samples,
+        cpu_bps=cpu_bps,
+    )
+    return Chain(costs=chain, links=links, part=part, processor=processor)
+
+
+def _links(costs: Costs, part: Part) -> tuple[tuple[int, ...], ...]:
+    """Join the segments of a stage to as many links as are to be chosen from: those first that save least."""
+    links: list[tuple[int, ...]] = [(index,) for index in part.segments]
+    while len(links) > _MOST_LINKS:
+        sizes = [costs.sizes(one).saved for one in links]
+        place = min(range(len(links) - 1), key=lambda place: sizes[place] + sizes[place + 1])
+        links[place : place + 2] = [links[place] + links[place + 1]]
+    return tuple(links)
+
+
+def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int], int]:
+    """Return the bytes of values and of gradients that cross the end of each link, and of values from elsewhere."""
+    where = {index: place for place, link in enumerate(links) for index in link}
+    forward, backward, into = [0] * len(links), [0] * len(links), 0
+    for value in problem.values:
+        ends = [where[consumer] for consumer in value.consumers if consumer in where]
+        if not ends:
+            continue
+        if value.source not in where:
+            into += value.forward_bytes
+            continue
+        for place in range(where[value.source], max(ends)):
+            forward[place] += value.forward_bytes
+            backward[place] += value.backward_bytes
+    return forward, backward, into
+
+
+def recut(judge: Judge, base: Layout, update: UpdateAt) -> Verdict | None:
+    """Return a layout with the fates that make it fit, judged; nothing where none do.
+
+    Args:
+        judge: Judges it.
+        base: A layout without fates, of one stage a device.
+        update: Where the optimizer's state is.
+    """
+    if base.micro_batch is None or _several(base):
+        return None
+    base = base._replace(update=update)
+    chains = _chains(judge, base)
+    less = dict.fromkeys(judge.problem.device, 0)
+    found: Verdict | None = None
+    for _ in range(_TRIES):
+        layout = _fitted(judge, base, chains, less)
+        if layout is None:
+            break
+        verdict = judge.judge(layout)
+        if found is None or verdict.rank < found.rank:
+            found = verdict
+        if not verdict.over_bytes:
+            break
+        for device, missing in verdict.simulation.over_bytes.items():
+            less[device] += missing
+    return found
+
+
+def _several(layout: Layout) -> bool:
+    """Tell whether a device has several stages."""
+    devices = [device for part in layout.parts for device in part.devices]
+    return len(set(devices)) < len(devices)
+
+
+def _chains(judge: Judge, layout: Layout) -> list[Chain]:
+    case = judge.case(layout)
+    assert layout.micro_batch is not None
+    in_flight = [1] * len(layout.parts)
+    if len(layout.parts) > 1:
+        instance = instance_of(case.routes, case.work, case.sizes)
+        limits = warm_up(instance)
+        for slot, limit in zip(instance.slots, limits, strict=True):
+            turns = sum(instance.slots[number] == slot for number in instance.slot_of)
+            most = turns if layout.schedule == "gpipe" else min(limit, turns)
+            in_flight[slot.stage] = max(in_flight[slot.stage], most)
+    return [
+        chain_of(judge.costs, part, layout.micro_batch, count)
+        for part, count in zip(layout.parts, in_flight, strict=True)
+    ]
+
+
+def _fitted(judge: Judge, base: Layout, chains: Sequence[Chain], less: dict[int, int]) -> Layout | None:
+    """Return a layout whose stages are cut into spans, each within what its device has left."""
+    problem, case = judge.problem, judge.case(base)
+    parts: list[Part] = []
+    for chain, work in zip(chains, case.work.stages, strict=True):
+        caps = [problem.capacity_bytes[d] - less[d] for d in chain.part.devices if d in problem.capacity_bytes]
+        if not caps:
+            parts.append(chain.part)
+            continue
+        allowed = tuple(fate for fate in problem.fates if fate != "cpu" or chain.processor is not None)
+        spans = choose_fates(chain.costs, min(caps) - work.state_bytes, allowed)
+        if spans is None:
+            return None
+        parts += chain.parts(spans)
+    return base._replace(parts=tuple(parts))
+
+
+Policy = Callable[[Chain], list[FateSpan]]
+
+
+def policies(problem: Problem, device: int) -> Iterator[tuple[str, Policy]]:
+    """Yield the policies that need no planner, for the whole model on one device, each by what it is called.
+
+    They are: each segment computed again; segments computed again in spans of the root of their number, which takes
+    least memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded; and, where a processor
+    is beside the device, the first segments on it.
+    """
+    if "recompute" in problem.fates:
+        yield "recompute all, each segment", lambda chain: _even(chain, 1, "recompute")
+        yield "recompute all, in spans of the root", lambda chain: _even(chain, _root(chain), "recompute")
+    if "offload" in problem.fates:
+        yield "offload all", lambda chain: _even(chain, 1, "offload")
+    if "cpu" in problem.fates and processor_of(problem, device) is not None:
+        count = len(problem.segments)
+        for first in sorted({max(1, count * turn // 8) for turn in range(1, 8)} - {count}):
+            yield f"the first {first} segments on the CPU", _first_on_cpu(first)
+
+
+def _root(chain: Chain) -> int:
+    return max(1, isqrt(len(chain.links)))
+
+
+def _even(chain: Chain, length: int, fate: ChainFate) -> list[FateSpan]:
+    """Return even spans of one fate; the last one, which goes back right after its forward, is kept."""
+    count = len(chain.links)
+    starts = list(range(0, count, length))
+    return [FateSpan(start, min(start + length, count), fate if start != starts[-1] else "keep") for start in starts]
+
+
+def _first_on_cpu(first: int) -> Policy:
+    def spans(chain: Chain) -> list[FateSpan]:
+        until = min(first, len(chain.links) - 1)
+        return [FateSpan(0, until, "cpu"), FateSpan(until, len(chain.links), "keep")]
+
+    return spans
+
+
+def trivial(judge: Judge, device: int, samples: int) -> Iterator[tuple[str, Layout]]:
+    """Yield the layouts of :func:`policies` on a device."""
+    every = single(tuple(range(len(judge.problem.segments))), device)
+    chain = chain_of(judge.costs, every, samples)
+    if len(chain.links) == 1:
+        return
+    for name, policy in policies(judge.problem, device):
+        yield name, Layout(tuple(chain.parts(policy(chain))), samples, "1f1b")
