@@ -23,10 +23,12 @@ from onebox.wire import (
     check,
     dtype_name,
     reads,
+    specs_by_slot,
 )
 from onebox.worker.allow import allowed
 from onebox.worker.arguments import Place, by_keyword, constant, picker
 from onebox.worker.kernels import Expected
+from onebox.worker.products import faster
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
@@ -90,6 +92,7 @@ class Tape:
         self._registers: list[Any] = [None] * program.slots
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
+        self._specs = specs_by_slot(program)
         self._code = [self._compile(operator) for operator in program.operators]
         read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
         self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
@@ -183,7 +186,7 @@ class Tape:
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
-        run = by_keyword(call, tuple(named)) if named else call
+        run = by_keyword(call, tuple(named)) if named else faster(operator, self._specs, self._device) or call
         return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
 
     def _register(self, value: Value) -> Place:
