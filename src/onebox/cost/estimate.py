@@ -1,0 +1,92 @@
+"""How long a program takes by what it computes and moves, where nobody has measured it. Pure.
+
+An operator takes as long as its floating-point operations or its bytes take, whichever is longer: the roofline of
+Williams et al. 2009 (doi:10.1145/1498765.1498785), with what a call of an operator costs on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from onebox.wire import Operator, Program, TensorSpec, overload, reads, shares_memory, specs_by_slot
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
+"""Matrix products, with the place of the first factor among their tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a device is.
+
+    Args:
+        flops: Floating-point operations a second, 2 for each multiply-add, of products and convolutions.
+        bandwidth_bps: Bytes a second, read and written, of everything else.
+        operator_s: Seconds that each operator takes at least.
+
+    Raises:
+        ValueError: One is not positive and finite.
+    """
+
+    flops: float
+    bandwidth_bps: float
+    operator_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: a rate is positive and finite")
+
+
+def program_s(program: Program, rates: Rates) -> float:
+    """Return about how many seconds a program takes.
+
+    Args:
+        program: The tape.
+        rates: How fast the device is.
+    """
+    specs = specs_by_slot(program)
+    return math.fsum(_operator_s(operator, specs, rates) for operator in program.operators)
+
+
+def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
+    """Return the floating-point operations of a product, a convolution or an attention; 0 for all else.
+
+    Args:
+        operator: The operator.
+        specs: What each slot of its program holds.
+    """
+    name = operator.name.split(".")[1]
+    shapes = [specs[slot].shape for slot in reads(operator)]
+    made = prod(operator.specs[0].shape) if operator.specs and operator.specs[0] is not None else 0
+    if name in _PRODUCTS:
+        return 2.0 * made * shapes[_PRODUCTS[name]][-1]
+    if name == "convolution":
+        return _convolution(operator, made, shapes[0], shapes[1], 6)
+    if name == "convolution_backward":
+        mask = operator.args[10]
+        wanted = sum(bool(item) for item in getattr(mask, "items", ())[:2])
+        return wanted * _convolution(operator, prod(shapes[0]), shapes[1], shapes[2], 7)
+    if "scaled_dot_product" in name:
+        query, key, value = shapes[1:4] if "backward" in name else shapes[:3]
+        forward = 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        return 2.5 * forward if "backward" in name else forward  # five products, two of which forward has, too
+    return 0.0
+
+
+def _convolution(
+    operator: Operator, made: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], transposed: int
+) -> float:
+    """Return the operations of a convolution: each element of its output, or of its input, meets a whole filter."""
+    each = prod(weight_shape[1:])
+    return 2.0 * each * (prod(input_shape) if operator.args[transposed] is True else made)
+
+
+def _operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates) -> float:
+    if shares_memory(overload(operator.name)):
+        return 0.0
+    read = sum(specs[slot].size_bytes for slot in set(reads(operator)))
+    written = sum(spec.size_bytes for spec in operator.specs if spec is not None)
+    return max(flops_of(operator, specs) / rates.flops, (read + written) / rates.bandwidth_bps) + rates.operator_s
