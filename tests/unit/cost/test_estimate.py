@@ -12,18 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onebox.cost.estimate import Rates, flops_of, program_s
 from onebox.graph import TracedModel, capture
-from onebox.wire import Operator, Program, Slot, TensorSpec, specs_by_slot, with_deaths
+from onebox.wire import Many, Operator, Program, Slot, TensorSpec, specs_by_slot, with_deaths
 
 RATES = Rates(flops=1e9, bandwidth_bps=1e8, operator_s=1e-6)
 
 
 class Net(nn.Module):
-    """Convolutions one way and the other, in groups too, and products of all kinds."""
+    """Convolutions one way and the other, and products of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2),
+            nn.Conv2d(4, 8, 3, stride=2, padding=1),
             nn.ReLU(),
             nn.ConvTranspose2d(8, 4, 2, stride=2),
             nn.Flatten(),
@@ -50,6 +50,15 @@ def single(name: str, *specs: TensorSpec, made: TensorSpec) -> Program:
     slots = tuple(Slot(place) for place in range(len(specs)))
     operator = Operator(name, slots, {}, (len(specs),), (made,))
     return with_deaths(Program(specs, (operator,), (len(specs),), len(specs) + 1))
+
+
+def test_a_filter_of_a_group_meets_the_channels_of_its_group_alone() -> None:
+    maps, weight = TensorSpec("float32", (3, 4, 8, 8)), TensorSpec("float32", (8, 2, 3, 3))
+    made = TensorSpec("float32", (3, 8, 8, 8))
+    ones, none = Many((1, 1)), Many((0, 0))
+    arguments = (Slot(0), Slot(1), None, ones, ones, ones, False, none, 2)
+    operator = Operator("aten.convolution.default", arguments, {}, (2,), (made,))
+    assert flops_of(operator, {0: maps, 1: weight, 2: made}) == 2 * (3 * 8 * 8 * 8) * (2 * 3 * 3)
 
 
 def test_attention_is_counted_by_its_products() -> None:
