@@ -24,11 +24,13 @@ class Kernel:
         name: Field of :class:`~onebox.cost.Speeds` that it is for.
         program: The program.
         work: What is done in one run: floating-point operations, bytes, or operators.
+        away: Whether a run is that the inputs go to the host's memory and come back; the program reads them in the end.
     """
 
     name: str
     program: Program
     work: float
+    away: bool = False
 
     @property
     def need_bytes(self) -> int:
@@ -59,6 +61,7 @@ def kernels(kind: str, room_bytes: int) -> tuple[Kernel, ...]:
         _fitting(_convolution, 256 if large else 8, room_bytes),
         _fitting(_pointwise, 1 << (26 if large else 22), room_bytes),
         _fitting(_norm, 1024 if large else 64, room_bytes),
+        _fitting(_host_copy, 1 << (26 if large else 24), room_bytes),  # a CPU's caches are a part of it at most
     )
 
 
@@ -134,6 +137,11 @@ def _pointwise(elements: int) -> Kernel:
     flat = TensorSpec("float32", (elements,))
     program = _single((flat,), "aten.relu.default", (Slot(0),), (flat,))
     return Kernel(name="pointwise_bps", program=program, work=2.0 * flat.size_bytes)
+
+
+def _host_copy(elements: int) -> Kernel:
+    flat = TensorSpec("float32", (elements,))
+    return Kernel(name="host_copy_bps", program=first_element(flat), work=2.0 * flat.size_bytes, away=True)
 
 
 def _norm(batch: int) -> Kernel:

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-FORMAT = 1
+FORMAT = 2
 """Version of what is measured and how; profiles of another one are measured anew."""
 
 
@@ -27,6 +27,7 @@ class Speeds(_Part, frozen=True):
         convolution_flops: The same of a 3 × 3 convolution of 64 feature maps to 64.
         pointwise_bps: Bytes per second, read and written, of a rectifier over 16 MiB, more than caches hold.
         norm_bps: The same of a batch normalisation, each byte counted as read once and written once.
+        host_copy_bps: Bytes per second of a copy of 64 MiB between the device and the host's memory, either way.
     """
 
     call_s: float
@@ -35,6 +36,7 @@ class Speeds(_Part, frozen=True):
     convolution_flops: float | None = None
     pointwise_bps: float | None = None
     norm_bps: float | None = None
+    host_copy_bps: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -20,7 +20,19 @@ from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Ask, Call, Define, Free, Routine, Run, Step, StoredProgram
+from onebox.wire.messages import (
+    Ask,
+    Call,
+    Define,
+    Evict,
+    Free,
+    Offload,
+    Prefetch,
+    Routine,
+    Run,
+    Step,
+    StoredProgram,
+)
 from onebox.wire.sayings import Memory
 
 if TYPE_CHECKING:
@@ -147,9 +159,10 @@ def _time(pool: Pool, chosen: Mapping[int, Kernel]) -> dict[int, float]:
 
 def _all(pool: Pool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]) -> dict[int, list[float]]:
     """Let workers run blocks of calls at once; return for each the seconds of a call in each block."""
-    posted = {run.worker: pool.post(run.worker, run.instructions(*plans[run.worker]), answer=True) for run in runs}
-    answers = dict(zip(posted, raise_first(list(posted.values())), strict=True))
-    return {worker: block_seconds(answer.times_ns, *plans[worker]) for worker, answer in answers.items()}
+    by_worker = {run.worker: run for run in runs}
+    posted = [pool.post(worker, run.instructions(*plans[worker]), answer=True) for worker, run in by_worker.items()]
+    answers = zip(by_worker.items(), raise_first(posted), strict=True)
+    return {worker: block_seconds(answer.times_ns, *plans[worker]) for (worker, _), answer in answers}
 
 
 def blocks(call_s: float) -> tuple[int, int]:
@@ -163,15 +176,15 @@ def blocks(call_s: float) -> tuple[int, int]:
 
 
 def block_seconds(times_ns: Sequence[int], count: int, calls: int) -> list[float]:
-    """Return the seconds of a call, as a mean over each block of a trace: calls and a question.
+    """Return the seconds of a call, as a mean over each block of a trace, which is of as many instructions as others.
 
     Args:
         times_ns: Start and end of each instruction.
         count: How many blocks there are.
         calls: Calls of each.
     """
-    length = 2 * (calls + 1)
-    assert len(times_ns) == count * length, f"{len(times_ns)} times for {count} blocks of {calls} calls"
+    length, rest = divmod(len(times_ns), count)
+    assert not rest and length > 2 * calls, f"{len(times_ns)} times for {count} blocks of {calls} calls"
     ends = [times_ns[(block + 1) * length - 1] for block in range(count)]
     return [max(1, end - times_ns[block * length]) / calls / 1e9 for block, end in enumerate(ends)]
 
@@ -207,8 +220,11 @@ class _KernelRun:
 
     def instructions(self, count: int, calls: int) -> list[Define | Run]:
         """Return what runs blocks of calls, each block ended by a question that is answered when all is done."""
-        call = Call(self._program, self._inputs, (self._output,))
-        block: tuple[Step, ...] = (*(call,) * calls, Ask("scalars", (self._scalar,)))
+        call, answer = Call(self._program, self._inputs, (self._output,)), Ask("scalars", (self._scalar,))
+        block: tuple[Step, ...] = (*(call,) * calls, answer)
+        if self._kernel.away:
+            trip = Offload(self._inputs), Evict(self._inputs), Prefetch(self._inputs)
+            block = (*trip * calls, call, Free((self._output,)), answer)
         return [Define(self._routine, Routine(block * count, 0)), Run(self._routine, trace=True)]
 
     def clear(self) -> None:

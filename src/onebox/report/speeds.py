@@ -15,6 +15,7 @@ _FIGURES = (
     ("convolution_flops", "conv\nGFLOP/s", 1e-9),
     ("pointwise_bps", "pointwise\nGB/s", 1e-9),
     ("norm_bps", "norm\nGB/s", 1e-9),
+    ("host_copy_bps", "to host\nGB/s", 1e-9),
     ("operator_s", "operator\nµs", 1e6),
     ("call_s", "call\nµs", 1e6),
 )

@@ -49,6 +49,7 @@ def test_a_kernel_runs_for_a_while_and_never_too_often(call_s: float) -> None:
 def test_a_block_lasts_from_its_first_call_to_its_answer() -> None:
     times = [10, 12, 13, 15, 15, 110, 200, 201, 202, 203, 203, 500]  # two blocks of two calls
     assert block_seconds(times, 2, 2) == [50e-9, 150e-9]
+    assert block_seconds(times, 2, 1) == [100e-9, 300e-9], "one call of several instructions"
 
 
 def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
@@ -74,7 +75,7 @@ def used_bytes(pool: Pool) -> list[int]:
 
 
 def test_a_profile_of_threads(open_pool: OpenPool) -> None:
-    pool = open_pool(3, links={(0, 1): SLOW, (2, 1): SLOW}, memory_bytes=SMALL_BYTES)
+    pool = open_pool(3, links={(0, 1): SLOW, (2, 1): SLOW}, memory=SMALL_BYTES)
     found = pool.profile()
     assert isinstance(found, PoolProfile)
     assert [device.memory_bytes for device in found.devices] == [SMALL_BYTES] * 3
@@ -107,10 +108,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
 
 def test_it_is_measured_once_or_when_asked_to(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = counted(monkeypatch)
-    pool = open_pool(1, memory_bytes=SMALL_BYTES)
+    pool = open_pool(1, memory=SMALL_BYTES)
     first = pool.profile()
     assert pool.profile() == first
-    assert open_pool(1, memory_bytes=SMALL_BYTES).profile() == first
+    assert open_pool(1, memory=SMALL_BYTES).profile() == first
     assert len(measured) == 1
     assert pool.profile(cache=False) != first
     assert pool.profile() == first
@@ -129,7 +130,7 @@ def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None
         for pool in (
             open_pool(1),
             open_pool(2),
-            open_pool(1, memory_bytes=5 << 20),
+            open_pool(1, memory=5 << 20),
             open_pool(2, links={(0, 1): SLOW}),
             open_pool(2, links={(0, 1): Link(latency_s=0.02)}),
         )
@@ -140,7 +141,7 @@ def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None
 
 def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
     with pytest.raises(UsageError, match=r"device 0 \(cpu on localhost\) has 1000 bytes .* needs 1048576"):
-        open_pool(1, memory_bytes=1000).profile()
+        open_pool(1, memory=1000).profile()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
     ids=str,
 )
 def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker: int, fault: Fault) -> None:
-    pool = open_pool(2, faults={worker: [fault]}, memory_bytes=SMALL_BYTES)
+    pool = open_pool(2, faults={worker: [fault]}, memory=SMALL_BYTES)
     with pytest.raises(OneboxError, match=f"worker {worker} .*injected fault"):
         pool.profile()
     assert not cache.cache_folder().exists()
@@ -166,7 +167,7 @@ def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker
 def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As among hosts; here they share a clock all the same."""
     monkeypatch.setattr(groups, "supported", lambda: False)
-    found = open_pool(2, memory_bytes=SMALL_BYTES).profile(cache=False)
+    found = open_pool(2, memory=SMALL_BYTES).profile(cache=False)
     for source, target in ((0, 1), (1, 0)):
         assert 0 < found.latency_s[source][target] < 1
         assert found.bandwidth_bps[source][target] > 0
@@ -176,7 +177,7 @@ def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.M
     """Half of a round trip is the latency of both ways; each way has its bandwidth."""
     monkeypatch.setattr(pings, "have_one_clock", lambda one, other: False)
     links = {(0, 1): Link(latency_s=0.03, bandwidth_bps=5e6), (1, 0): Link(latency_s=0.01, bandwidth_bps=2e6)}
-    found = open_pool(2, memory_bytes=SMALL_BYTES, links=links).profile(cache=False)
+    found = open_pool(2, memory=SMALL_BYTES, links=links).profile(cache=False)
     for (source, target), link in links.items():
         assert 0.01 < found.latency_s[source][target] < 0.1
         assert link.bandwidth_bps / 2 < found.bandwidth_bps[source][target] < 1.3 * link.bandwidth_bps
