@@ -1,8 +1,10 @@
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes as people write and read them: sizes, and the budgets of several devices."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from onebox.errors import UsageError
 
@@ -45,3 +47,103 @@ def size_text(size_bytes: int) -> str:
     if size_bytes >= 2**30:
         return f"{size_bytes / 2**30:.1f} GiB"
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
+
+
+Memory = int | str | Sequence[int | str] | Mapping[int, int | str]
+"""Budgets as a user gives them; see :func:`parse_budgets`."""
+
+_NUMBERED = re.compile(r"\s*(\d{1,4})\s*:(.*)", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """The most bytes that the buffers of each device of a pool may take.
+
+    Args:
+        every: Of each device; 0 for no limit.
+        listed: Of the first, the second and so on, where they were listed; empty where not.
+        own: Of devices by their numbers, where these were named; others have no limit then.
+    """
+
+    every: int = 0
+    listed: tuple[int, ...] = ()
+    own: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all devices have the same."""
+        return not self.listed and not self.own
+
+    def of(self, count: int, whose: str = "the pool") -> tuple[int, ...]:
+        """Return what each of some devices may take, in their order; 0 for no limit.
+
+        Args:
+            count: How many devices there are.
+            whose: Who has them, for messages.
+
+        Raises:
+            UsageError: More or fewer budgets were listed, or one is of a device that is not there.
+        """
+        if self.listed and len(self.listed) != count:
+            raise UsageError(
+                f"memory of {len(self.listed)} devices, but {whose} has {count}: give one for all, or one for each, or "
+                "name the devices, such as 0:2GiB"
+            )
+        beyond = [number for number in self.own if number >= count]
+        if beyond:
+            raise UsageError(f"memory of device {beyond[0]}, but {whose} has {count}, numbered from 0")
+        return self.listed or tuple(self.own.get(number, self.every) for number in range(count))
+
+
+def parse_budgets(what: str, memory: Memory | None) -> Budgets:
+    """Read what each device may take.
+
+    Args:
+        what: What has that size, for messages.
+        memory: Bytes, or text such as ``2GiB``, for each device; or one for each in their order, as a list or between
+            commas, ``2GiB,4GiB``; or of some devices only by their numbers, ``{0: "2GiB"}`` or ``0:2GiB,3:1GiB``.
+            ``None`` for no limit.
+
+    Raises:
+        UsageError: It is none of these, or less than a byte.
+
+    Example:
+        >>> parse_budgets("memory", "1KiB,2KiB").of(2)
+        (1024, 2048)
+        >>> parse_budgets("memory", "1:1KiB").of(3)
+        (0, 1024, 0)
+    """
+    if memory is None:
+        return Budgets()
+    if isinstance(memory, str):
+        parts = memory.split(",")
+        named = [match for part in parts if (match := _NUMBERED.fullmatch(part))]
+        if len(named) not in (0, len(parts)):
+            raise UsageError(f"{what} {memory}: name all devices, as in 0:2GiB,1:4GiB, or none, as in 2GiB,4GiB")
+        if len({int(match[1]) for match in named}) < len(named):
+            raise UsageError(f"{what} {memory}: a device is named twice")
+        memory = {int(match[1]): match[2] for match in named} or (parts if len(parts) > 1 else parts[0])
+    if isinstance(memory, Mapping):
+        own = {_number(what, number): _size(what, size) for number, size in memory.items()}
+        if not own:
+            raise UsageError(f"{what} {{}}: name a device, or leave it out for no limit")
+        return Budgets(own=own)
+    if isinstance(memory, int | str):
+        return Budgets(every=_size(what, memory))
+    if not isinstance(memory, Sequence) or not memory:
+        raise UsageError(f"{what} {memory!r}: allowed are bytes or text such as 2GiB, a list of them, or a mapping")
+    return Budgets(listed=tuple(_size(what, size) for size in memory))
+
+
+def _number(what: str, number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise UsageError(f"{what} of device {number!r}: devices are numbered from 0")
+    return number
+
+
+def _size(what: str, size: int | str) -> int:
+    if isinstance(size, str):
+        return parse_size(what, size)
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise UsageError(f"{what} {size!r}: allowed are whole bytes, or text such as 2GiB")
+    return parse_size(what, str(size))

@@ -36,7 +36,7 @@ def test_an_operator_that_makes_more_than_it_says_fails_and_the_worker_goes_on()
     small = Strided("float32", (2, 3), (3, 1), 0, 24)
     shape = Items((1 << 15, 1 << 17))  # 16 GiB
     full = Kernel("aten.full.default", (shape, Hole(0)), {"dtype": DType("float32")}, 0, 1, (small,))
-    with open_pool("cpu", threads=1, memory_bytes=64 << 20) as pool:
+    with open_pool("cpu", threads=1, memory=64 << 20) as pool:
         with pytest.raises(OneboxError, match=r"aten\.full"):
             pool.post(0, [Perform(full, (), (1.0,), 1)], answer=True).result(60)
         (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results

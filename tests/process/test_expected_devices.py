@@ -12,7 +12,7 @@ from onebox.pool.expected import expected_devices
 @pytest.mark.parametrize("memory_bytes", [None, 32 << 30])
 def test_workers_say_what_was_expected(memory_bytes: int | None) -> None:
     spec = "cpu@0.5,sim@2,cpu"
-    expected = expected_devices(spec, memory_bytes=memory_bytes)
+    expected = expected_devices(spec, memory=memory_bytes)
     with onebox.open(spec, memory=memory_bytes) as pool:
         assert pool.devices == expected
 

@@ -119,7 +119,7 @@ def test_groups_of_sim_devices_hand_on_shapes_and_the_client_adds_nothing_up(poo
 
 def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:
     quota = 3 * SPEC.size_bytes + 100
-    with open_pool("sim*2", memory_bytes=quota) as pool:
+    with open_pool("sim*2", memory=quota) as pool:
         assert pool.devices[0].memory_bytes == quota
         prepare(pool, 0)
         with pytest.raises(DeviceMemoryError, match=rf"aten\.relu\.default.*quota is {quota}"):

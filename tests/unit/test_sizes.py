@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
-from onebox.sizes import parse_size, size_text
+from onebox.sizes import parse_budgets, parse_size, size_text
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,48 @@ def test_what_is_said_of_a_size_is_that_size(size_bytes: int) -> None:
     assert (
         abs(parse_size("memory", said) - size_bytes) <= 0.5 * (1 << 20 if size_bytes < 1 << 30 else 0.1 * (1 << 30)) + 1
     )
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("memory", "count", "quotas"),
+    [
+        (None, 2, (0, 0)),
+        (5, 2, (5, 5)),
+        ("2KiB", 1, (2048,)),
+        ("1k,2k", 2, (1024, 2048)),
+        (" 1k , 2k ", 2, (1024, 2048)),
+        (["1k", 7], 2, (1024, 7)),
+        ((9,), 1, (9,)),
+        ({2: "1k", 0: 3}, 3, (3, 0, 1024)),
+        ("1:1k", 2, (0, 1024)),
+        ("1:1k, 0:2", 2, (2, 1024)),
+    ],
+)
+def test_budgets(memory: Any, count: int, quotas: tuple[int, ...]) -> None:
+    assert parse_budgets("memory", memory).of(count) == quotas
+    assert parse_budgets("memory", memory).alike == (isinstance(memory, int | None) or memory == "2KiB")
+
+
+@pytest.mark.parametrize(
+    "memory", [0, "", "1k,", ",", "1:", ":1k", "1:1k,2k", "1:1k,1:2k", [], {}, {"0": 1}, {-1: 1}, [None], 1.5, True]
+)
+def test_what_is_no_budget(memory: Any) -> None:
+    with pytest.raises(UsageError, match="memory"):
+        parse_budgets("memory", memory)
+
+
+@pytest.mark.parametrize(("memory", "count"), [("1k,2k", 1), ("1k,2k", 3), ("2:1k", 2), ({5: 1}, 5)])
+def test_budgets_of_other_devices(memory: Any, count: int) -> None:
+    with pytest.raises(UsageError, match=f"but lab1 has {count}"):
+        parse_budgets("memory", memory).of(count, "lab1")
+
+
+@given(st.text(alphabet="0123456789:,kKiB .-", max_size=14))
+def test_any_text_is_budgets_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        found = parse_budgets("memory", text)
+        count = len(found.listed) or max(found.own, default=0) + 1
+        assert max(found.of(count)) >= 1

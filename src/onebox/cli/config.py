@@ -58,7 +58,8 @@ class JobConfig(OfPool):
             half of its speed, sim*4@2 are four devices that compute nothing and only sleep, for half of the time that
             a core of this machine would take.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
 
     Raises:
         UsageError: A value is out of range, or two do not go together.
@@ -88,7 +89,7 @@ class JobConfig(OfPool):
             raise UsageError(f"--momentum is for --optimizer sgd; {self.optimizer} has none")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed {self.seed}: allowed are 0 to 2**63 - 1")
-        _ = self.memory_bytes
+        _ = self.budgets
 
     def resolved(self) -> Self:
         """Return the same with the optimizer's defaults filled in and the data folder made absolute."""

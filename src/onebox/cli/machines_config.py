@@ -15,7 +15,6 @@ from onebox.cli.options import (
     Flag,
     Host,
     Int,
-    OfPool,
     PortRange,
     Seconds,
     Text,
@@ -31,7 +30,7 @@ PAIRING_PORT = 7172
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(OfPool):
+class ServeConfig:
     """Offer this machine's devices to the clients that were paired with it, until Ctrl-C.
 
     An unprivileged worker process is started for each device, or part of one, that a client leases. What happens is
@@ -100,6 +99,11 @@ class ServeConfig(OfPool):
                 "such as 7200-7299"
             )
         return range(int(first), int(last) + 1)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_size("--memory", self.memory)
 
     @property
     def client_memory_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from onebox.errors import UsageError
-from onebox.sizes import parse_size
+from onebox.sizes import Budgets, parse_budgets
 
 ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
 
@@ -31,14 +31,14 @@ Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
 class OfPool:
-    """What the options of all commands that open a pool, or offer one, have in common."""
+    """What the options of all commands that open a pool have in common."""
 
     memory: str | None
 
     @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes."""
-        return None if self.memory is None else parse_size("--memory", self.memory)
+    def budgets(self) -> Budgets:
+        """``memory`` in bytes, of each device."""
+        return parse_budgets("--memory", self.memory)
 
 
 def at_least(least: int, **values: int | None) -> None:

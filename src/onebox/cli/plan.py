@@ -38,7 +38,7 @@ def show_plan(config: PlanConfig) -> None:
     data = load_data(config.resolved().data)
     quiet = config.json == _STANDARD_OUTPUT
     console = OutputConsole(highlight=False, quiet=quiet)
-    with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         print_devices(pool, console)
         if given is not None:
             found = predict_plan(config.resolved(), data, pool, given, fresh=config.fresh)

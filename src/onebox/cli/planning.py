@@ -201,7 +201,7 @@ def plan_of_run(
     simulation = None
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")
-        with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+        with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
             found = search_plan(config, data, pool, micro_batches=[size] if size else None)
         plan, simulation = found.plan, found.simulation
     else:

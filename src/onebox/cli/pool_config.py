@@ -22,7 +22,8 @@ class DevicesConfig(OfPool):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
         json: Print a JSON list.
 
     Raises:
@@ -36,7 +37,7 @@ class DevicesConfig(OfPool):
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
-        _ = self.memory_bytes
+        _ = self.budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class ProfileConfig(OfPool):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
         fresh: Measure even what is known, and keep the new figures.
         no_cache: Measure, and keep nothing.
         json: Write the profile as JSON into this file; - prints it instead of the tables.
@@ -74,7 +76,7 @@ class ProfileConfig(OfPool):
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
-        _ = self.memory_bytes
+        _ = self.budgets
         if self.micro_batches is not None and self.model is None:
             raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
         _ = self.sizes
@@ -96,7 +98,8 @@ class RunConfig(OfPool):
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
         threads: CPU threads of each worker; without it an equal share of the cores.
-        memory: The most bytes that a worker's buffers may take, such as 2GiB; without it there is no limit.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
         sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
         script: The script, or -m and a module, and its arguments.
     """
@@ -109,7 +112,7 @@ class RunConfig(OfPool):
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
-        _ = self.memory_bytes
+        _ = self.budgets
 
 
 @dataclass(frozen=True, kw_only=True)

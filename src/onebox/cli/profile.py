@@ -34,7 +34,7 @@ def show_profile(config: ProfileConfig) -> None:
     """
     if config.json is not None and config.json != _STANDARD_OUTPUT:
         _check_target(config.json)
-    with open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes) as pool:
+    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
         model = _measure(config, config.model, pool) if config.model is not None else None
         if config.json == _STANDARD_OUTPUT:

@@ -40,7 +40,7 @@ def run_script(config: RunConfig) -> int:
         OneboxError: The pool cannot be opened; or something that the script started and never read has failed.
     """
     with _arguments(config.script) as run:
-        open_devices(config.pool, threads=config.threads, memory_bytes=config.memory_bytes)
+        open_devices(config.pool, threads=config.threads, memory=config.memory)
         alias_cuda()
         set_synchronous(config.sync)
         status = _status_of(run)

@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
-        pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory_bytes=config.memory_bytes))
+        pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))
         _check_shares(config, pool)
         print_devices(pool, console)
         if plan is not None and plan.predicted is not None:

@@ -24,7 +24,7 @@ class LocalSource:
 
     Args:
         requests: What to start.
-        memory_bytes: The most bytes that each worker's buffers may take; 0 for no limit.
+        quotas: The most bytes that the buffers of each may take, in the same order, 0 for no limit; none for no limit.
         faults: For tests: what goes wrong on which worker, by its number in the pool.
         address: The address of this machine that peers of other hosts connect to.
     """
@@ -33,13 +33,13 @@ class LocalSource:
         self,
         requests: Sequence[DeviceRequest],
         *,
-        memory_bytes: int = 0,
+        quotas: Sequence[int] = (),
         faults: Mapping[int, Sequence[Fault]] | None = None,
         address: str = WorkerProcess.address,
     ) -> None:
         self._address = address
         self._requests = requests
-        self._memory_bytes = memory_bytes
+        self._quotas = tuple(quotas) or (0,) * len(requests)
         self._faults = faults or {}
         self._folder: SocketFolder | None = None
         self._first = 0
@@ -86,7 +86,7 @@ class LocalSource:
             pair.secret,
             client_key,
             folder,
-            quota_bytes=self._memory_bytes,
+            quota_bytes=self._quotas[number - self._first],
             faults=faults,
             speed=request.speed,
             owner=os.getpid(),

@@ -20,12 +20,13 @@ from onebox.pool.device import welcome
 from onebox.pool.discover import requested_devices
 from onebox.pool.failures import raise_first
 from onebox.pool.links import LinkMap
-from onebox.pool.local import LocalSource
+from onebox.pool.local import LOCAL_HOST, LocalSource
 from onebox.pool.member import Member, Source, end_all
 from onebox.pool.pool import Pool
 from onebox.pool.process import WorkerProcess
 from onebox.pool.spec import AgentPart, RayPart, asked_parts
 from onebox.pool.switchboard import Switchboard
+from onebox.sizes import Memory, parse_budgets
 from onebox.wire import new_keys
 from onebox.wire.messages import Ask
 from onebox.worker import Fault
@@ -40,7 +41,7 @@ def open_pool(
     spec: str = "auto",
     *,
     threads: int | None = None,
-    memory_bytes: int | None = None,
+    memory: Memory | None = None,
     links: LinkMap | None = None,
     channel_latency_s: float = 0.0,
     faults: dict[int, Sequence[Fault]] | None = None,
@@ -59,8 +60,12 @@ def open_pool(
             are numbered in the order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say
             something else.
         threads: Threads of each worker; an equal share of its host's cores when ``None``.
-        memory_bytes: The most bytes that each worker's buffers may take; no limit when ``None``, on another host a
-            GPU alone or a CPU worker's share of the memory.
+        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``. Different ones
+            are a list in the order of the devices, ``"2GiB,4GiB"``, or name devices by their numbers,
+            ``{0: "2GiB"}`` or ``"0:2GiB"``; where the pool has devices of several hosts, a file of hosts says them.
+            An operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is
+            no limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
+            allocator is held to an eighth and 64 MiB more, for what operators need in passing.
         links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
             where both are given. For experiments on one host; times over them are made, not measured.
         channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
@@ -87,11 +92,9 @@ def open_pool(
         ...     len(pool)
         2
     """
-    if memory_bytes is not None and memory_bytes < 1:
-        raise UsageError(f"memory_bytes={memory_bytes}: a worker needs some memory; leave it out for no limit")
     if not 0 <= channel_latency_s < math.inf:
         raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
-    sources = make_sources(spec, threads=threads, memory_bytes=memory_bytes, faults=faults, grace_s=grace_s)
+    sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
     return connect_pool(sources, links=links, channel_latency_s=channel_latency_s, wait=wait)
 
 
@@ -99,7 +102,7 @@ def make_sources(
     spec: str,
     *,
     threads: int | None = None,
-    memory_bytes: int | None = None,
+    memory: Memory | None = None,
     faults: Mapping[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
 ) -> list[Source]:
@@ -110,6 +113,12 @@ def make_sources(
             client was not paired with.
     """
     parts = asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+    budgets = parse_budgets("memory", memory)
+    if len(parts) > 1 and not budgets.alike:
+        raise UsageError(
+            f"memory={memory!r} for devices of several hosts: give one for all, or say that of each host in a file of "
+            'hosts, as in memory = ["2GiB", "4GiB"]'
+        )
     agents = [part for part in parts if isinstance(part, AgentPart)]
     for agent in agents:
         paired_agent(agent.address)
@@ -119,15 +128,17 @@ def make_sources(
         if isinstance(part, RayPart):
             from onebox.pool.cluster.source import RaySource  # an extra, which takes a second to import
 
-            found.append(RaySource(part.spec, threads=threads, memory_bytes=memory_bytes))
+            if not budgets.alike:
+                raise UsageError(f"memory={memory!r}: devices of a Ray cluster have the same, such as memory='40GiB'")
+            found.append(RaySource(part.spec, threads=threads, memory_bytes=budgets.every or None))
             continue
-        limits = replace(part, threads=part.threads or threads, memory_bytes=part.memory_bytes or memory_bytes)
+        limits = replace(part, threads=part.threads or threads, memory=part.memory or budgets)
         if isinstance(limits, AgentPart):
             found.append(AgentSource(limits, grace_s=grace_s))
         else:
             requests = requested_devices(limits.devices, limits.threads)
-            quota = limits.memory_bytes or 0
-            found.append(LocalSource(requests, memory_bytes=quota, faults=faults, address=address))
+            quotas = (limits.memory or budgets).of(len(requests), LOCAL_HOST if len(parts) > 1 else "the pool")
+            found.append(LocalSource(requests, quotas=quotas, faults=faults, address=address))
     return found
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from onebox.errors import UsageError
 from onebox.pool.discover import MOST_CPU_WORKERS
 from onebox.pool.keys.ring import full_address
-from onebox.sizes import parse_size
+from onebox.sizes import Budgets, parse_budgets
 from onebox.wire.agents import Offer, Want
 
 POOL_VARIABLE = "ONEBOX_POOL"
@@ -40,12 +40,12 @@ class LocalPart:
     Args:
         devices: What :func:`~onebox.pool.discover.requested_devices` takes.
         threads: Threads of each worker; ``None`` for an equal share of the cores.
-        memory_bytes: The most bytes of each worker's buffers; ``None`` for no limit.
+        memory: The most bytes of each worker's buffers, in the order of the devices; ``None`` where nothing is said.
     """
 
     devices: str
     threads: int | None = None
-    memory_bytes: int | None = None
+    memory: Budgets | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,14 @@ class AgentPart:
         address: ``HOST`` or ``HOST:PORT``, as it was written.
         devices: ``auto``, ``cpu``, ``cpu*N``, ``cuda`` (all), ``cuda:K`` or ``cuda*N`` (any N), in order.
         threads: Threads of each worker; ``None`` for what the agent chooses.
-        memory_bytes: The most bytes of each worker's buffers; ``None`` for a GPU alone, or what the agent gives.
+        memory: The most bytes of each worker's buffers, in the order of the devices; where nothing is said, a GPU alone
+            or what the agent gives.
     """
 
     address: str
     devices: tuple[str, ...]
     threads: int | None = None
-    memory_bytes: int | None = None
+    memory: Budgets | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ def _checked(parts: Sequence[LocalPart | AgentPart], spec: str) -> tuple[Part, .
 class _Host(Struct, frozen=True, forbid_unknown_fields=True):
     address: str
     devices: tuple[str, ...] | str = "auto"
-    memory: Annotated[int, Meta(ge=1)] | str | None = None
+    memory: int | str | tuple[int | str, ...] | None = None
     threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
 
 
@@ -186,8 +187,8 @@ def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
 
     Args:
         text: TOML. Each host has an ``address`` (``local`` for this machine), and may have ``devices`` (a list, as
-            behind the slash of a specification), ``memory`` (bytes of each worker, or text such as ``8GiB``) and
-            ``threads`` (of each worker).
+            behind the slash of a specification), ``memory`` (bytes of each worker, or text such as ``8GiB``; or a list
+            with one for each of its devices) and ``threads`` (of each worker).
         name: Of the file, for messages.
 
     Raises:
@@ -205,15 +206,15 @@ def parse_hosts(text: str, name: str) -> tuple[Part, ...]:
 
 def _host_part(host: _Host, name: str) -> LocalPart | AgentPart:
     devices = (host.devices,) if isinstance(host.devices, str) else host.devices
-    memory = host.memory
-    size = parse_size(f"pool {name!r}: memory of {host.address}", memory) if isinstance(memory, str) else memory
+    what = f"pool {name!r}: memory of {host.address}"
+    memory = None if host.memory is None else parse_budgets(what, host.memory)
     if host.address == THIS_MACHINE:
-        return LocalPart(devices=",".join(devices), threads=host.threads, memory_bytes=size)
+        return LocalPart(devices=",".join(devices), threads=host.threads, memory=memory)
     full_address(host.address)
     wanted = tuple(_device(device, f"{host.address}/{device}", name) for device in devices)
     if not wanted:
         raise UsageError(f"pool {name!r} wants no device of {host.address}; leave devices out for all")
-    return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory_bytes=size)
+    return AgentPart(address=host.address, devices=wanted, threads=host.threads, memory=memory)
 
 
 # ---- what is leased
@@ -227,7 +228,7 @@ def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
         offers: What the agent offers.
 
     Raises:
-        UsageError: It offers nothing like it, or one device is asked for twice.
+        UsageError: It offers nothing like it, or one device is asked for twice, or there is memory for more or fewer.
     """
     names = [name for device in part.devices for name in _expand(device, part.address, offers)]
     twice = next((name for name in names if ":" in name and names.count(name) > 1), None)
@@ -235,7 +236,11 @@ def wants(part: AgentPart, offers: Sequence[Offer]) -> tuple[Want, ...]:
         raise UsageError(f"{twice} of {part.address} is asked for twice")
     cores = sum(offer.threads for offer in offers if offer.device == "cpu")
     share = max(1, cores // max(1, names.count("cpu")))  # the same for a worker that is started again by itself
-    return tuple(Want(name, part.threads or (share if name == "cpu" else 0), part.memory_bytes or 0) for name in names)
+    quotas = (part.memory or Budgets()).of(len(names), part.address)
+    return tuple(
+        Want(name, part.threads or (share if name == "cpu" else 0), quota)
+        for name, quota in zip(names, quotas, strict=True)
+    )
 
 
 def _expand(device: str, address: str, offers: Sequence[Offer]) -> list[str]:

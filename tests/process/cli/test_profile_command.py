@@ -55,7 +55,7 @@ def test_emulated_links_come_out_as_what_they_emulate() -> None:
 
 
 def test_devices_that_cannot_send_to_each_other_have_no_link() -> None:
-    with open_pool("cpu,sim*2,cpu@0.5", threads=1, memory_bytes=4 << 20) as pool:
+    with open_pool("cpu,sim*2,cpu@0.5", threads=1, memory=4 << 20) as pool:
         found = pool.profile(cache=False)
     assert {source: set(row) for source, row in found.latency_s.items()} == {0: {3}, 1: {2}, 2: {1}, 3: {0}}
     assert found.groups == (((0, 3), (1, 2)),)

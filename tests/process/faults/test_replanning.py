@@ -131,7 +131,7 @@ def test_a_new_plan_for_what_is_left_ends_with_the_same_numbers(
     plan: Callable[[], Plan], devices: int, gone: tuple[int, ...], undisturbed: dict[str, Tensor]
 ) -> None:
     faults = {device: (Fault("kill", "optimizerstep", 3 + turn * 2),) for turn, device in enumerate(gone)}
-    with open_pool(f"cpu*{devices}", threads=1, memory_bytes=ROOM_BYTES, faults=faults) as pool:
+    with open_pool(f"cpu*{devices}", threads=1, memory=ROOM_BYTES, faults=faults) as pool:
         found, stories, last = train(pool, plan())
         assert pool.gone == set(gone)
     assert last is not None
@@ -148,7 +148,7 @@ def test_what_does_not_fit_what_is_left_is_one_error_and_the_checkpoint_is_whole
     tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:
     faults = {1: (Fault("kill", "optimizerstep", 6),)}
-    with open_pool("cpu*2", threads=1, memory_bytes=ROOM_BYTES, faults=faults) as pool:
+    with open_pool("cpu*2", threads=1, memory=ROOM_BYTES, faults=faults) as pool:
         trainer = trainer_on(pool, staged(((0,),), ((1,),)))
         for batch in batches()[:5]:
             trainer.step(*batch)

@@ -37,7 +37,7 @@ GROWTH_BYTES = 2 << 20
 @pytest.fixture(scope="module")
 def pool() -> Iterator[onebox.Pool]:
     """A pool whose workers have a quota."""
-    with open_pool("cpu*2", threads=1, memory_bytes=QUOTA_BYTES) as opened:
+    with open_pool("cpu*2", threads=1, memory=QUOTA_BYTES) as opened:
         yield opened
 
 

@@ -63,7 +63,7 @@ def test_memory() -> None:
 
 
 def test_an_upload_finds_the_room_of_what_has_gone() -> None:
-    with onebox.open("cpu", threads=1, memory_bytes=20 << 20) as small:
+    with onebox.open("cpu", threads=1, memory=20 << 20) as small:
         x = torch.ones(2 << 20)
         for _ in range(4):
             y = x.cuda()

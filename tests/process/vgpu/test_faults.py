@@ -31,7 +31,7 @@ def pool() -> Iterator[onebox.Pool]:
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[onebox.Pool]:
     """A pool for the tests that leave it as it was."""
-    with onebox.open("cpu", threads=1, memory_bytes=64 << 20) as opened:
+    with onebox.open("cpu", threads=1, memory=64 << 20) as opened:
         yield opened
 
 

@@ -11,8 +11,9 @@ import pytest
 from onebox.cli.config import PlanConfig, TrainConfig
 from onebox.cli.models import MODEL_NAMES
 from onebox.cli.options import ModelName
-from onebox.cli.pool_config import DevicesConfig
+from onebox.cli.pool_config import DevicesConfig, RunConfig
 from onebox.errors import UsageError
+from onebox.sizes import Budgets
 
 
 def test_the_models_on_the_command_line_are_those_that_exist() -> None:
@@ -96,8 +97,10 @@ def test_the_devices_command_checks_too(options: dict[str, Any], flag: str) -> N
 def test_shares_and_memory_as_the_engine_takes_them() -> None:
     assert TrainConfig(shares="measured").share_weights == "measured"
     assert TrainConfig(shares="3,1.5").share_weights == (3.0, 1.5)
-    assert TrainConfig().memory_bytes is None
-    assert DevicesConfig(memory="1KiB").memory_bytes == 1024
+    assert TrainConfig().budgets == Budgets()
+    assert DevicesConfig(memory="1KiB").budgets.of(2) == (1024, 1024)
+    assert PlanConfig(memory="1KiB,2KiB").budgets.of(2) == (1024, 2048)
+    assert RunConfig(memory="1:1KiB").budgets.of(2) == (0, 1024)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])

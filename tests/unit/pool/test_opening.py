@@ -15,6 +15,7 @@ from onebox.pool.agents.source import AgentSource, client_name
 from onebox.pool.keys.ring import KnownAgent, remember_agent
 from onebox.pool.local import LocalSource
 from onebox.pool.opening import make_sources, open_pool
+from onebox.sizes import Budgets
 from onebox.wire import new_keys
 
 
@@ -33,18 +34,18 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def seen(sources: list[Any]) -> list[tuple[object, ...]]:
     """Return what is to be seen of sources."""
     return [
-        (one.address, one._part.devices, one._part.threads, one._part.memory_bytes)
+        (one.address, one._part.devices, one._part.threads, one._part.memory)
         if isinstance(one, AgentSource)
-        else (one._address, [request.device for request in one._requests], one._memory_bytes)
+        else (one._address, [request.device for request in one._requests], one._quotas)
         for one in sources
     ]
 
 
 def test_sources_stand_in_the_order_of_the_specification() -> None:
-    assert seen(make_sources("cpu*2", threads=1)) == [("127.0.0.1", ["cpu"] * 2, 0)]
-    assert seen(make_sources("lab-1/cpu*2,sim", threads=3, memory_bytes=9)) == [
-        ("lab-1", ("cpu*2",), 3, 9),
-        ("127.0.0.1", ["sim"], 9),
+    assert seen(make_sources("cpu*2", threads=1)) == [("127.0.0.1", ["cpu"] * 2, (0, 0))]
+    assert seen(make_sources("lab-1/cpu*2,sim", threads=3, memory=9)) == [
+        ("lab-1", ("cpu*2",), 3, Budgets(every=9)),
+        ("127.0.0.1", ["sim"], (9,)),
     ]
     assert [type(one) for one in make_sources("cpu,lab-1,lab-2:7272")] == [LocalSource, AgentSource, AgentSource]
 
@@ -58,10 +59,35 @@ def test_workers_of_this_machine_are_reached_where_it_reaches_the_outside() -> N
 def test_what_a_file_says_of_a_host_goes_before_what_is_said_of_all(tmp_path: Path, monkeypatch: Any) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[[hosts]]\naddress = "lab-1"\nmemory = "1k"\n[[hosts]]\naddress = "local"\ndevices = "sim"\n')
-    expected = [("lab-1", ("auto",), 2, 1024), ("127.0.0.1", ["sim"], 77)]
-    assert seen(make_sources(str(file), threads=2, memory_bytes=77)) == expected
+    expected = [("lab-1", ("auto",), 2, Budgets(every=1024)), ("127.0.0.1", ["sim"], (77,))]
+    assert seen(make_sources(str(file), threads=2, memory=77)) == expected
     monkeypatch.setenv("ONEBOX_POOL", str(file))
-    assert seen(make_sources("auto", threads=2, memory_bytes=77)) == expected
+    assert seen(make_sources("auto", threads=2, memory=77)) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "quotas"),
+    [("1k", (1024, 1024)), ("1k,2k", (1024, 2048)), ([1, "2k"], (1, 2048)), ({1: 7}, (0, 7)), ("0:1k,1:9", (1024, 9))],
+)
+def test_each_device_may_have_its_own_budget(memory: Any, quotas: tuple[int, ...]) -> None:
+    assert seen(make_sources("cpu*2", threads=1, memory=memory)) == [("127.0.0.1", ["cpu"] * 2, quotas)]
+
+
+def test_budgets_of_several_hosts_are_those_of_a_file(tmp_path: Path) -> None:
+    for memory in ("1k,2k", {0: 5}):
+        with pytest.raises(UsageError, match=r"for devices of several hosts: give one for all, or .* a file of hosts"):
+            make_sources("cpu,lab-1/cpu", memory=memory)
+    file = tmp_path / "lab.toml"
+    file.write_text(
+        '[[hosts]]\naddress = "lab-1"\nmemory = ["1k", 5]\n'
+        '[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8]\n'
+    )
+    agent, local = seen(make_sources(str(file)))
+    assert agent[-1] == Budgets(listed=(1024, 5))
+    assert local[-1] == (7, 8)
+    file.write_text('[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8, 9]\n')
+    with pytest.raises(UsageError, match="memory of 3 devices, but the pool has 2"):
+        make_sources(str(file))
 
 
 @pytest.mark.parametrize("open_", [make_sources, open_pool])

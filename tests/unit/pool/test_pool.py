@@ -215,14 +215,14 @@ def test_opening_and_closing_leaves_nothing(open_pool: OpenPool) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("arguments", [{"memory_bytes": 0}, {"memory_bytes": -5}])
-def test_a_quota_of_nothing_is_refused(open_pool: OpenPool, arguments: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="memory_bytes"):
-        open_pool(1, **arguments)
+@pytest.mark.parametrize("memory", [0, -5, "0", "much", [], {}, True, {"0": 5}, {-1: 5}, [5, 5], {1: 5}])
+def test_budgets_that_cannot_be_are_refused(open_pool: OpenPool, memory: Any) -> None:
+    with pytest.raises(UsageError, match="memory"):
+        open_pool(1, memory=memory)
 
 
 def test_a_quota_is_the_memory_that_a_device_has(open_pool: OpenPool) -> None:
-    pool = open_pool(1, memory_bytes=1000)
+    pool = open_pool(1, memory=1000)
     assert pool.devices[0].memory_bytes == 1000
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import UsageError
 from onebox.pool.spec import AgentPart, LocalPart, Part, RayPart, asked_parts, parse_hosts, parse_spec, wants
+from onebox.sizes import Budgets
 from onebox.wire.agents import Offer, Want
 
 CPU = Offer("cpu", "cores", 8 << 30, 6, 8 << 30)
@@ -104,8 +107,8 @@ address = "hostB"
 
 
 def test_a_file_of_hosts() -> None:
-    first = AgentPart(address="hostA:7272", devices=("cuda:0", "cpu*2"), threads=4, memory_bytes=8 << 30)
-    assert parse_hosts(FILE, "x") == (first, LocalPart(devices="cpu*2", memory_bytes=1000), agent("hostB"))
+    first = AgentPart(address="hostA:7272", devices=("cuda:0", "cpu*2"), threads=4, memory=Budgets(every=8 << 30))
+    assert parse_hosts(FILE, "x") == (first, LocalPart(devices="cpu*2", memory=Budgets(every=1000)), agent("hostB"))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,9 @@ def test_a_file_of_hosts() -> None:
         ("colour = 1\n[[hosts]]\naddress = 'a'", "unknown field `colour`"),
         ("[[hosts]]\naddress = 'a'\nthreads = 0", "threads"),
         ("[[hosts]]\naddress = 'a'\nmemory = 'much'", "memory of a much: allowed are bytes"),
+        ("[[hosts]]\naddress = 'a'\nmemory = 0", "memory of a 0: allowed are bytes"),
+        ("[[hosts]]\naddress = 'a'\nmemory = ['1k', 'much']", "memory of a much: allowed are bytes"),
+        ("[[hosts]]\naddress = 'a'\nmemory = []", "memory of a .*a list of them"),
         ("[[hosts]]\naddress = 'a b'", "'a b' is no address of an agent"),
         ("[[hosts]]\naddress = 'a'\ndevices = 'sim'", "it asks for 'sim'"),
         ("[[hosts]]\naddress = 'a'\ndevices = []", "wants no device of a"),
@@ -141,8 +147,15 @@ def test_files_that_are_wrong(text: str, message: str) -> None:
     ],
 )
 def test_what_is_leased(devices: list[str], offers: list[Offer], expected: list[str]) -> None:
-    part = AgentPart(address="a", devices=tuple(devices), threads=3, memory_bytes=99)
+    part = AgentPart(address="a", devices=tuple(devices), threads=3, memory=Budgets(every=99))
     assert wants(part, offers) == tuple(Want(device, 3, 99) for device in expected)
+
+
+def test_each_device_that_is_leased_may_have_its_own_budget() -> None:
+    part = AgentPart(address="a", devices=("cuda:3", "cpu*2"), threads=3, memory=Budgets(listed=(7, 8, 9)))
+    assert wants(part, [CPU, *CARDS]) == (Want("cuda:3", 3, 7), Want("cpu", 3, 8), Want("cpu", 3, 9))
+    with pytest.raises(UsageError, match="memory of 3 devices, but a has 2"):
+        wants(replace(part, devices=("cpu*2",)), [CPU, *CARDS])
 
 
 def test_cpu_workers_share_the_cores() -> None:
