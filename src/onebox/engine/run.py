@@ -20,7 +20,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
 from onebox.engine.setup import Ready, Request, set_up
 from onebox.engine.state import options_of
-from onebox.errors import OneboxError, PlanError, ReplicasParted
+from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
 from onebox.plan import Plan
 from onebox.pool import Answer, Pool
 
@@ -61,7 +61,7 @@ class TrainingRun:
         self.guard: Guard | None = None
         self._pool = pool
         self._request = request
-        self._captures = captures
+        self.captures = captures
         self._remote = remote
         self._settings = settings
         self._ready: Ready | None = None
@@ -152,7 +152,17 @@ class TrainingRun:
 
     def fail(self, error: Exception) -> None:
         """Remember the first failure: the state on the workers is void, and every later call says why."""
+        self._locate(error)
         self.error = self.error or error
+
+    def _locate(self, error: Exception) -> None:
+        """Let an error say what of a step failed."""
+        if self._ready is None or not isinstance(error, OperatorError) or error.instruction is None:
+            return
+        if error.worker is not None:
+            label = self._ready.compiler.label(error.worker, *error.instruction)
+            if label is not None:
+                error.located(label.name, label.action.stage if label.action else None)
 
     def _failed(self, error: Exception) -> None:
         if self.guard is None or not isinstance(error, LOSSES):
@@ -161,6 +171,7 @@ class TrainingRun:
 
     def recover(self, error: Exception) -> None:
         """Go on after a loss, or raise why that cannot be."""
+        self._locate(error)
         if self.guard is None or not isinstance(error, LOSSES):
             raise error
         try:
@@ -190,7 +201,7 @@ class TrainingRun:
         if self.plan is None or self._first is None:
             return None
         work = Workload(
-            captures=self._captures,
+            captures=self.captures,
             optimizer=self._remote.optimizer,
             batch=self._first,
             max_norm=self._settings.max_norm,
@@ -225,7 +236,7 @@ class TrainingRun:
         if self._ready is None:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
-            ready = set_up(self._request, self._pool, self._captures, self._remote, batch, self._settings.max_norm)
+            ready = set_up(self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm)
             if self.guard is not None:
                 self._keep(self.guard, ready)
             self._ready = ready

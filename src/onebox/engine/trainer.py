@@ -136,12 +136,11 @@ class Trainer:
             device_type="cuda" if "cuda" in kinds else "cpu",
             trained=frozenset(self._remote.wanted),
         )
-        self.captures = Captures(recipe)
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
         )
         self._run = TrainingRun(
-            pool, request, self.captures, self._remote, settings, recover=recover, snapshot_every=snapshot_every
+            pool, request, Captures(recipe), self._remote, settings, recover=recover, snapshot_every=snapshot_every
         )
 
     def __enter__(self) -> Self:
@@ -193,6 +192,15 @@ class Trainer:
     def plan(self) -> Plan | None:
         """The plan; ``None`` before the first step."""
         return self._run.plan
+
+    @property
+    def captures(self) -> Captures:
+        """The captured model; before the first step that of a trainer of the same model may take its place."""
+        return self._run.captures
+
+    @captures.setter
+    def captures(self, captures: Captures) -> None:
+        self._run.captures = captures
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
