@@ -20,7 +20,7 @@ from onebox.engine.parts import Parts
 from onebox.engine.routine import StepRoutine
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.graph import Captured, ModelPrograms, TracedModel, capture
-from onebox.plan import Plan, Stage
+from onebox.plan import Fate, Plan, Stage
 
 HALVES = ("zb-h1", "zbv", "auto", "table")
 
@@ -150,9 +150,10 @@ def lower(
     )  # fmt: skip
 
 
-def stage(segments: str, *devices: int, shares: Sequence[float] = ()) -> Stage:
+def stage(segments: str, *devices: int, shares: Sequence[float] = (), fate: Fate = "keep") -> Stage:
     """Return a stage of segments that are named by one letter each, its replicas on one device each."""
     return Stage(
+        fate=fate,
         segments=tuple(f"model.{letter}" for letter in segments),
         replicas=tuple((d,) for d in devices),
         shares=tuple(shares or (1.0,) * len(devices)),

@@ -17,8 +17,11 @@ from onebox.wire import Program
 from onebox.wire.messages import (
     Ask,
     Call,
+    Evict,
     Free,
+    Offload,
     OptimizerStep,
+    Prefetch,
     Receive,
     Reduce,
     Routine,
@@ -133,6 +136,7 @@ class _Player:
         self.worker, self.lowered, self.hall, self.played = worker, lowered, hall, played
         self.tapes = {n: Tape(what.program, CPU) for n, what in definitions.items() if isinstance(what, StoredProgram)}
         self.store: dict[int, Tensor | Callable[[], Tensor]] = {}
+        self.away: dict[int, Tensor] = {}
         self.turns: dict[int, int] = {}
         state = state_of(build())
         numbers = lowered.numbers.state
@@ -163,6 +167,7 @@ class _Player:
         names = {number: name for name, number in self.lowered.numbers.state.items()}
         self.played.left[self.worker] = set(self.store) - self.before
         assert self.before <= set(self.store), "something that lasts is gone"
+        assert not self.away, "something is left on the host"
         self.played.state[self.worker] = {names[n]: self._get(n) for n in self.before if n in names}
 
     def _get(self, number: int) -> Tensor:
@@ -180,6 +185,7 @@ class _Player:
                 self._call(step)
             case Free():
                 for number in step.buffers:
+                    assert number not in self.away, f"worker {self.worker} frees {number}, which is on the host"
                     gone = self.store.pop(number, None) is None
                     assert not gone or number < 0, f"worker {self.worker} frees {number} twice"  # leaves may be gone
             case Send():
@@ -190,6 +196,8 @@ class _Player:
                 self._receive(step)
             case Reduce():
                 self._reduce(step)
+            case Offload() | Evict() | Prefetch():
+                self._transfer(step)
             case Ask():
                 self._answer([float(self._get(number)) for number in step.buffers])
             case OptimizerStep():
@@ -201,9 +209,23 @@ class _Player:
             case _:
                 raise AssertionError(f"no step of a training routine: {step}")
 
+    def _transfer(self, step: Offload | Evict | Prefetch) -> None:
+        for number in step.buffers:
+            match step:
+                case Offload():
+                    assert number not in self.away, f"worker {self.worker} offloads {number} twice"
+                    self.away[number] = self._get(number).clone()
+                case Evict():
+                    assert torch.equal(self._get(number), self.away[number]), "it was written to meanwhile"
+                    del self.store[number]
+                case Prefetch():
+                    assert number not in self.store, f"worker {self.worker} brings {number} back twice"
+                    self.store[number] = self.away.pop(number)
+
     def _call(self, step: Call) -> None:
         inputs = [self._get(number) for number in step.inputs]
         for number in {step.inputs[position] for position in step.takes}:
+            assert number not in self.away, f"worker {self.worker} takes {number}, which is on the host"
             del self.store[number]
         tape = self.tapes[step.program]
         for number, made in zip(step.outputs, tape.run(inputs, lambda position: None, Progress()), strict=True):
