@@ -130,21 +130,58 @@ class OperatorError(WorkerError, RuntimeError):
         shapes: Types and shapes of its tensor arguments, for a person.
         said: What the exception on the worker said.
         cause: Its type, such as ``IndexError``.
+        instruction: The routine that it happened in, and which of its instructions it was; ``None`` outside of one.
         **where: ``worker``, ``host`` and ``device`` of :class:`WorkerError`.
     """
 
     def __init__(
-        self, message: str, *, operator: str = "", shapes: str = "", said: str = "", cause: str = "", **where: Any
+        self,
+        message: str,
+        *,
+        operator: str = "",
+        shapes: str = "",
+        said: str = "",
+        cause: str = "",
+        instruction: tuple[int, int] | None = None,
+        **where: Any,
     ) -> None:
         super().__init__(message, **where)
         self.operator = operator
         self.shapes = shapes
         self.said = said
         self.cause = cause
+        self.instruction = instruction
+        self.stage: int | None = None
+        """The stage of the plan that the operator belongs to, where it is known."""
+        self.doing = ""
+        """What of a training step it was, such as ``stage 1 forward 0``, where it is known."""
+
+    def located(self, doing: str, stage: int | None) -> None:
+        """Take note of what of a step it was, which only who has made the step knows; the first time counts."""
+        if not self.doing:
+            self.doing, self.stage = doing, stage
+            said = str(self.args[0])
+            self.args = (said.replace(f"{self.operator} failed", f"{self.operator} failed in {doing}", 1),)
 
 
 class DeviceMemoryError(OperatorError):
-    """The device, or the worker's quota on it, has no memory left for an operator."""
+    """The device, or the worker's quota on it, has no memory left for an operator.
+
+    Args:
+        message: The whole story, for a person.
+        asked_bytes: What the operator asked for; 0 where it is not known.
+        used_bytes: What was in use beside it; likewise.
+        allowed_bytes: The quota, or what the device has; likewise.
+        **about: What else :class:`OperatorError` takes.
+    """
+
+    def __init__(
+        self, message: str, *, asked_bytes: int = 0, used_bytes: int = 0, allowed_bytes: int = 0, **about: Any
+    ) -> None:
+        super().__init__(message, **about)
+        self.asked_bytes = asked_bytes
+        self.used_bytes = used_bytes
+        self.allowed_bytes = allowed_bytes
 
 
 class WorkerDied(WorkerError):

@@ -15,7 +15,7 @@ from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
 from onebox.engine.parts import Parts
-from onebox.engine.routine import StepRoutine
+from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.errors import UsageError
@@ -222,6 +222,14 @@ class Compiler:
         return self._compile(batch, plan, train=False)
 
     def constant_bytes(self, batch: Batch) -> dict[int, int]:
+    def labels(self, worker: int, routine: int) -> Sequence[Label]:
+        """Return what the instructions of a routine of a worker are; nothing where there is none such."""
+        for compiled in self._compiled.values():
+            found = compiled.routines.get(worker)
+            if found is not None and found.number == routine:
+                return found.labels
+        return ()
+
         """Return the bytes of the constants that training with a batch puts on each worker, by number of the buffer."""
         found: dict[int, int] = {}
         for size in {part.size for part in self._plan.micro_batches(batch.size)}:

@@ -28,6 +28,9 @@ _T = TypeVar("_T")
 
 _TRACED_STEPS = 200
 
+_BEHIND_ACTIONS = ("accumulate", "free")
+"""What is done right behind an action, and belongs to it."""
+
 
 class TrainingRun:
     """What a trainer has on a pool.
@@ -159,10 +162,12 @@ class TrainingRun:
         """Let an error say what of a step failed."""
         if self._ready is None or not isinstance(error, OperatorError) or error.instruction is None:
             return
-        if error.worker is not None:
-            label = self._ready.compiler.label(error.worker, *error.instruction)
-            if label is not None:
-                error.located(label.name, label.action.stage if label.action else None)
+        routine, place = error.instruction
+        labels = () if error.worker is None else self._ready.compiler.labels(error.worker, routine)
+        if 0 <= place < len(labels):
+            before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
+            own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
+            error.located(labels[place].name, own.stage if own else None)
 
     def _failed(self, error: Exception) -> None:
         if self.guard is None or not isinstance(error, LOSSES):

@@ -26,10 +26,17 @@ _ADVICE = {
     "values": "use a cpu or cuda device where values are needed",
     "address": "behind a NAT no tensors go between workers: let gradients be summed at the client (sync='client') "
     "or let the agent serve at an address of its host",
-    "memory": "use a smaller micro_batch, or a device or quota with more memory",
+    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=)",
     "peer": "another worker of the group went away or did not answer in time",
     "protocol": "client and worker disagree; this is an error inside onebox",
 }
+
+
+_ADVICE_IN_STEPS = (
+    "use a smaller micro_batch, a plan with other fates (recompute, offload; 'onebox fit' says which would fit, and "
+    "what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
+)
+"""What to do where memory is lacking in a step that a plan lays out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +54,28 @@ class Place:
 def to_error(failure: Failure, place: Place) -> OneboxError:
     """Return the exception for a failure that a worker reported."""
     shapes = f" on ({failure.shapes})" if failure.shapes else ""
-    message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {_ADVICE[failure.kind]}"
+    in_step = failure.routine != 0
+    advice = _ADVICE_IN_STEPS if in_step and failure.kind == "memory" else _ADVICE[failure.kind]
+    message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {advice}"
     where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":
         return WireError(message)
     if failure.kind == "peer":
         return PeerLost(message, **where)
-    kind = DeviceMemoryError if failure.kind == "memory" else OperatorError
-    said = {"said": failure.message, "cause": failure.cause}
-    return kind(message, operator=failure.operator, shapes=failure.shapes, **said, **where)
+    about = {"said": failure.message, "cause": failure.cause, **where}
+    if in_step:
+        about["instruction"] = failure.routine, failure.place
+    if failure.kind != "memory":
+        return OperatorError(message, operator=failure.operator, shapes=failure.shapes, **about)
+    return DeviceMemoryError(
+        message,
+        operator=failure.operator,
+        shapes=failure.shapes,
+        asked_bytes=failure.asked_bytes,
+        used_bytes=failure.used_bytes,
+        allowed_bytes=failure.allowed_bytes,
+        **about,
+    )
 
 
 @dataclass

@@ -74,6 +74,11 @@ class Failure(Message, frozen=True, tag="failure"):
         message: What it said.
         shapes: Its tensor arguments.
         cause: Type of the exception, such as ``IndexError``.
+        routine: The routine that it happened in; 0 outside of one.
+        place: Which of the routine's instructions it was.
+        asked_bytes: Of a lack of memory, where they are known: the bytes that were asked for,
+        used_bytes: those that were in use beside them,
+        allowed_bytes: and those that are allowed.
     """
 
     kind: Literal["operator", "memory", "values", "address", "peer", "protocol"]
@@ -81,6 +86,11 @@ class Failure(Message, frozen=True, tag="failure"):
     message: str
     shapes: str = ""
     cause: str = ""
+    routine: int = 0
+    place: int = 0
+    asked_bytes: int = 0
+    used_bytes: int = 0
+    allowed_bytes: int = 0
 
 
 class Tensors(Message, frozen=True, tag="tensors"):

@@ -37,7 +37,10 @@ class HostMemory:
         if more_bytes > 0 and total > self.limit_bytes:
             raise QuotaExceeded(
                 f"{total} bytes of the host's memory needed, but {self.limit_bytes} are allowed: {HOST_SHARE} times "
-                "the quota, or all that the host has"
+                "the quota, or all that the host has",
+                asked_bytes=more_bytes,
+                used_bytes=self.used_bytes,
+                allowed_bytes=self.limit_bytes,
             )
         self.used_bytes = total
         self.peak_bytes = max(self.peak_bytes, total)

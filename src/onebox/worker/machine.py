@@ -100,6 +100,7 @@ class Machine:
         self._offloader = Offloader(device.device, self.store, self.host, faults)
         self._trace = Trace()
         self._run = Run(0)
+        self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions
 
     def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
         """Execute one instruction; what fails voids the buffers that it would have written and is reported.
@@ -147,13 +148,15 @@ class Machine:
         results: list[Result] = []
         nothing: Iterator[Any] = iter(())
         poisoned: Poisoned | None = None
-        for step in routine.steps:
+        for number, step in enumerate(routine.steps):
+            self._place = run.routine, number
             trace.begin()
             try:
                 results += self._guarded(step, nothing, resolve)
             except Poisoned as error:
                 poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
             trace.end()
+        self._place = None
         if poisoned is not None:
             raise poisoned
         return results
@@ -185,7 +188,7 @@ class Machine:
                 raise
             return []
         except Exception as error:
-            failure = explain(error, progress.doing)
+            failure = explain(error, progress.doing, self._place)
             self._void(instruction, failure, resolve)
             self._report(failure)
             if isinstance(instruction, _ANSWERED):

@@ -43,7 +43,20 @@ class Poisoned(Exception):
 
 
 class QuotaExceeded(Exception):
-    """An allocation would exceed the worker's quota."""
+    """An allocation would exceed the worker's quota, or another bound.
+
+    Args:
+        message: For a person.
+        asked_bytes: What was asked for.
+        used_bytes: What is in use beside it.
+        allowed_bytes: The bound.
+    """
+
+    def __init__(self, message: str, *, asked_bytes: int = 0, used_bytes: int = 0, allowed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+        self.used_bytes = used_bytes
+        self.allowed_bytes = allowed_bytes
 
 
 class _Held:
@@ -270,8 +283,11 @@ class BufferStore:
         total = self.used_bytes + more_bytes
         if self.quota_bytes and total > self.quota_bytes:
             raise QuotaExceeded(
-                f"{total} bytes needed, but the quota is {self.quota_bytes}: "
-                f"{total - self.quota_bytes} too many; use a smaller micro-batch or a larger quota"
+                f"{total} bytes needed, but the quota is {self.quota_bytes}: {total - self.quota_bytes} too many; "
+                f"{more_bytes} asked for beside {self.used_bytes} in use",
+                asked_bytes=more_bytes,
+                used_bytes=self.used_bytes,
+                allowed_bytes=self.quota_bytes,
             )
         self.peak_bytes = max(self.peak_bytes, total)
 

@@ -1,0 +1,81 @@
+"""Budgets: what does not fit fails as a lack of memory, which says where, how much, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.errors import DeviceMemoryError
+from onebox.graph import TracedModel, capture
+from onebox.plan import Plan, Stage
+
+LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
+ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload; 'onebox fit'.*update='host'.*memory="
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[onebox.Pool]:
+    """Two workers, of which one has little memory."""
+    with onebox.open("cpu*2", threads=1, memory="4MiB,192KiB") as opened:
+        yield opened
+
+
+@pytest.fixture
+def parts() -> tuple[nn.Module, Any, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    """A model, loss, optimizer and batch: the second half of the model takes most of the small budget."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    return model, nn.functional.mse_loss, torch.optim.Adam(model.parameters()), (torch.ones(64, 8), torch.zeros(64, 8))
+
+
+def halved(parts: Any) -> Plan:
+    """Return a plan of two stages."""
+    model, loss, _, batch = parts
+    names = TracedModel(capture(model, loss, batch), backward=True).segments
+    stages = (
+        Stage(segments=names[:1], replicas=((0,),), shares=(1.0,)),
+        Stage(segments=names[1:], replicas=((1,),), shares=(1.0,)),
+    )
+    return Plan(stages=stages, micro_batch=16)
+
+
+def test_each_device_has_its_own_budget(pool: onebox.Pool) -> None:
+    assert [device.memory_bytes for device in pool.devices] == [LARGE_BYTES, SMALL_BYTES]
+
+
+def test_an_eager_operator_above_the_budget_is_named(pool: onebox.Pool) -> None:
+    small = torch.ones(1 << 12, device="vgpu:1")
+    with pytest.raises(torch.OutOfMemoryError, match=rf"worker 1 .*aten\.repeat.*quota is {SMALL_BYTES}") as caught:
+        small.repeat(16).sum().item()
+    error = caught.value.__cause__
+    assert isinstance(error, DeviceMemoryError)
+    assert "let go of what is needed no more, or give the device a larger budget (memory=)" in str(error)
+    assert (error.worker, error.operator) == (1, "aten.repeat.default")
+    assert (error.asked_bytes, error.used_bytes, error.allowed_bytes) == (16 * small.nbytes, small.nbytes, SMALL_BYTES)
+    assert (error.stage, error.doing) == (None, "")
+    assert small.sum().item() == 1 << 12, "what is there stays"
+
+
+def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: onebox.Pool, parts: Any) -> None:
+    model, loss, optimizer, batch = parts
+    others = torch.ones(35 << 10, device="vgpu:1")  # somebody else's, of which no plan knows
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts)) as trainer:
+        for _ in range(2):  # the state on the workers is void: the error stays the same
+            with pytest.raises(DeviceMemoryError, match=ADVICE) as caught:
+                trainer.step(*batch).item()
+        error = caught.value
+        assert error.worker == 1
+        assert error.operator.startswith("aten.")
+        assert error.stage == 1
+        assert error.doing.startswith("stage 1 ")
+        assert f"{error.operator} failed in {error.doing}:" in str(error)
+        assert error.allowed_bytes == SMALL_BYTES < error.asked_bytes + error.used_bytes
+        assert error.used_bytes >= others.nbytes
+    del others
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts)) as trainer:
+        assert trainer.step(*batch).item() > 0
