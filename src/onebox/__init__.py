@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer
+    from onebox.engine.fitting import fit
     from onebox.engine.planning import make_plan
     from onebox.errors import OneboxError
     from onebox.plan import Plan
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "make_plan", "open"]
+__all__ = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "fit", "make_plan", "open"]
 
 _HOMES = {
     "Evaluation": "onebox.engine",
@@ -34,6 +35,7 @@ _HOMES = {
     "Pool": "onebox.pool",
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
+    "fit": "onebox.engine.fitting",
     "make_plan": "onebox.engine.planning",
     "open": "onebox.vgpu",
 }

@@ -12,7 +12,7 @@ import pytest
 
 import onebox
 
-PUBLIC = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "make_plan", "open"]
+PUBLIC = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "fit", "make_plan", "open"]
 
 
 def test_the_public_names_are_pinned() -> None:

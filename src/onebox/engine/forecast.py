@@ -20,11 +20,12 @@ from onebox.plan import Plan
 from onebox.pool import Answer, DeviceInfo, Pool
 
 
-class _Nowhere:
+class Nowhere:
     """A pool whose workers are not there: what is sent to them is dropped."""
 
     def __init__(self, devices: Sequence[DeviceInfo]) -> None:
         self.devices = tuple(devices)
+        self.links: dict[tuple[int, int], Any] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -105,6 +106,6 @@ def _ready(
     captures: Captures,
     max_norm: float,
 ) -> Ready:
-    nowhere = cast(Pool, _Nowhere(devices))
+    nowhere = cast(Pool, Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
     return Ready(plan, nowhere, captures, remote, batch, max_norm)

@@ -1,0 +1,307 @@
+"""Fitting: whether a model can be trained within the memory of some devices, and how; nothing is run to know that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+
+from onebox.cost.estimate import Rates
+from onebox.engine.batch import Batch, as_batch
+from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.curve import Curve, Peak, curve_of, peak_at
+from onebox.engine.estimated import links_unseen, profile_unseen
+from onebox.engine.forecast import Nowhere, forecast_contents, forecast_memory
+from onebox.engine.largest import Largest, largest
+from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes, search_within
+from onebox.engine.remote import RemoteState
+from onebox.errors import CaptureError, PlanError, UsageError
+from onebox.graph import Loss, Precision
+from onebox.plan import SCHEDULES, Plan, predict
+from onebox.plan.inputs import Problem
+from onebox.pool import DeviceInfo, Pool
+from onebox.pool.expected import expected_devices
+from onebox.sizes import Memory
+
+_MOST_SAMPLES = 1 << 20
+_MOST_MICRO_BATCHES = 64
+"""Larger batches are not looked at, nor such of more micro-batches, each of which adds no more than its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A plan for the same batch on the same devices.
+
+    Args:
+        label: What it is, for a person.
+        plan: The plan, with the exact peaks that it will have.
+        peak_bytes: The most bytes of each of its devices.
+        step_s: Seconds that a step is expected to take.
+        refused: Why it will not do; empty if it fits.
+    """
+
+    label: str
+    plan: Plan
+    peak_bytes: Mapping[int, int]
+    step_s: float
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks memory for it."""
+        return not self.refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a model can be trained within the memory of some devices.
+
+    Args:
+        plan: The plan that was asked about.
+        batch: Samples of a step.
+        devices: The devices.
+        peaks: Of each device of the plan, where its peak is, and what lies there then.
+        curves: Of each device of the plan, its memory over the step.
+        largest: Up to which batch the plan fits.
+        step_s: Seconds that a step of the plan is expected to take.
+        ways: Where it does not fit: plans that do, the quickest first, and then some that do not either.
+        basis: Where expected times come from, in words.
+        refusal: Why nothing fits; empty where something does.
+    """
+
+    plan: Plan
+    batch: int
+    devices: tuple[DeviceInfo, ...]
+    peaks: Mapping[int, Peak]
+    curves: Mapping[int, Curve]
+    largest: Largest
+    step_s: float | None = None
+    ways: tuple[Way, ...] = ()
+    basis: str = ""
+    refusal: str = ""
+
+    @property
+    def budgets(self) -> dict[int, int]:
+        """The memory of each device."""
+        return {device.number: device.memory_bytes for device in self.devices}
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks memory for the plan."""
+        return not _shortfall({device: peak.size_bytes for device, peak in self.peaks.items()}, self.budgets)
+
+
+def fit(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    inputs: Any,
+    targets: Any,
+    *,
+    memory: Memory | None = None,
+    pool: str | Pool = "auto",
+    threads: int | None = None,
+    plan: Plan | str | Path | None = None,
+    micro_batch: int | None = None,
+    precision: Precision = "fp32",
+    clip_grad_norm: float | None = None,
+    rates: Rates | None = None,
+    budget_s: float = 3.0,
+) -> Fit:
+    """Say whether a model, a batch and an optimizer fit the memory of devices, where the peak is, and what would help.
+
+    Nothing is run, and no worker is started: memory follows from the lifetimes of buffers, to the byte of what workers
+    count. Times, by which ways to fit are compared, are those of an earlier measurement, or estimated.
+
+    Args:
+        model: The model.
+        loss: Maps (outputs, targets) to a scalar, a mean over samples.
+        optimizer: Of ``torch.optim``, over the model's parameters.
+        inputs: A batch, as for :meth:`Trainer.step`.
+        targets: Likewise.
+        memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.
+        pool: The devices: of this machine, or emulated ones that stand for others, such as ``sim*2``; or an open pool.
+        threads: CPU threads of each device.
+        plan: The plan that is asked about; ``None`` for data parallel over all devices.
+        micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
+        precision: As for :class:`Trainer`.
+        clip_grad_norm: Likewise.
+        rates: How fast each device is; ``None`` for what was measured at an earlier time, else a guess.
+        budget_s: The most seconds that the search for ways to fit may take.
+
+    Raises:
+        UsageError: An argument is wrong.
+        CaptureError: The model cannot be captured.
+
+    Example:
+        >>> import torch, onebox
+        >>> model = torch.nn.Linear(1000, 1000)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> x, y = torch.ones(8, 1000), torch.ones(8, 1000)
+        >>> found = onebox.fit(model, torch.nn.functional.mse_loss, optimizer, x, y, pool="cpu", memory="12MiB")
+        >>> found.fits, found.peaks[0].sorts["optimizer state"]
+        (False, 8008008)
+    """
+    devices = pool.devices if isinstance(pool, Pool) else expected_devices(pool, threads=threads, memory=memory)
+    if isinstance(pool, Pool) and (memory is not None or threads is not None):
+        raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
+    given = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    if given is not None and micro_batch is not None:
+        raise UsageError("a plan says itself what micro_batch is; leave it out")
+    asked = given or Plan.data_parallel(
+        [device.number for device in devices], [device.speed for device in devices], micro_batch=micro_batch
+    )
+    strangers = [device for device in asked.devices if device >= len(devices)]
+    if strangers:
+        raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")
+    question = _Question(
+        model, loss, optimizer, devices, _captures(model, loss, optimizer, devices, precision), clip_grad_norm or 0.0
+    )
+    batch = as_batch(inputs, targets)
+    return question.answer(asked, batch, rates, budget_s)
+
+
+def _captures(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    devices: Sequence[DeviceInfo],
+    precision: Precision,
+) -> Captures:
+    """Return what traces a model for some devices."""
+    remote = RemoteState(model, loss, optimizer, cast(Pool, Nowhere(devices)))
+    recipe = Recipe(
+        model=model,
+        loss=loss,
+        metrics={},
+        precision=precision,
+        device_type="cuda" if any(device.kind == "cuda" for device in devices) else "cpu",
+        trained=frozenset(remote.wanted),
+    )
+    return Captures(recipe)
+
+
+class _Question:
+    """A model, an optimizer and devices, of which several things are asked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: torch.optim.Optimizer,
+        devices: Sequence[DeviceInfo],
+        captures: Captures,
+        max_norm: float,
+    ) -> None:
+        self._job = (model, loss, optimizer)
+        self._devices = tuple(devices)
+        self._captures = captures
+        self._max_norm = max_norm
+        self._budgets = {device.number: device.memory_bytes for device in devices}
+
+    def answer(self, plan: Plan, batch: Batch, rates: Rates | None, budget_s: float) -> Fit:
+        """Return all that is to be known."""
+        contents = forecast_contents(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
+        peaks = {device: peak_at(device, found) for device, found in contents.items()}
+        found = Fit(
+            plan=plan,
+            batch=batch.size,
+            devices=self._devices,
+            peaks=peaks,
+            curves={device: curve_of(device, one) for device, one in contents.items()},
+            largest=self._largest(plan, batch, {device: peak.size_bytes for device, peak in peaks.items()}),
+        )
+        return found if found.fits else self._with_ways(found, batch, rates, budget_s)
+
+    def peaks(self, plan: Plan, batch: Batch) -> dict[int, int]:
+        """Return the exact peaks of a plan."""
+        return forecast_memory(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
+
+    def _largest(self, plan: Plan, batch: Batch, known: Mapping[int, int]) -> Largest:
+        """Find the largest batch that fits."""
+        most = _MOST_SAMPLES if plan.micro_batch is None else max(batch.size, plan.micro_batch * _MOST_MICRO_BATCHES)
+
+        def excess(size: int) -> float:
+            try:
+                peaks = known if size == batch.size else self.peaks(plan, _resized(batch, size))
+            except CaptureError:  # such as batch norm of one sample
+                return math.inf
+            return max(peak - self._budgets[device] for device, peak in peaks.items())
+
+        return largest(excess, batch.size, most)
+
+    def _with_ways(self, found: Fit, batch: Batch, rates: Rates | None, budget_s: float) -> Fit:
+        """Search for plans that fit."""
+        asked = None if found.plan.micro_batch is None else [found.plan.micro_batch]
+        problem, basis = self._problem(batch, allowed_sizes(batch.size, asked), rates)
+        prediction, _ = predict(problem, found.plan)
+        ways: list[Way] = []
+        refusal = ""
+        try:
+            result, best = search_within(problem, self._exact(batch), budget_s)
+        except PlanError as error:
+            refusal = str(error)
+        else:
+            ways = [self._way(one.label, one.plan, batch) for one in result.candidates[1:]]
+            ways = [one for one in ways if one.plan.stages != best.stages or one.plan.micro_batch != best.micro_batch]
+            ways.insert(0, self._way("the best found", best, batch))
+        return replace(
+            found,
+            step_s=prediction.step_s,
+            ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.step_s))),
+            basis=basis,
+            refusal=refusal,
+        )
+
+    def _problem(self, batch: Batch, sizes: Sequence[int], rates: Rates | None) -> tuple[Problem, str]:
+        """Return what the planner is given, and where its times are from."""
+        measured = measured_sizes(batch.size, sizes)
+        profile, basis = profile_unseen(self._captures, batch, measured, self._job[2], self._devices, rates)
+        problem = make_problem(
+            profile,
+            self._devices,
+            links_unseen(self._devices),
+            batch=batch.size,
+            micro_batches=sizes,
+            schedules=SCHEDULES,
+            updates=("device", "host"),
+        )
+        return problem, basis
+
+    def _exact(self, batch: Batch) -> Callable[[Plan], Mapping[int, int]]:
+        return lambda plan: self.peaks(plan, batch)
+
+    def _way(self, label: str, plan: Plan, batch: Batch) -> Way:
+        """Return a plan of a search with its exact memory."""
+        assert plan.predicted is not None
+        peaks = self.peaks(plan, batch)
+        exact = msgspec.structs.replace(plan.predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
+        return Way(
+            label=label,
+            plan=msgspec.structs.replace(plan, predicted=exact),
+            peak_bytes=peaks,
+            step_s=plan.predicted.step_s,
+            refused=_shortfall(peaks, self._budgets),
+        )
+
+
+def _resized(batch: Batch, size: int) -> Batch:
+    """Return a batch of another size, of which only shapes and types are meant to be read."""
+    leaves = tuple(leaf[:1].expand(size, *leaf.shape[1:]) for leaf in batch.leaves)
+    return Batch(leaves=leaves, structure=batch.structure, size=size)
+
+
+def _shortfall(peaks: Mapping[int, int], budgets: Mapping[int, int]) -> str:
+    """Say which devices lack how much; empty if none does."""
+    over = {device: peak - budgets[device] for device, peak in sorted(peaks.items()) if peak > budgets[device]}
+    return "; ".join(f"device {device} lacks {size:,} bytes" for device, size in over.items())
