@@ -16,6 +16,7 @@ class SegmentBytes(_Part, frozen=True):
         name: Its name.
         parameter_bytes: Its parameters that are trained, but for those that other segments have too.
         state_bytes: All its parameters and buffers, with gradients and optimizer state; likewise.
+        optimizer_bytes: Of these, the optimizer's state.
         saved_bytes: Tensors that its forward makes, or reads of the batch, and that backward needs.
         late_bytes: What its weight gradient needs once its input gradient has begun.
         forward_work_bytes: What forward needs beyond those while it runs.
@@ -29,6 +30,7 @@ class SegmentBytes(_Part, frozen=True):
     late_bytes: int
     forward_work_bytes: int
     backward_work_bytes: int
+    optimizer_bytes: int = 0
 
 
 class CrossingValue(_Part, frozen=True):
@@ -57,12 +59,14 @@ class TiedParameter(_Part, frozen=True):
         segments: The segments.
         parameter_bytes: Its bytes, if it is trained.
         state_bytes: With gradient and optimizer state.
+        optimizer_bytes: Of these, the optimizer's state.
     """
 
     name: str
     segments: tuple[int, ...]
     parameter_bytes: int
     state_bytes: int
+    optimizer_bytes: int = 0
 
 
 class ModelBytes(_Part, frozen=True):

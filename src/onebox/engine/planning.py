@@ -15,7 +15,8 @@ from onebox.engine.forecast import forecast_memory
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes, search_within
 from onebox.engine.profiling import profile_model
 from onebox.graph import Loss, Precision
-from onebox.plan import SCHEDULES, Links, Plan
+from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
+from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import Problem
 from onebox.plan.search import SearchResult
 from onebox.pool import Pool
@@ -48,6 +49,8 @@ def make_plan(
     pool: Pool,
     micro_batches: Sequence[int] | None = None,
     schedules: Sequence[str] = SCHEDULES,
+    fates: Sequence[ChainFate] = FATES,
+    update: Sequence[UpdateAt] = ("device",),
     precision: Precision = "fp32",
     budget_s: float = 5.0,
     fresh: bool = False,
@@ -64,6 +67,9 @@ def make_plan(
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
             the micro-batch where a model looks at it as a whole, as batch norm does.
         schedules: Allowed schedules.
+        fates: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``, and
+            ``cpu`` for parts of a device's stage on a CPU worker beside it.
+        update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
         precision: As for :class:`Trainer`.
         budget_s: The most seconds that the search may take.
         fresh: Measure anew what is known from an earlier time.
@@ -98,7 +104,14 @@ def make_plan(
     )
     links = pool_links(pool, fresh=fresh)
     problem = make_problem(
-        profile, pool.devices, links, batch=batch.size, micro_batches=allowed, schedules=tuple(schedules)
+        profile,
+        pool.devices,
+        links,
+        batch=batch.size,
+        micro_batches=allowed,
+        schedules=tuple(schedules),
+        fates=fates,
+        updates=update,
     )
     result, plan = search_within(
         problem,

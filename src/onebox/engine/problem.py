@@ -18,8 +18,9 @@ from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import optimizer_factor
 from onebox.errors import PlanError, UsageError
 from onebox.graph import ModelPrograms
-from onebox.plan import SCHEDULES, Links, Plan, Prediction
-from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
+from onebox.plan import SCHEDULES, Links, Plan, Prediction, UpdateAt
+from onebox.plan.fates import FATES, ChainFate
+from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.search import SearchResult, search
 from onebox.pool import DeviceInfo
 
@@ -27,6 +28,9 @@ _CORRECTIONS = 5
 """So many times at most a search is repeated because the exact memory is more than estimated."""
 
 _MARGIN = 0.97
+
+_ACCELERATOR_BPS = 12e9
+"""What is assumed of the way between an accelerator and pinned memory: PCIe 3 with 16 lanes."""
 
 _SENSIBLE = 32
 """Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
@@ -173,6 +177,8 @@ def make_problem(
     batch: int,
     micro_batches: Sequence[int],
     schedules: Sequence[str] = SCHEDULES,
+    fates: Sequence[ChainFate] = FATES,
+    updates: Sequence[UpdateAt] = ("device",),
 ) -> Problem:
     """Return what the planner is given.
 
@@ -183,6 +189,8 @@ def make_problem(
         batch: Samples of a step.
         micro_batches: Allowed samples of a micro-batch.
         schedules: Allowed schedules.
+        fates: What may become of activations.
+        updates: Where the optimizer's state may be.
 
     Raises:
         UsageError: The model has not been measured on a type of device.
@@ -198,6 +206,8 @@ def make_problem(
                 host=device.host,
                 capacity_bytes=device.memory_bytes,
                 speed=device.speed,
+                host_bps=HOST_BPS if device_type(device) == "cpu" else _ACCELERATOR_BPS,
+                processor=device.kind == "cpu",
             )
             for device in devices
         ),
@@ -215,11 +225,18 @@ def make_problem(
             for value in profile.bytes.values
         ),
         ties=tuple(
-            Tie(segments=tie.segments, parameter_bytes=tie.parameter_bytes, state_bytes=tie.state_bytes)
+            Tie(
+                segments=tie.segments,
+                parameter_bytes=tie.parameter_bytes,
+                state_bytes=tie.state_bytes,
+                optimizer_bytes=tie.optimizer_bytes,
+            )
             for tie in profile.bytes.ties
         ),
         call_s=max(found.call_s for measured in times.values() for found in measured),
         schedules=tuple(schedules),
+        fates=tuple(fates),
+        updates=tuple(updates),
     )
 
 
@@ -242,6 +259,7 @@ def _segment(profile: ModelProfile, index: int, size: int) -> Segment:
         update_s={kind: part * measured[-1].update_s for kind, measured in profile.times.items()},
         parameter_bytes=memory.parameter_bytes,
         state_bytes=memory.state_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
         saved_bytes=-(-memory.saved_bytes // size),
         late_bytes=-(-memory.late_bytes // size),
         forward_work_bytes=-(-memory.forward_work_bytes // size),

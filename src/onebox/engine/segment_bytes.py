@@ -56,14 +56,21 @@ def model_bytes(
                 name=name,
                 parameter_bytes=sum(parameter for parameter, _ in own),
                 state_bytes=sum(total for _, total in own),
+                optimizer_bytes=sum(int(parameter * optimizer_factor) for parameter, _ in own),
                 saved_bytes=table.saved(index),
                 late_bytes=table.late(index),
                 forward_work_bytes=_work(table.part(index, "F")),
-                backward_work_bytes=max(_work(table.part(index, kind)) for kind in _BEHIND),
+                backward_work_bytes=max(table.back(index), *(_work(table.part(index, kind)) for kind in _BEHIND)),
             )
         )
     ties = [
-        TiedParameter(name=key, segments=tuple(sorted(found)), parameter_bytes=held(key)[0], state_bytes=held(key)[1])
+        TiedParameter(
+            name=key,
+            segments=tuple(sorted(found)),
+            parameter_bytes=held(key)[0],
+            state_bytes=held(key)[1],
+            optimizer_bytes=int(held(key)[0] * optimizer_factor),
+        )
         for key, found in sorted(readers.items())
         if len(found) > 1
     ]
@@ -116,6 +123,22 @@ class _Table:
             read_here = port.kind == "leaf" and any(p.stage == index and p.kind in _BEHIND for p in phases)
             total += self.sizes[port] if behind and (made_here or read_here) else 0
         return total
+
+    def back(self, index: int) -> int:
+        """Return what a segment's whole backward needs at most beyond what forward saved for it: gradients, too."""
+        part = self.part(index, "B")
+        own = Phase(index, "F")
+        ends, gradients = set(), 0
+        for place, (port, spec) in enumerate(zip(part.inputs, part.program.inputs, strict=True)):
+            if port.kind != "value":
+                continue
+            maker = self.makers.get(port)
+            if maker == own or maker is None or maker.kind != "F":
+                ends.add(place)
+            if maker is None or maker.kind != "F":
+                gradients += spec.size_bytes
+        made = sum(spec.size_bytes for port, spec in part.specs().items() if port.kind == "gradient")
+        return max(0, gradients + footprint(part.program, ends).peak_bytes - made)
 
     def late(self, index: int) -> int:
         """Return the bytes that a segment's weight gradient reads."""

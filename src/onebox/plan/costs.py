@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, Part, layout_of, owners
-from onebox.plan.plan import MicroBatch, Plan
+from onebox.plan.plan import Fate, MicroBatch, Plan
 from onebox.plan.shares import apportion
-from onebox.plan.work import Edge, StageWork, Work
+from onebox.plan.work import Edge, Parked, StageWork, Work
 
 
 class Seconds(NamedTuple):
@@ -50,11 +50,13 @@ class Crossing(NamedTuple):
         kept: Received from another device, and needed by the stage's backward.
         received: Received from another device.
         given: Given to later stages on the stage's own device.
+        lent: Of what is given, by the last stage that reads it, what that one's backward reads, too.
     """
 
     kept: int
     received: int
     given: int
+    lent: tuple[Parked, ...]
 
 
 class Costs:
@@ -144,23 +146,28 @@ class Costs:
         where = owners(tuple(parts), len(self.problem.segments))
         found: dict[tuple[int, int], list[int]] = {}
         kept, received, given = ([0] * len(parts) for _ in range(3))
+        lent: list[dict[int, int]] = [{} for _ in parts]
         for value in self.problem.values:
             source = where[value.source]
             size, here = value.forward_bytes * samples, False
-            for target in {where[consumer] for consumer in value.consumers} - {source}:
+            for target in sorted({where[consumer] for consumer in value.consumers} - {source}):
                 both = found.setdefault((source, target), [0, 0])
                 both[0] += size
                 both[1] += value.backward_bytes * samples
                 if set(parts[target].devices) <= set(parts[source].devices):
                     here = here or value.kept or parts[target].fate == "recompute"
+                    last = target
                 else:
                     kept[target] += size * value.kept
                     received[target] += size
             given[source] += size * here
+            if here:
+                lent[source][last] = lent[source].get(last, 0) + size
         edges = (
             Edge(source=a, target=b, forward_bytes=f, backward_bytes=r) for (a, b), (f, r) in sorted(found.items())
         )
-        return tuple(edges), [Crossing(*sizes) for sizes in zip(kept, received, given, strict=True)]
+        read = (tuple(Parked(*pair) for pair in sorted(sizes.items())) for sizes in lent)
+        return tuple(edges), [Crossing(*sizes) for sizes in zip(kept, received, given, read, strict=True)]
 
     def work(self, layout: Layout, parts: Sequence[MicroBatch]) -> tuple[Work, list[float]]:
         """Return what the stages of a layout cost, and the micro-batches' sizes as fractions of the largest.
@@ -212,7 +219,7 @@ class Costs:
             update_s=times[3],
             state_bytes=sizes.state - (sizes.optimizer if layout.update == "host" else 0),
             gradient_bytes=sizes.parameter,
-            **_held(part, sizes, largest, crossing),
+            **_held(part.fate, stage, sizes, largest, crossing),
         )
 
     def _tied_s(self, layout: Layout, stage: int) -> float:
@@ -226,23 +233,24 @@ class Costs:
         return total
 
 
-def _held(part: Part, sizes: Sizes, samples: int, crossing: Crossing) -> dict[str, int]:
+def _held(fate: Fate, stage: int, sizes: Sizes, samples: int, crossing: Crossing) -> dict[str, Any]:
     """Return what a stage holds of a micro-batch, and needs beyond that, by the names of :class:`StageWork`."""
     saved, late = sizes.saved * samples, sizes.late * samples
     forward, backward = sizes.forward_work * samples, sizes.backward_work * samples
-    parked = 0
-    if part.fate == "recompute":
+    parked: tuple[Parked, ...] = ()
+    if fate == "recompute":
         # Only what crosses its end stays. In forward one segment's values are there at a time, in backward all.
         made, saved, late = saved, crossing.received + crossing.given, 0
         forward = max(0, sizes.again * samples - crossing.given)
         backward = max(0, made + backward - crossing.given)
-    elif part.fate == "offload":
-        saved, parked = crossing.kept, saved
+    elif fate == "offload":
+        own = max(0, saved + crossing.kept - sum(part.size_bytes for part in crossing.lent))
+        saved, parked = 0, (Parked(stage, own), *crossing.lent)
     else:
         saved += crossing.kept
     return {
         "saved_bytes": saved,
-        "parked_bytes": parked,
+        "parked": parked,
         "late_bytes": late,
         "forward_work_bytes": forward,
         "backward_work_bytes": backward,

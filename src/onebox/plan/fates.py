@@ -12,11 +12,13 @@ A chain of links, in the order of forward, is cut into spans, and each span gets
 
 With `h` the bytes that earlier spans hold until their backward, and `p` what a span that is offloaded just before it
 still holds during its forward (and holds again during its backward), a span needs, beside its inputs, in forward
-`h + p +` what it makes `+` work, and in backward `h + p +` all that its backward reads `+` work. Every other
-micro-batch in flight holds what the whole chain holds. A call is the price of each further span.
+`h + p +` what it makes `+` work, and in backward `h + p +` all that its backward reads `+` work. Of an offloaded span,
+what crosses its end goes a span later than the rest, and comes back a span earlier, because the next span reads it,
+too; where that is not offloaded, it stays. Every other micro-batch in flight holds what the whole chain holds. A call
+is the price of each further span.
 
 The program is exact for this model but for the rounding of held bytes up to whole buckets. Its states are (end of the
-span, whether that was offloaded, bytes held); a test compares it with the same model as an integer program.
+span, how many offloaded ones end there, bytes held); a test compares it with the same model as an integer program.
 
 Where the parts come from: segments that are computed again, Chen et al. 2016 (arXiv:1604.06174); dynamic programming
 over (position, memory) on chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020
@@ -40,6 +42,10 @@ ChainFate = Literal["keep", "recompute", "offload", "cpu"]
 FATES: tuple[ChainFate, ...] = ("keep", "recompute", "offload", "cpu")
 
 _BUCKETS = 1500
+
+_DEEP = 2
+"""So many offloaded spans before another one matter to what that needs."""
+
 _GUESSES = 12
 """So many totals of what a micro-batch in flight may hold are tried."""
 
@@ -201,11 +207,29 @@ class Prices:
         window = self.of(after)
         return max(0.0, transfer_s - window.forward_s) + max(0.0, transfer_s - window.backward_s)
 
-    def pending_bytes(self, before: FateSpan | None) -> int:
-        """Return what a span still holds during the forward, and again during the backward, of the one after it."""
-        if before is None or before.fate != "offload":
-            return 0
-        return self.chain.links[before.start].saved_bytes
+    def lent_bytes(self, link: int) -> int:
+        """Return what the span after an offloaded link reads of it."""
+        return min(self.chain.links[link].saved_bytes, self.chain.links[link].boundary_bytes)
+
+    def pending_bytes(self, start: int, offloaded: int) -> int:
+        """Return what offloaded spans still hold during the forward, and again during the backward, of a span.
+
+        Args:
+            start: Where the span starts.
+            offloaded: How many links before it are offloaded, one after the other; 2 stands for more, too.
+        """
+        pending = self.chain.links[start - 1].saved_bytes if offloaded else 0
+        return pending + (self.lent_bytes(start - 2) if offloaded == _DEEP else 0)
+
+    def kept_bytes(self, span: FateSpan, offloaded: int) -> int:
+        """Return what is held for the backward once a span's forward is through, beside what was before.
+
+        Args:
+            span: The span.
+            offloaded: As for :meth:`pending_bytes`.
+        """
+        stays = self.lent_bytes(span.start - 1) if offloaded and span.fate != "offload" else 0
+        return self.of(span).kept_bytes + stays
 
 
 class Outcome(NamedTuple):
@@ -229,15 +253,15 @@ def outcome(prices: Prices, spans: Sequence[FateSpan]) -> Outcome:
         prices: What spans cost.
         spans: Spans of the whole chain, in order.
     """
-    held = peak = 0
+    held = peak = offloaded = 0
     extra = 0.0
     before: FateSpan | None = None
     for span in spans:
         cost = prices.of(span)
-        peak = max(peak, held + prices.pending_bytes(before) + cost.need_bytes)
+        peak = max(peak, held + prices.pending_bytes(span.start, offloaded) + cost.need_bytes)
         extra += cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
-        held += cost.kept_bytes
-        before = span
+        held += prices.kept_bytes(span, offloaded)
+        before, offloaded = span, _deeper(offloaded, span)
     return Outcome(extra, peak + (prices.chain.in_flight - 1) * held, held)
 
 
@@ -306,6 +330,11 @@ def _sums(values: Iterator[float]) -> list[float]:
     return [0.0, *accumulate(values)]
 
 
+def _deeper(offloaded: int, span: FateSpan) -> int:
+    """Return how many offloaded spans end where a span ends, of which so many ended where it starts."""
+    return min(offloaded + 1, _DEEP) if span.fate == "offload" else 0
+
+
 class _Program:
     """The dynamic program for one budget.
 
@@ -321,7 +350,7 @@ class _Program:
         self.count = len(prices.chain.links)
         self.width = max(1, -(-budget // buckets))
         self.size = budget // self.width + 1
-        shape = (self.count + 1, 2, self.size)
+        shape = (self.count + 1, _DEEP + 1, self.size)
         self.best: NDArray[np.float64] = np.full(shape, np.inf)
         self.best[0, 0, 0] = 0.0
         self.came: NDArray[np.int32] = np.full(shape, -1, np.int32)
@@ -333,7 +362,7 @@ class _Program:
             return None
         for start in range(self.count):
             for span in self.prices.spans(start):
-                for offloaded in (0, 1) if start else (0,):
+                for offloaded in range(min(start, _DEEP) + 1):
                     self._take(span, offloaded)
         top = min(self.most // self.width + 1, self.size)
         final = self.best[self.count, 0, :top]
@@ -346,18 +375,19 @@ class _Program:
         prices, start = self.prices, span.start
         before = FateSpan(start - 1, start, "offload") if offloaded else None
         cost = prices.of(span)
-        room = self.budget - prices.pending_bytes(before) - cost.need_bytes
-        shift = -(-cost.kept_bytes // self.width)
+        room = self.budget - prices.pending_bytes(start, offloaded) - cost.need_bytes
+        shift = -(-prices.kept_bytes(span, offloaded) // self.width)
         fitting = min(room // self.width + 1, self.size - shift)
         if fitting <= 0:
             return
         old = self.best[start, offloaded, :fitting]
         price = cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
-        target = self.best[span.end, int(span.fate == "offload"), shift : shift + fitting]
+        after = _deeper(offloaded, span)
+        target = self.best[span.end, after, shift : shift + fitting]
         better = old + price < target
         if better.any():
             target[better] = old[better] + price
-            self.came[span.end, int(span.fate == "offload"), shift : shift + fitting][better] = len(self.steps)
+            self.came[span.end, after, shift : shift + fitting][better] = len(self.steps)
             self.steps.append((span, offloaded, shift))
 
     def _back(self, held: int) -> tuple[FateSpan, ...]:

@@ -1,7 +1,7 @@
 """What is offloaded along a row of a schedule: when it leaves the device, and when it is back. Private to the folder.
 
-A stage's values begin to go to the host when its forward is through, and are gone one action later; they begin to come
-back one action before the backward that reads them. Where no action lies between, they stay.
+Values begin to go to the host when the last forward that reads them is through, and are gone one action later; they
+begin to come back one action before the first backward that reads them. Where no action lies between, they stay.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from onebox.plan.schedule import Action
 
 
 class Stay(NamedTuple):
-    """What one forward makes, in the host's memory.
+    """Some of what a forward makes, in the host's memory.
 
     Args:
-        forward: The place of the forward in the row.
+        forward: The place in the row of the last forward that reads it.
         backward: The place of the backward that needs it.
         size_bytes: How much it is.
         node: The backward's number.
@@ -44,17 +44,16 @@ def stays(instance: Instance, row: Sequence[Action]) -> list[Stay]:
     stages = instance.work.stages
     if not any(stage.parked_bytes for stage in stages):
         return []
+    places: dict[tuple[str, int, int], int] = {}
+    for place, (kind, stage, micro_batch) in enumerate(row):
+        places["F" if kind == "F" else "W" if kind == "W" else "B", stage, micro_batch] = place
     found = []
-    began: dict[tuple[int, int], int] = {}
-    for place, action in enumerate(row):
-        kind, stage, micro_batch = action
-        if not stages[stage].parked_bytes:
-            continue
-        if kind == "F":
-            began[stage, micro_batch] = place
-        elif kind != "W" and (stage, micro_batch) in began:
-            size = stages[stage].parked_bytes * instance.scale[micro_batch]
-            stay = Stay(began[stage, micro_batch], place, size, instance.node(action))
+    for kind, stage, micro_batch in row:
+        for reader, size_bytes in stages[stage].parked if kind == "F" else ():
+            ahead, behind = places.get(("F", reader, micro_batch)), places.get(("B", reader, micro_batch))
+            if ahead is None or behind is None:
+                continue
+            stay = Stay(ahead, behind, size_bytes * instance.scale[micro_batch], instance.node(row[behind]))
             if stay.gone < stay.back:
                 found.append(stay)
     return sorted(found)
@@ -73,10 +72,12 @@ class Channels:
         found = stays(instance, row)
         bps = instance.work.host_bps.get(instance.devices[device])
         self._byte_s = 1 / bps if bps else 0.0
-        self._leave = {stay.forward + 1: stay for stay in found}
-        self._gone = {stay.gone: stay for stay in found}
+        self._leave: dict[int, list[Stay]] = {}
+        self._gone: dict[int, list[Stay]] = {}
         self._back: dict[int, list[Stay]] = {}
         for stay in found:
+            self._leave.setdefault(stay.forward + 1, []).append(stay)
+            self._gone.setdefault(stay.gone, []).append(stay)
             self._back.setdefault(stay.back, []).append(stay)
         self._there: dict[int, float] = {}
         self._free = [0.0, 0.0]
@@ -89,13 +90,11 @@ class Channels:
             now: When the action before was through.
             ready: When each node can begin, by :meth:`Instance.node`; put off where what it needs is not back.
         """
-        leaving = self._leave.get(place)
-        if leaving is not None:
-            self._free[0] = max(self._free[0], now) + leaving.size_bytes * self._byte_s
-            self._there[leaving.forward] = self._free[0]
-        gone = self._gone.get(place)
-        if gone is not None:
-            now = max(now, self._there[gone.forward])
+        for stay in self._gone.get(place, ()):
+            now = max(now, self._there[stay.forward])
+        for stay in self._leave.get(place, ()):
+            self._free[0] = max(self._free[0], now) + stay.size_bytes * self._byte_s
+            self._there[stay.forward] = self._free[0]
         for stay in self._back.get(place, ()):
             self._free[1] = max(self._free[1], now) + stay.size_bytes * self._byte_s
             ready[stay.node] = max(ready[stay.node], self._free[1])

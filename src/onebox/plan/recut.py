@@ -72,7 +72,7 @@ def chain_of(costs: Costs, part: Part, samples: int, in_flight: int = 1) -> Chai
     problem, links = costs.problem, _links(costs, part)
     device = problem.device[part.devices[0]]
     processor = processor_of(problem, device.number) if len(part.devices) == 1 else None
-    forward_bytes, backward_bytes, into = _crossing(problem, links)
+    crossing, into = _crossing(problem, links)
     found = []
     for place, segments in enumerate(links):
         own, sizes = costs.seconds(segments), costs.sizes(segments)
@@ -86,9 +86,9 @@ def chain_of(costs: Costs, part: Part, samples: int, in_flight: int = 1) -> Chai
                 forward_s=times[0],
                 backward_s=times[1] + times[2],
                 saved_bytes=sizes.saved * samples,
-                boundary_bytes=forward_bytes[place] * samples,
+                boundary_bytes=crossing[place] * samples,
                 forward_work_bytes=sizes.forward_work * samples,
-                backward_work_bytes=(sizes.backward_work + backward_bytes[place]) * samples,
+                backward_work_bytes=sizes.backward_work * samples,
                 cpu_forward_s=on_cpu[0] if on_cpu else None,
                 cpu_backward_s=on_cpu[1] + on_cpu[2] if on_cpu else 0.0,
             )
@@ -115,10 +115,10 @@ def _links(costs: Costs, part: Part) -> tuple[tuple[int, ...], ...]:
     return tuple(links)
 
 
-def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[int], list[int], int]:
-    """Return the bytes of values and of gradients that cross the end of each link, and of values from elsewhere."""
+def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
+    """Return the bytes of values that cross the end of each link, and of those from elsewhere; for each sample."""
     where = {index: place for place, link in enumerate(links) for index in link}
-    forward, backward, into = [0] * len(links), [0] * len(links), 0
+    forward, into = [0] * len(links), 0
     for value in problem.values:
         ends = [where[consumer] for consumer in value.consumers if consumer in where]
         if not ends:
@@ -128,8 +128,7 @@ def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[
             continue
         for place in range(where[value.source], max(ends)):
             forward[place] += value.forward_bytes
-            backward[place] += value.backward_bytes
-    return forward, backward, into
+    return forward, into
 
 
 def recut(judge: Judge, base: Layout, update: UpdateAt) -> Verdict | None:

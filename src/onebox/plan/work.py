@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Parked(NamedTuple):
+    """What a stage makes that is in the host's memory until a backward reads it.
+
+    It leaves while the action after the last forward that reads it runs, and comes back while the action before the
+    first backward that reads it runs.
+
+    Args:
+        reader: The stage whose forward reads it last, and whose backward first; often the stage itself.
+        size_bytes: How much it is.
+    """
+
+    reader: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +34,7 @@ class StageWork:
         state_bytes: Parameters, buffers, optimizer state and gradients, held always.
         gradient_bytes: Gradients that its replicas sum, once a step.
         saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
-        parked_bytes: Held as these are, but that they are in the host's memory in between: they leave while the action
-            after the forward runs, and come back while the one before the backward runs.
+        parked: Held as these are, but that they are in the host's memory in between.
         late_bytes: Held from the start of the input gradient to the end of the weight gradient.
         forward_work_bytes: Needed beyond those while forward runs.
         backward_work_bytes: Needed beyond those while a gradient runs.
@@ -32,10 +47,15 @@ class StageWork:
     state_bytes: int = 0
     gradient_bytes: int = 0
     saved_bytes: int = 0
-    parked_bytes: int = 0
+    parked: tuple[Parked, ...] = ()
     late_bytes: int = 0
     forward_work_bytes: int = 0
     backward_work_bytes: int = 0
+
+    @property
+    def parked_bytes(self) -> int:
+        """All that is in the host's memory for a while."""
+        return sum(part.size_bytes for part in self.parked)
 
 
 @dataclass(frozen=True, kw_only=True)

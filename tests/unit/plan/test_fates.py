@@ -68,58 +68,101 @@ def _divisions(prices: Prices, start: int = 0) -> Iterator[tuple[FateSpan, ...]]
             yield (span, *rest)
 
 
-def _integer_program(prices: Prices, budget: int) -> float | None:
-    """Return the least seconds that spans of one micro-batch can cost under a budget, by HiGHS; nothing if none fits.
+class _IntegerProgram:
+    """The same model as an integer program, for one micro-batch.
 
     A variable for each span with a fate says whether it is chosen; the chosen ones are a path through the chain. A
-    second set of variables, one for each link that may be offloaded, takes the waits.
+    second set of variables, one for each link that may be offloaded, takes the waits, a third one whether what it lends
+    to the next span stays.
+
+    Args:
+        prices: What spans cost.
+        budget: Bytes.
     """
-    chain, links = prices.chain, prices.chain.links
-    spans = [span for start in range(len(links)) for span in prices.spans(start)]
-    number = {span: turn for turn, span in enumerate(spans)}
-    offloads = [span for span in spans if span.fate == "offload"]
-    size = len(spans) + len(offloads)
-    cost = np.zeros(size)
-    cost[: len(spans)] = [prices.of(span).price_s for span in spans]
-    cost[len(spans) :] = 1.0
-    rows, low, high = [], [], []
 
-    def add(row: np.ndarray, least: float, most: float) -> None:
-        rows.append(row)
-        low.append(least)
-        high.append(most)
+    def __init__(self, prices: Prices, budget: int) -> None:
+        self.prices, self.budget, self.links = prices, budget, prices.chain.links
+        assert prices.chain.in_flight == 1
+        self.spans = [span for start in range(len(self.links)) for span in prices.spans(start)]
+        self.number = {span: turn for turn, span in enumerate(self.spans)}
+        self.offloads = [span for span in self.spans if span.fate == "offload"]
+        self.waits = {span.start: len(self.spans) + turn for turn, span in enumerate(self.offloads)}
+        self.stays = {start: place + len(self.offloads) for start, place in self.waits.items()}
+        self.rows: list[tuple[np.ndarray, float, float]] = []
 
-    for place in range(len(links) + 1):
-        flow = np.zeros(size)
-        for span in spans:
-            flow[number[span]] += (span.start == place) - (span.end == place)
-        want = 1.0 if place == 0 else -1.0 if place == len(links) else 0.0
-        add(flow, want, want)
-    ends = {span.start + 1: span for span in offloads}
-    most = sum(link.saved_bytes + link.boundary_bytes for link in links) * 3.0
-    for span in spans:
-        own = prices.of(span)
-        row = np.zeros(size)
-        for other in spans:
-            if other.end <= span.start:
-                row[number[other]] += prices.of(other).kept_bytes
-        row[number[span]] += own.need_bytes + most
-        if span.start in ends:
-            row[number[ends[span.start]]] += prices.pending_bytes(ends[span.start])
-        add(row, -np.inf, budget + most)
-    for turn, before in enumerate(offloads):
-        for span in prices.spans(before.end):
-            wait = prices.waits_s(before, span)
-            row = np.zeros(size)
-            row[len(spans) + turn] = 1.0
-            row[number[before]] -= wait
-            row[number[span]] -= wait
-            add(row, -wait, np.inf)  # both chosen: it waits at least so long
-    assert chain.in_flight == 1
-    bounds = Bounds(np.zeros(size), np.concatenate([np.ones(len(spans)), np.full(len(offloads), np.inf)]))
-    whole = np.concatenate([np.ones(len(spans)), np.zeros(len(offloads))])
-    found = milp(cost, constraints=LinearConstraint(np.array(rows), low, high), bounds=bounds, integrality=whole)
-    return float(found.fun) if found.success else None
+    def least_s(self) -> float | None:
+        """Return the least seconds, by HiGHS; nothing if no spans fit."""
+        self._path()
+        self._waits()
+        self._staying()
+        for span in self.spans:
+            self._memory(span)
+        cost = self._row()
+        for span, place in self.number.items():
+            cost[place] = self.prices.of(span).price_s
+        for place in self.waits.values():
+            cost[place] = 1.0
+        count = len(self.spans)
+        most = np.full(len(cost), np.inf)
+        most[:count] = 1.0
+        rows, low, high = (np.array(column) for column in zip(*self.rows, strict=True))
+        found = milp(
+            cost,
+            constraints=LinearConstraint(rows, low, high),
+            bounds=Bounds(np.zeros(len(cost)), most),
+            integrality=(np.arange(len(cost)) < count).astype(int),
+        )
+        return float(found.fun) if found.success else None
+
+    def _row(self) -> np.ndarray:
+        return np.zeros(len(self.spans) + 2 * len(self.offloads))
+
+    def _offload(self, link: int) -> int:
+        return self.number[FateSpan(link, link + 1, "offload")]
+
+    def _path(self) -> None:
+        for place in range(len(self.links) + 1):
+            row = self._row()
+            for span, column in self.number.items():
+                row[column] += (span.start == place) - (span.end == place)
+            want = float(place == 0) - float(place == len(self.links))
+            self.rows.append((row, want, want))
+
+    def _waits(self) -> None:
+        for before in self.offloads:
+            for span in self.prices.spans(before.end):
+                wait, row = self.prices.waits_s(before, span), self._row()
+                row[self.waits[before.start]] = 1.0
+                row[self.number[before]] -= wait
+                row[self.number[span]] -= wait
+                self.rows.append((row, -wait, np.inf))  # both chosen: it waits at least so long
+
+    def _staying(self) -> None:
+        for start, place in self.stays.items():
+            row = self._row()
+            row[place], row[self._offload(start)] = 1.0, -1.0
+            if start + 1 in self.stays:
+                row[self._offload(start + 1)] = 1.0
+            self.rows.append((row, 0.0, np.inf))
+
+    def _memory(self, span: FateSpan) -> None:
+        prices, start, row = self.prices, span.start, self._row()
+        slack = 3.0 * sum(link.saved_bytes + link.boundary_bytes for link in self.links) + self.budget
+        for other, column in self.number.items():
+            if other.end <= start:
+                row[column] += prices.of(other).kept_bytes
+        for link, place in self.stays.items():
+            if link < start - 1:
+                row[place] += prices.lent_bytes(link)
+        row[self.number[span]] += prices.of(span).need_bytes + slack
+        if start - 1 in self.stays:
+            row[self._offload(start - 1)] += prices.pending_bytes(start, 1)
+        self.rows.append((row, -np.inf, self.budget + slack))
+        if start - 2 in self.stays:  # both links before it are offloaded
+            deep, lent = row.copy(), prices.lent_bytes(start - 2)
+            deep[self._offload(start - 1)] += lent
+            deep[self._offload(start - 2)] += lent
+            self.rows.append((deep, -np.inf, self.budget + slack + lent))
 
 
 def _plain_s(chain: ChainCosts) -> float:
@@ -164,7 +207,7 @@ def test_an_integer_program_finds_nothing_better(length: int) -> None:
         chain = _chain(random, length, cpu=random.random() < 0.5)
         prices = Prices(chain)
         budget = int(_spread(prices) * random.choice([0.3, 0.45, 0.6, 0.8]))
-        oracle = _integer_program(prices, budget)
+        oracle = _IntegerProgram(prices, budget).least_s()
         chosen = choose_fates(chain, budget, buckets=_FINE)
         if oracle is None:
             assert chosen is None
