@@ -20,8 +20,9 @@ from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
+from onebox.graph.formats import with_channels_last
 from onebox.graph.placements import Placement
-from onebox.plan import MicroBatch, Plan
+from onebox.plan import MicroBatch, Plan, block_numbers
 from onebox.pool import Pool
 from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.messages import Put
@@ -221,7 +222,6 @@ class Compiler:
             plan = Plan(stages=plan.stages, sync=plan.sync)
         return self._compile(batch, plan, train=False)
 
-    def constant_bytes(self, batch: Batch) -> dict[int, int]:
     def labels(self, worker: int, routine: int) -> Sequence[Label]:
         """Return what the instructions of a routine of a worker are; nothing where there is none such."""
         for compiled in self._compiled.values():
@@ -230,6 +230,7 @@ class Compiler:
                 return found.labels
         return ()
 
+    def constant_bytes(self, batch: Batch) -> dict[int, int]:
         """Return the bytes of the constants that training with a batch puts on each worker, by number of the buffer."""
         found: dict[int, int] = {}
         for size in {part.size for part in self._plan.micro_batches(batch.size)}:
@@ -270,7 +271,9 @@ class Compiler:
         if key not in self._models:
             traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
-            programs = traced.divide(stages, fates=[stage.fate for stage in self._plan.stages])
+            fates = [stage.fate for stage in self._plan.stages]
+            programs = traced.divide(stages, fates=fates, blocks=block_numbers(self._plan.stages))
+            programs = with_channels_last(programs, self._plan.channels_last)
             self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled)
             self._settled = self._settled or self._models[key].placements
         return self._models[key]

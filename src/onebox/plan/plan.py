@@ -58,12 +58,15 @@ class Stage(_Part, frozen=True):
         shares: Each replica's share of the batch; they add up to something positive.
         fate: What becomes of its activations until its backward. Another one than ``keep`` is for plans of several
             stages, which may be on one device: a single stage goes back right after forward, and would gain nothing.
+        channels_last: Whether its convolutions have channels last in memory, which sums in another order; on CPUs that
+            is faster, as a rule.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     shares: tuple[float, ...]
     segments: tuple[str, ...] = ()
     fate: Fate = "keep"
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         if self.fate not in get_args(Fate):
@@ -75,6 +78,10 @@ class Stage(_Part, frozen=True):
             raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
         if len({len(replica) for replica in self.replicas}) > 1:
             raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
+        if self.channels_last and self.ranks > 1:
+            raise UsageError(
+                "channels_last of a stage whose layers are split: leave it out, or give it one device each"
+            )
         apportion(1, self.shares)
 
     @property
@@ -204,6 +211,11 @@ class Plan(_Part, frozen=True):
         """The devices that have a part in it, each once, in the order of the stages."""
         every = (device for stage in self.stages for replica in stage.replicas for device in replica)
         return tuple(dict.fromkeys(every))
+
+    @property
+    def channels_last(self) -> frozenset[int]:
+        """The stages whose convolutions have channels last in memory."""
+        return frozenset(stage for stage, found in enumerate(self.stages) if found.channels_last)
 
     def micro_batches(self, batch: int) -> tuple[MicroBatch, ...]:
         """Cut a batch into micro-batches.

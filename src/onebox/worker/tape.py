@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onebox.cost import Footprint, footprint
+from onebox.cost.lifetimes import owners
 from onebox.errors import WireError
 from onebox.wire import (
     DTYPES,
@@ -32,6 +33,8 @@ from onebox.worker.products import faster
 
 _shape = op.attrgetter("shape")
 _dtype = op.attrgetter("dtype")
+
+_FORMATS = (torch.contiguous_format, torch.channels_last)
 
 Seed = Callable[[int], None]
 """Seeds the device's random numbers for the random operator at a position."""
@@ -93,6 +96,10 @@ class Tape:
         self._checked = False
         self._footprints: dict[tuple[int, ...], Footprint] = {}
         self._specs = specs_by_slot(program)
+        for name in {operator.name for operator in program.operators}:
+            allowed(name)
+        memory_of = owners(program)
+        self._given_out = {memory_of[slot] for slot in program.outputs}
         self._code = [self._compile(operator) for operator in program.operators]
         read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
         self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
@@ -187,6 +194,9 @@ class Tape:
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
         run = by_keyword(call, tuple(named)) if named else faster(operator, self._specs, self._device) or call
+        within = operator.outs[0] not in self._given_out  # where no operator writes, so that nothing needs a copy
+        if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
+            run = Tensor.contiguous
         return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
 
     def _register(self, value: Value) -> Place:
