@@ -7,12 +7,13 @@ numbered by its place in the whole graph, so that a skip connection is a value l
 
 What is cheaper to make again than to hand on is made again: views of a value, and constants made from nothing. Of a
 stage that is to be *recomputed*, everything that its backward needs of its own forward is: such a stage keeps nothing
-but what comes from other stages, and buffers as they were before forward changed them.
+but what comes from other stages, and buffers as they were before forward changed them. The one exception costs no
+memory: what the stage gave to the next one, which has just gone back on the same devices and needed it, is still there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -62,6 +63,8 @@ class Division:
         stages: How many.
         order: The place of each node in the graph.
         remade: Stages whose backward makes the values of their forward again.
+        blocks: The number of the block of each stage: consecutive stages of one block are on the same devices, and go
+            back one right after the other.
     """
 
     joint: Joint
@@ -72,6 +75,7 @@ class Division:
     stages: int
     order: Mapping[fx.Node, int]
     remade: frozenset[int] = frozenset()
+    blocks: Sequence[int] = ()
 
     def value(self, node: fx.Node) -> Port:
         """Return the port of a value."""
@@ -103,11 +107,22 @@ class Division:
         behind: PhaseKind = "B" if early is None else "I" if last in self.remade else "W"
         return Phase(last, behind if port.kind == "gradient" else "F")
 
-    def computed_in(self, phase: Phase, node: fx.Node, early: set[fx.Node] | None) -> bool:
-        """Tell whether a phase computes a node, because it belongs there or because it is made again there."""
+    def follows_at_once(self, stage: int) -> bool:
+        """Tell whether a stage goes back on the same devices as the one behind it, right after that."""
+        return stage + 1 < len(self.blocks) and self.blocks[stage] == self.blocks[stage + 1]
+
+    def computed_in(self, phase: Phase, node: fx.Node, early: set[fx.Node] | None, there: Set[fx.Node]) -> bool:
+        """Tell whether a phase computes a node, because it belongs there or because it is made again there.
+
+        Args:
+            phase: The phase.
+            node: The node.
+            early: From :func:`early_half`; ``None`` where backward comes whole.
+            there: Values of forward that need not be made again.
+        """
         own = self.phase(node, early)
         again = own == Phase(phase.stage, "F") and phase.stage in self.remade and phase.kind in ("B", "I")
-        return own == phase or (again and node in self.stage_of)
+        return own == phase or (again and node in self.stage_of and node not in there)
 
 
 def early_half(division: Division) -> set[fx.Node]:
@@ -141,22 +156,58 @@ def divide(
         halves: Whether backward is wanted as I and W too. F then gives out what either takes.
     """
     early = early_half(division) if halves else None
+    own = [(canonical(node), port) for node, port in outputs]
     demanded: dict[Phase, dict[fx.Node, None]] = {}
     bodies: dict[Phase, Body] = {}
-    for phase in _backwards(division.stages, backward=backward, halves=halves):
-        variant = early if phase.kind in ("I", "W") else None
-        own = [(canonical(node), port) for node, port in outputs]
-        body = Body(
-            outputs=[(node, port) for node, port in own if division.phase_of_output(node, port, variant) == phase]
-        )
+    phases = _backwards(division.stages, backward=backward, halves=halves)
+
+    def settle(phase: Phase) -> None:
+        variant = _variant(phase, early)
+        body = Body(outputs=[pair for pair in own if division.phase_of_output(*pair, variant) == phase])
         wanted = sorted(demanded.pop(phase, ()), key=division.order.__getitem__)
         body.outputs += [(node, division.value(node)) for node in wanted]
         _fill(body, phase, division, variant)
-        for node in body.given:
-            demanded.setdefault(division.phase(node, variant), {})[node] = None
         bodies[phase] = body
+        demand(phase)
+
+    def demand(phase: Phase) -> None:
+        for node in bodies[phase].given:
+            demanded.setdefault(division.phase(node, _variant(phase, early)), {})[node] = None
+
+    back = [phase for phase in phases if phase.kind != "F"]
+    for phase in back:
+        settle(phase)
+    if _spare(bodies, division, early):
+        demanded.clear()
+        for phase in back:
+            demand(phase)
+        for phase in back:
+            demanded.pop(phase, None)  # what backward takes of backward is as it was
+    for phase in phases[len(back) :]:
+        settle(phase)
     assert not demanded, f"values of phases that have gone by: {demanded}"
     return bodies
+
+
+def _variant(phase: Phase, early: set[fx.Node] | None) -> set[fx.Node] | None:
+    return early if phase.kind in ("I", "W") else None
+
+
+def _spare(bodies: dict[Phase, Body], division: Division, early: set[fx.Node] | None) -> bool:
+    """Let stages that are recomputed take, rather than make again, what the stage that goes back before them has taken.
+
+    From the last stage to the first, since a stage that takes more may need less of the one before it.
+
+    Returns:
+        Whether there was such a stage.
+    """
+    spared = False
+    for phase in sorted(bodies, reverse=True):
+        if phase.kind in ("B", "I") and phase.stage in division.remade and division.follows_at_once(phase.stage):
+            body = bodies[phase] = Body(outputs=bodies[phase].outputs)
+            _fill(body, phase, division, _variant(phase, early), bodies[Phase(phase.stage + 1, phase.kind)].given)
+            spared = True
+    return spared
 
 
 def _backwards(stages: int, *, backward: bool, halves: bool) -> list[Phase]:
@@ -167,8 +218,22 @@ def _backwards(stages: int, *, backward: bool, halves: bool) -> list[Phase]:
     return [*found, *(Phase(stage, "F") for stage in reversed(range(stages)))]
 
 
-def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | None) -> None:
-    """Find the nodes that a phase computes for its outputs, and the values that it takes from others."""
+def _fill(
+    body: Body,
+    phase: Phase,
+    division: Division,
+    early: set[fx.Node] | None,
+    there: Set[fx.Node] = frozenset(),
+) -> None:
+    """Find the nodes that a phase computes for its outputs, and the values that it takes from others.
+
+    Args:
+        body: With its outputs alone.
+        phase: The phase.
+        division: Which phase computes which node.
+        early: From :func:`early_half`; ``None`` where backward comes whole.
+        there: Values of its own forward that need not be made again.
+    """
     stack = [canonical(node) for node, _ in body.outputs]
     while stack:
         node = stack.pop()
@@ -176,14 +241,14 @@ def _fill(body: Body, phase: Phase, division: Division, early: set[fx.Node] | No
             continue
         if node in division.lasting:
             body.inputs.add(node)
-        elif not division.computed_in(phase, node, early):
+        elif not division.computed_in(phase, node, early, there):
             chain, source = again(node, division)
             body.nodes.update(chain)
             if source is None:
                 continue
             if source in division.lasting:
                 body.inputs.add(source)
-            elif division.computed_in(phase, source, early):
+            elif division.computed_in(phase, source, early, there):
                 stack.append(source)
             else:
                 body.given.add(source)

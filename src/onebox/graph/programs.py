@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
 
@@ -112,7 +112,11 @@ class TracedModel:
         return self._segments.names
 
     def divide(
-        self, stages: Sequence[Sequence[str]] | None = None, *, fates: Sequence[str] | None = None
+        self,
+        stages: Sequence[Sequence[str]] | None = None,
+        *,
+        fates: Sequence[str] | None = None,
+        blocks: Sequence[int] = (),
     ) -> ModelPrograms:
         """Return the programs of stages.
 
@@ -123,13 +127,15 @@ class TracedModel:
             fates: What becomes of the values of each stage's forward until its backward. With ``recompute`` backward
                 makes them again, from what other stages gave; random operators draw the same numbers again, and in
                 halves I is all of backward, and W is empty. Any other fate leaves the programs as they are.
+            blocks: The number of the block of each stage, if several are on the same devices. What a recomputed stage
+                gave to the next one of its block, whose backward needs it, is there still, and not made again.
 
         Raises:
             UsageError: A stage needs a value of a later one.
             CaptureError: An operator that cannot travel.
         """
         remade = frozenset(stage for stage, fate in enumerate(fates or ()) if fate == "recompute")
-        division = self._division(stages or [self.segments], remade)
+        division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
         outputs = [*self._kept, *self._terms(division)]
         bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
         made = {phase: self._program(body) for phase, body in sorted(bodies.items())}
@@ -149,7 +155,7 @@ class TracedModel:
 
     # ---- dividing
 
-    def _division(self, stages: Sequence[Sequence[str]], remade: frozenset[int]) -> Division:
+    def _division(self, stages: Sequence[Sequence[str]]) -> Division:
         place = _stage_of_segments(self._segments, stages)
         inputs = dict(self._joint.inputs)
         stage_of: dict[fx.Node, int] = {}
@@ -179,7 +185,6 @@ class TracedModel:
             owner=owner,
             stages=len(stages),
             order=self._order,
-            remade=remade,
         )
         self._require_order(division)
         return division

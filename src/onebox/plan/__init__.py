@@ -1,6 +1,6 @@
 """Plans: which device computes what part of the model and of the batch, and in which order."""
 
-from onebox.plan.blocks import block_schedule
+from onebox.plan.blocks import block_numbers, block_schedule
 from onebox.plan.costs import stage_work
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
@@ -52,6 +52,7 @@ __all__ = [
     "apportion",
     "as_data",
     "auto_schedule",
+    "block_numbers",
     "block_schedule",
     "deal",
     "even_plan",

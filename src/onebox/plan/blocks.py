@@ -9,12 +9,20 @@ its stages from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+from onebox.plan.plan import Stage
 from onebox.plan.schedule import Action, Routes, Schedule
 from onebox.plan.schedules import named_schedule
 
 Blocks = tuple[range, ...]
 """The stages of each block."""
+
+
+def block_numbers(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Return for each stage the number of its block: consecutive stages with the same replicas and shares."""
+    places = [(stage.replicas, stage.shares) for stage in stages]
+    return tuple(accumulate(int(number > 0 and place != places[number - 1]) for number, place in enumerate(places)))
 
 
 def find_blocks(routes: Routes, *, twice: bool = False) -> Blocks:

@@ -100,6 +100,49 @@ def test_any_assignment_with_any_fates(name: str) -> None:
     check()
 
 
+def handed_out(model: ModelPrograms) -> dict[Port, int]:
+    """Return the bytes of each value that some forward gives out."""
+    parts = [part for phase, part in model.phases.items() if phase.kind == "F"]
+    return {port: spec.size_bytes for part in parts for port, spec in part.specs().items() if port.kind == "value"}
+
+
+def operators_back(model: ModelPrograms) -> int:
+    """Return how many operators backward has."""
+    return sum(len(part.program.operators) for phase, part in model.phases.items() if phase.kind == "B")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_there_still_is_not_made_again(name: str) -> None:
+    """Of stages that go back one right after the other on the same devices; nothing more is kept for it."""
+    traced, stages = traced_case(name), [[each] for each in traced_case(name).model.segments]
+    fates = ["recompute"] * len(stages)
+    apart = traced.model.divide(stages, fates=fates)
+    together = traced.model.divide(stages, fates=fates, blocks=[0] * len(stages))
+    halfway = [int(stage > len(stages) // 2) for stage in range(len(stages))]
+    for halves in (False, True):
+        expected = run(apart, traced.given, order_of(apart, halves=halves))
+        for model in (together, traced.model.divide(stages, fates=fates, blocks=halfway)):
+            found = run(model, traced.given, order_of(model, halves=halves))
+            assert all(torch.equal(found.made[port], tensor) for port, tensor in expected.made.items())
+    assert handed_out(together) == handed_out(apart)
+    copies = sum(o.name == "aten.permute.default" for p in together.phases.values() for o in p.program.operators)
+    assert operators_back(together) <= operators_back(apart) + copies
+
+
+def test_a_layer_whose_output_is_there_is_not_computed_again() -> None:
+    """Of two layers, the second: its gradient needs its input, and that of what is behind it its output."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    batch = torch.randn(2, 4, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    traced = trace(model, functional.mse_loss, batch)
+    first, second, third = traced.model.segments
+
+    def layers(blocks: Sequence[int]) -> int:
+        made = traced.model.divide([[first, second], [third]], fates=["recompute", "keep"], blocks=blocks)
+        return sum(o.name == "aten.addmm.default" for o in made.of(0, "B").program.operators)
+
+    assert (layers([0, 1]), layers([0, 0])) == (2, 1)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_all_of_backward_is_the_first_half(name: str) -> None:
     traced, stages = traced_case(name), cut(traced_case(name).model.segments)
