@@ -105,6 +105,7 @@ class Workload:
         batch: Samples of a step.
         micro_batch: Samples of a micro-batch, of which gradients are added up; all sides have the same.
         pictures: Whether the batch is of pictures; else it is of random pixels.
+        search_s: The most seconds that the planner may search.
     """
 
     build: Callable[[int], nn.Sequential]
@@ -112,6 +113,7 @@ class Workload:
     batch: int
     micro_batch: int
     pictures: bool = True
+    search_s: float = 5.0
 
     def model(self) -> nn.Sequential:
         """Return the model, the same every time."""
@@ -150,8 +152,8 @@ WORKLOADS = {
 """The models of the papers."""
 
 QUICK = {
-    "vgg16": Workload(build=vgg16, width=2, batch=8, micro_batch=4, pictures=False),
-    "resnet50": Workload(build=small_resnet, width=2, batch=8, micro_batch=4, pictures=False),
+    "vgg16": Workload(build=vgg16, width=8, batch=16, micro_batch=8, pictures=False, search_s=0.5),
+    "resnet50": Workload(build=small_resnet, width=8, batch=32, micro_batch=16, pictures=False, search_s=0.5),
 }
 """Small ones, for trying the benchmark out."""
 

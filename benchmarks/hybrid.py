@@ -1,0 +1,273 @@
+"""Does a model train on a device that has a half, a third or a quarter of the memory that it takes, and at what price?
+
+VGG-16 and ResNet-50 on pictures of 64 x 64, SGD with momentum, on a device with the CPU of its host beside it. The
+device is a GPU where there is one, else a CPU worker; its budget is a part of the peak of the plain run, which keeps
+all. Each plan that the planner chooses for a budget is run on a device that has no more than that (``trains``), where
+its peak is counted and compared with what was predicted. Then all are timed in turn, in every round, without a budget,
+which changes nothing but what is allowed:
+
+- ``unlimited``: the plain run on the device;
+- ``chosen``: what the planner found for the budget, on the device and the CPU beside it, or (``alone``) on the device
+  alone, by its memory policies;
+- the trivial policies, blind to budgets but for the last: each block recomputed; each segment offloaded; and the first
+  layers on the CPU, as few as it takes. ``ratio_to_best_trivial`` is the time over that of the quickest of those that
+  fit, 1 where the plans are the same, and ``null`` where none fits;
+- the rivals, in a process of their own with one thread: PyTorch, with ``torch.utils.checkpoint`` around each block, and
+  with ``save_on_cpu``; see ``hybrid_rivals.py`` for what their peaks are. Nothing limits them: they are timed, and one
+  looks at what they took.
+
+Every side cuts the batch into the same micro-batches. On a CPU both models have half of the papers' feature maps, so
+that a step takes seconds and activations outweigh parameters, as they do with the batches of a GPU; ``--width 64`` is
+the papers'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Peer, finish, show, spread
+from hybrid_models import DATA, WORKLOADS, workload
+from hybrid_plans import Bench, Tried, same
+from hybrid_rivals import SIDES
+from pipeline_sides import Run, best, in_turn, ratios
+
+import onebox
+from onebox.errors import DataError
+from onebox.plan import Plan
+
+BUDGETS = {"1/2": Fraction(1, 2), "1/3": Fraction(1, 3), "1/4": Fraction(1, 4)}
+"""Parts of the plain peak."""
+
+PLAIN = "unlimited"
+MIB = 1 << 20
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--width", type=int, help="channels of the first group; 64 in the papers")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder of CIFAR-10's archives")
+    parser.add_argument("--quick", action="store_true", help="small models, random pixels: to try the benchmark out")
+    options = parser.parse_args()
+    options.width = options.width or (32 if options.device == "cpu" else 64)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache  # what the planner measured at another time is not for today
+        for name in options.models:
+            try:
+                result[name] = measure(name, options)
+            except DataError as error:
+                raise SystemExit(f"{error} Or try it without pictures: --quick") from None
+    finish({**summary(result), **result}, as_json=options.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the planner chose for a budget.
+
+    Args:
+        side: Under which name it is timed; that of a trivial policy if it is the same.
+        plan: The plan; ``None`` where there is none.
+        tried: How it went on a device that has no more.
+    """
+
+    side: str
+    plan: Plan | None
+    tried: Tried
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare all sides of a model; print a table and return the figures."""
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        bench = Bench(workload(name, width=options.width, quick=options.quick), options.device, options.data)
+        more = ["--quick"] if options.quick else ["--width", str(options.width)]
+        rivals = Peer(name, options.device, str(options.data), *more, script="hybrid_rivals.py")
+        stack.callback(rivals.close)
+        with bench.pool(alone=True) as pool:
+            plain = bench.tried(pool, bench.plain())
+        budgets = {label: int(plain.measured_bytes * share) for label, share in BUDGETS.items()}
+        pool = stack.enter_context(bench.pool())
+        plans = trivial(bench, pool, budgets)
+        peaks = {side: bench.predicted(plan, pool.devices) for side, plan in plans.items()}
+        choices = {
+            (label, alone): choose(bench, label, budget, plans, alone=alone)
+            for label, budget in budgets.items()
+            for alone in (False, True)
+        }
+        for choice in choices.values():
+            if choice.plan is not None:
+                plans.setdefault(choice.side, choice.plan)
+                peaks.setdefault(choice.side, choice.tried.predicted_bytes)
+        sides: dict[str, Run] = {side: runner(bench, pool, plan, stack) for side, plan in plans.items()}
+        for rival in SIDES:
+            peaks[f"torch {rival}"] = int(ask(rivals, f"{rival} peak"))
+            sides[f"torch {rival}"] = lambda steps, rival=rival: ask(rivals, f"{rival} {steps}")  # type: ignore[misc]
+        times = in_turn(sides, options.rounds, 1, most_s=math.inf)
+    table(name, options, bench, times, peaks, budgets, plain)
+    for (label, alone), choice in choices.items():
+        what = "nothing fits" if choice.plan is None else choice.plan.describe()
+        print(f"  {label}{', alone' if alone else ''}: {what}")
+    found = {label: {} for label in BUDGETS}
+    for (label, alone), choice in choices.items():
+        figures = judged(choice, label, alone, times, peaks, budgets, plans)
+        found[label] |= {"alone": figures} if alone else figures
+    error = max(off(choice.tried) for choice in choices.values())
+    return {
+        "width": bench.case.width,
+        "plain_peak_mib": round(plain.measured_bytes / MIB, 1),
+        "memory_error": round(max(error, off(plain)), 4),
+        "seconds": round(time.monotonic() - begin),
+        **found,
+    }
+
+
+# ---- sides
+
+
+def trivial(bench: Bench, pool: onebox.Pool, budgets: dict[str, int]) -> dict[str, Plan]:
+    """Return the plain run and the policies that need no planner."""
+    found = {
+        PLAIN: bench.plain(),
+        "all recomputed": bench.all_recomputed(),
+        "all offloaded": bench.all_offloaded(),
+    }
+    for budget in budgets.values():
+        first = bench.fewest_on_cpu(budget, pool.devices)
+        if first is not None:
+            found[f"first {first[0]} on the CPU"] = first[1]
+    return found
+
+
+def choose(bench: Bench, label: str, budget: int, plans: dict[str, Plan], *, alone: bool) -> Choice:
+    """Let the planner choose for a budget, and run what it chose under that budget."""
+    with bench.pool(budget, alone=alone) as pool:
+        plan = bench.chosen(pool)
+    if plan is None:
+        return Choice(side="", plan=None, tried=Tried(trains=False, predicted_bytes=0, measured_bytes=0))
+    with bench.pool(budget, alone=alone) as pool:
+        tried = bench.tried(pool, plan)
+    known = (side for side, other in plans.items() if same(plan, other))
+    side = next(known, f"chosen {label}{', alone' if alone else ''}")
+    return Choice(side=side, plan=plan, tried=tried)
+
+
+def runner(bench: Bench, pool: onebox.Pool, plan: Plan, stack: ExitStack) -> Run:
+    """Return what runs steps of a plan and says how many seconds they took."""
+    trainer = stack.enter_context(bench.trainer(pool, plan))
+
+    def run(steps: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(steps):
+            trainer.step(*bench.data)
+        trainer.wait()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def ask(peer: Peer, command: str) -> float:
+    """Return what a peer answers to a command."""
+    peer.start(command)
+    return peer.seconds()
+
+
+# ---- what came of it
+
+
+def judged(
+    choice: Choice,
+    label: str,
+    alone: bool,
+    times: dict[str, list[float]],
+    peaks: dict[str, int],
+    budgets: dict[str, int],
+    plans: dict[str, Plan],
+) -> dict[str, Any]:
+    """Return the figures of a budget."""
+    if choice.plan is None:
+        return {"trains": False, "ratio_to_unlimited": None, "ratio_to_best_trivial": None}
+
+    def over(side: str) -> float:
+        return round(statistics.median(ratios(times[choice.side], times[side])), 4)
+
+    fits = [side for side in plans if side.startswith(("all", "first")) and peaks[side] <= budgets[label]]
+    fits = [side for side in fits if not (alone and side.startswith("first"))]
+    quickest = best(times, fits) if fits else None
+    return {
+        "trains": choice.tried.trains,
+        "ratio_to_unlimited": over(PLAIN),
+        "ratio_to_best_trivial": over(quickest) if quickest else None,
+        "best_trivial": quickest,
+        "ratio_to_recompute_all": over("all recomputed"),
+        **{f"ratio_to_torch_{rival}": over(f"torch {rival}") for rival in SIDES},
+        "plan": choice.plan.describe(),
+    }
+
+
+def off(tried: Tried) -> float:
+    """Return by which part a predicted peak was wrong; 0 where there is nothing to compare."""
+    return abs(tried.predicted_bytes / tried.measured_bytes - 1) if tried.measured_bytes else 0.0
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the targets' figures: the worst of all models and budgets."""
+    budgets = [model[label] for model in result.values() for label in BUDGETS]
+    every = [*budgets, *(budget["alone"] for budget in budgets)]
+    known = [one["ratio_to_best_trivial"] for one in every if one["ratio_to_best_trivial"] is not None]
+    return {
+        "quarter_trains": all(model["1/4"]["trains"] for model in result.values()),
+        "worst_ratio_to_best_trivial": max(known, default=None),
+        "memory_error": max(model["memory_error"] for model in result.values()),
+    }
+
+
+def table(
+    name: str,
+    options: argparse.Namespace,
+    bench: Bench,
+    times: dict[str, list[float]],
+    peaks: dict[str, int],
+    budgets: dict[str, int],
+    plain: Tried,
+) -> None:
+    """Print what each side took."""
+    rows = []
+    for side, seconds in times.items():
+        fits = [label for label, budget in budgets.items() if peaks[side] <= budget]
+        rows.append(
+            [
+                side,
+                f"{peaks[side] / MIB:.0f}",
+                f"{peaks[side] / plain.measured_bytes:.2f}",
+                fits[-1] if fits else "-",
+                spread(seconds, 2),
+                spread(ratios(seconds, times[PLAIN]), 2),
+            ]
+        )
+    case = bench.case
+    show(
+        f"{name}, width {case.width}, {case.batch} pictures in micro-batches of {case.micro_batch}, on "
+        f"{options.device}, one thread each: median (least to most)",
+        ["side", "peak, MiB", "/ plain", "fits", "step, s", "/ unlimited"],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
