@@ -1,0 +1,203 @@
+"""Stages of fate offload, on real workers: the same bits, less memory, and nothing left behind when something fails."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onebox
+from onebox.engine.batch import as_batch
+from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.results import Event
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerDied, WorkerHung
+from onebox.plan import Fate, Plan, Stage
+from onebox.pool import Fault, open_pool
+from onebox.report.memory import compare_memory
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
+from tests.models import FATED, OPTIMIZERS
+from tests.process.faults.scripts import Script, gone
+from tests.process.shelf import Shelf, untouched
+from tests.process.stages import SEED
+from tests.reference import Outcome
+
+STEPS = 2
+BATCH = 12
+ENDED_S = 5.0
+
+
+@functools.cache
+def captures(name: str) -> Captures:
+    """Return what all trainers of a model share, as it takes longer than all of their steps."""
+    case = FATED[name]
+    model = case.model()
+    trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
+    return Captures(
+        Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    )
+
+
+@functools.cache
+def plan_for(name: str, devices: Sequence[int], fate: Fate, schedule: str = "1f1b") -> Plan:
+    """Return a plan of stages of one fate and about as many segments each, micro-batches of 3."""
+    names = captures(name).segments(as_batch(*FATED[name].batches([3])[0]), 3)
+    count = len(devices)
+    bounds = [len(names) * place // count for place in range(count + 1)]
+    stages = (
+        Stage(segments=names[start:end], replicas=((device,),), shares=(1.0,), fate=fate)
+        for device, (start, end) in zip(devices, itertools.pairwise(bounds), strict=True)
+    )
+    return Plan(stages=tuple(stages), micro_batch=3, schedule=schedule)
+
+
+def trainer_on(pool: onebox.Pool, name: str, plan: Plan) -> onebox.Trainer:
+    case = FATED[name]
+    model = case.model()
+    options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": False, "in_flight": 1}
+    trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **options)
+    trainer.captures = captures(name)
+    return trainer
+
+
+def train(pool: onebox.Pool, name: str, plan: Plan) -> tuple[Outcome, list[int], list[Event]]:
+    """Train a case; return how it went, the peak of each device, and what the last step did.
+
+    Its memory is what was predicted at every instruction.
+    """
+    batches = FATED[name].batches([BATCH] * STEPS)
+    with trainer_on(pool, name, plan) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in batches]
+        trainer.wait()
+        events = [event for event in trainer.events() if event.step == STEPS - 1]
+        found = compare_memory(trainer.predicted_curves(*batches[-1]), events, STEPS - 1)
+        assert [(one.difference_bytes, one.where) for one in found] == [(0, "")] * len(found)
+        outcome = Outcome(losses=losses, norms=[], tensors=trainer.tensors())
+    return outcome, [one.peak_bytes.predicted for one in found], events
+
+
+RUNS = [
+    ("vgg", (0,) * 6, "1f1b"),
+    ("unet", (0, 1, 0, 1, 0, 1, 0, 1), "zb-h1"),
+]
+"""A chain on one device, with dropout; skips, from device to device and back, and several micro-batches in flight."""
+
+
+@pytest.mark.parametrize(("name", "devices", "schedule"), RUNS, ids=lambda value: value if value in FATED else "")
+def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence[int], schedule: str) -> None:
+    pool = pools(2)
+    kept, kept_bytes, _ = train(pool, name, plan_for(name, devices, "keep", schedule))
+    found, found_bytes, events = train(pool, name, plan_for(name, devices, "offload", schedule))
+    assert found.losses == kept.losses
+    assert found.tensors.keys() == kept.tensors.keys()
+    assert all(torch.equal(tensor, kept.tensors[key]) for key, tensor in found.tensors.items())
+    assert all(a <= b for a, b in zip(found_bytes, kept_bytes, strict=True))
+    assert found_bytes < kept_bytes
+    assert_seen(events)
+    assert untouched(pool)
+
+
+def assert_seen(events: Sequence[Event]) -> None:
+    """Require that each copy is seen on its track, for as long as it took, and ends before what waits for it."""
+    for worker in {event.worker for event in events}:
+        mine = [event for event in events if event.worker == worker]
+        kinds = {kind: [e for e in mine if e.name.startswith(kind)] for kind in ("offload ", "evict ", "prefetch ")}
+        assert len({frozenset(event.name.split(maxsplit=1)[1] for event in found) for found in kinds.values()}) == 1
+        for copied, evicted in zip(kinds["offload "], kinds["evict "], strict=True):
+            assert copied.track == "transfer"
+            assert copied.name.removeprefix("offload ") == evicted.name.removeprefix("evict ")
+            assert copied.start_ns < copied.end_ns <= evicted.end_ns
+        assert all(event.track == "transfer" for event in kinds["prefetch "])
+        assert all(event.start_ns < event.end_ns for event in kinds["prefetch "])
+
+
+def chain(fate: Fate) -> Plan:
+    """Return a plan of one device."""
+    return plan_for("vgg", (0,) * 6, fate)
+
+
+def predicted_bytes(pool: onebox.Pool, plan: Plan) -> int:
+    """Return the peak of a plan of one device."""
+    with trainer_on(pool, "vgg", plan) as trainer:
+        return trainer.predicted_curves(*FATED["vgg"].batches([BATCH])[0])[0].peak.peak_bytes
+
+
+def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
+    batches = FATED["vgg"].batches([BATCH] * STEPS)
+    budget = predicted_bytes(pools(1), chain("offload"))
+    assert budget < predicted_bytes(pools(1), chain("keep"))
+    with open_pool("cpu", threads=1, memory=f"{budget}") as pool:
+        with trainer_on(pool, "vgg", chain("keep")) as trainer, pytest.raises(DeviceMemoryError, match="quota"):
+            for batch in batches:
+                trainer.step(*batch).item()
+        with trainer_on(pool, "vgg", chain("offload")) as trainer:
+            for batch in batches:
+                trainer.step(*batch).item()
+            trainer.wait()
+            (memory,) = pool.post(0, [Ask("memory")], answer=True).result(10).results
+            assert isinstance(memory, Memory)
+            assert memory.peak_bytes == memory.quota_bytes, "not a byte less would do"
+            assert memory.host_peak_bytes > 0
+        assert untouched(pool)
+
+
+def failing(*faults: Fault) -> tuple[OneboxError, bool, list[int]]:
+    """Train until a fault; return the error, whether the worker is as at its beginning, and the worker's process."""
+    with open_pool("cpu", threads=1, faults={0: list(faults)}) as pool:
+        processes = list(pool.process_ids)
+        with trainer_on(pool, "vgg", chain("offload")) as trainer, pytest.raises(OneboxError) as caught:
+            for batch in FATED["vgg"].batches([BATCH] * STEPS):
+                trainer.step(*batch).item()
+        empty = untouched(pool)
+    return caught.value, empty, processes
+
+
+@pytest.mark.parametrize(
+    ("kind", "instruction", "count"),
+    [("error", "moving", 3), ("error", "call", 9), ("memory", "prefetch", 2)],
+)
+def test_one_error_and_nothing_is_left(kind: str, instruction: str, count: int) -> None:
+    """A copy fails; an operator, while values are away; the way back."""
+    error, empty, processes = failing(Fault(kind, instruction, count))  # type: ignore[arg-type]
+    assert type(error) is {"error": OperatorError, "memory": DeviceMemoryError}[kind]
+    assert "injected fault" in str(error)
+    assert empty
+    assert gone(processes, ENDED_S)
+
+
+@pytest.mark.parametrize(
+    ("kind", "instruction", "expected"),
+    [("kill", "moving", WorkerDied), ("hang", "moving", WorkerHung)],
+)
+def test_a_worker_that_ends_or_hangs_while_it_copies(kind: str, instruction: str, expected: type[OneboxError]) -> None:
+    error, empty, processes = failing(Fault(kind, instruction, 4))  # type: ignore[arg-type]
+    assert type(error) is expected
+    assert not empty
+    assert gone(processes, ENDED_S)
+
+
+TRAIN = """
+from tests.process.test_offload import BATCH, FATED, chain, trainer_on as offloading
+with open_pool("cpu", threads=1) as pool, offloading(pool, "vgg", chain("offload")) as trainer:
+    given = FATED["vgg"].batches([BATCH])[0]
+    trainer.step(*given).item()
+    ready(pool)
+    while True:
+        trainer.step(*given)
+"""
+
+
+def test_ctrl_c_while_copies_are_under_way(tmp_path: Path) -> None:
+    with Script(tmp_path, TRAIN) as script:
+        script.wait_until_ready()
+        script.signal(signal.SIGINT, group=True)
+        status, _, errors = script.end(ENDED_S)
+        assert status == -signal.SIGINT
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert gone(script.workers, 0)
