@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import onebox
 from onebox.errors import UsageError
-from onebox.plan import Plan, Stage
+from onebox.plan import Fate, Plan, Stage
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, segments
@@ -67,6 +68,17 @@ def test_layers_split_over_workers_give_the_result_of_one_process(
     plan = split(name, layout)
     found = run(pool, name, plan, SIZES, optimizer=optimizer, clip_grad_norm=0.5)
     assert_same(found, reference(name, plan, SIZES, optimizer=optimizer, max_norm=0.5))
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("cnn", "1f1b"), ("dropping", "zb-h1")])
+def test_split_layers_are_recomputed_and_offloaded_too(pool: onebox.Pool, name: str, schedule: str) -> None:
+    """What the ranks of a stage exchange in forward they exchange again."""
+    plan = split(name, "both stages")
+    fates: tuple[Fate, Fate]
+    for fates in (("recompute", "offload"), ("offload", "recompute")):
+        stages = tuple(replace(stage, fate=fate) for stage, fate in zip(plan.stages, fates, strict=True))
+        fated = replace(plan, stages=stages, schedule=schedule)
+        assert_same(run(pool, name, fated, SIZES[:3]), reference(name, fated, SIZES[:3]))
 
 
 def test_workers_hold_shares_and_predict_their_memory(pool: onebox.Pool) -> None:
