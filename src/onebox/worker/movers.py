@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -156,7 +157,8 @@ class ThreadMover:
             self._thread = None
 
     def _work(self) -> None:
-        os.sched_setaffinity(0, self._cores)  # all of the worker's, whichever those are of who computes
+        with suppress(OSError):
+            os.sched_setaffinity(0, self._cores)  # all of the worker's, whichever those are of who computes
         while (job := self._jobs.get()) is not None:
             try:
                 self._copy(job)
