@@ -65,8 +65,8 @@ def test_the_largest_batch_trains_and_one_more_sample_fails() -> None:
 
 
 def test_a_way_that_fits_trains_within_the_budget() -> None:
-    budget = asked(None, name="gpt2").peaks[0].size_bytes * 3 // 4
-    found = asked(budget, name="gpt2", micro_batch=BATCH)
+    budget = asked(None, name="unet").peaks[0].size_bytes * 3 // 4
+    found = asked(budget, name="unet", micro_batch=BATCH)
     assert found.basis == "estimated for 10 GFLOP/s and 1 GB/s, as was said"
     assert found.ways[0].fits, "those that fit come first"
     assert all(one.plan.micro_batch == BATCH for one in found.ways), "the micro-batch was given"
@@ -74,7 +74,7 @@ def test_a_way_that_fits_trains_within_the_budget() -> None:
     assert best.peak_bytes[0] <= budget
     assert best.plan.update == "host" or any(stage.fate != "keep" for stage in best.plan.stages)
     assert [way.fits for way in found.ways] == sorted((way.fits for way in found.ways), reverse=True)
-    assert train(budget, best.plan, name="gpt2") == pytest.approx(train(4 * budget, name="gpt2"), rel=1e-10)
+    assert train(budget, best.plan, name="unet") == pytest.approx(train(4 * budget, name="unet"), rel=1e-10)
 
 
 def test_an_open_pool_is_asked_about_as_it_is(pools: Shelf) -> None:

@@ -1,5 +1,5 @@
-"""The commands ``onebox train``, ``plan``, ``run``, ``devices``, ``profile`` and ``env``; and, for pools of several
-machines, ``serve``, ``pair``, ``status`` and ``logs``.
+"""The commands ``onebox train``, ``plan``, ``fit``, ``run``, ``devices``, ``profile`` and ``env``; and, for pools of
+several machines, ``serve``, ``pair``, ``status`` and ``logs``.
 
 What goes wrong is one message on standard error and an exit status: 2 for what was asked for (a flag, a folder, a
 damaged file), 1 for what failed on the way, 130 after Ctrl-C.
@@ -69,7 +69,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _command(config: Any) -> Callable[[Any], int | None]:
     """Return the command that a configuration is of; each is imported only when it is called."""
-    from onebox.cli.config import PlanConfig, TrainConfig
+    from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
     from onebox.cli.machines_config import MachinesConfig
     from onebox.cli.pool_config import DevicesConfig, ProfileConfig, RunConfig
 
@@ -81,6 +81,10 @@ def _command(config: Any) -> Callable[[Any], int | None]:
         from onebox.cli.plan import show_plan
 
         return show_plan
+    if isinstance(config, FitConfig):
+        from onebox.cli.fit import show_fit
+
+        return show_fit
     if isinstance(config, RunConfig):
         from onebox.cli.run import run_script
 

@@ -12,17 +12,18 @@ from typing import Annotated, Any
 import tyro
 
 from onebox import __version__
-from onebox.cli.config import PlanConfig, TrainConfig
+from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
 from onebox.cli.machines_config import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
 from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import changed_for_resume, read_config
 from onebox.errors import UsageError
 
-Config = TrainConfig | PlanConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
+Config = TrainConfig | PlanConfig | FitConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
 
 _Command = (
     Annotated[TrainConfig, tyro.conf.subcommand("train")]
     | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[FitConfig, tyro.conf.subcommand("fit")]
     | Annotated[RunConfig, tyro.conf.subcommand("run")]
     | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
     | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
@@ -32,7 +33,7 @@ _Command = (
     | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
     | Annotated[EnvConfig, tyro.conf.subcommand("env")]
 )
-_COMMANDS = ("train", "plan", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
+_COMMANDS = ("train", "plan", "fit", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
 
 _BARE = ("--help", "-h", "--sync")
 """Flags of ``onebox run`` that take no value."""
@@ -45,6 +46,7 @@ on a pool of devices, of this machine or of others:
   run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
   train    one of the models that come with it, from a folder that tells of the run, and goes on with it
   plan     which device should compute what, and when
+  fit      whether a model fits, and what would make it fit; nothing is run
   devices  what a pool has, and who has leased it
   profile  how fast devices and links are
 
@@ -92,6 +94,8 @@ def parse(arguments: Sequence[str]) -> Config:
 def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return the words for ``onebox``, and for ``onebox run`` those from the script on, which are the script's own."""
     words = list(arguments)
+    if words[:1] == ["plan"]:
+        return _without_bare_memory(words), ()
     if words[:1] != ["run"]:
         return words, ()
     position = 1
@@ -103,6 +107,15 @@ def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...
             return words[:position], tuple(words[position:])
         position += 1 if "=" in word or word in _BARE else 2
     return words, ()
+
+
+def _without_bare_memory(words: list[str]) -> list[str]:
+    """Return the words for ``onebox plan``, where ``--memory`` without a size asks for what is said of memory."""
+    bare = [
+        word == "--memory" and (place + 1 == len(words) or words[place + 1].startswith("-"))
+        for place, word in enumerate(words)
+    ]
+    return ["--show-memory" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def _checked(script: tuple[str, ...]) -> tuple[str, ...]:

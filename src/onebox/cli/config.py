@@ -205,6 +205,9 @@ class PlanConfig(JobConfig):
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
+        show_memory: Say of each segment what becomes of its activations, what that saves and costs, and why; and run
+            three steps, whose memory is shown beside what was predicted. --memory without a size asks for the same.
+            With --figure there is a figure of the memory, too, named like it with -memory.
         json: Write the plan, what is predicted and what it was compared with as JSON into this file; - prints it
             instead of the tables.
 
@@ -219,6 +222,7 @@ class PlanConfig(JobConfig):
     check: File = None
     out: File = None
     figure: File = None
+    show_memory: Flag = False
     json: File = None
 
     def __post_init__(self) -> None:
@@ -243,6 +247,48 @@ class PlanConfig(JobConfig):
         if not set(names) <= set(SCHEDULES):
             raise UsageError(f"--schedules {self.schedules}: allowed are {', '.join(SCHEDULES)}, such as 1f1b,zb-h1")
         return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(JobConfig):
+    """Say whether a model fits the memory of some devices, without running anything.
+
+    No worker is started: memory follows from the model's graph, to the byte of what workers will count. It says where
+    the peak is and what lies there then, up to which batch it fits, and where it does not fit which plans do, and what
+    they cost: activations that are computed again or go to the host's memory, smaller micro-batches, an optimizer on
+    the host. Times are those that onebox plan or profile has measured before, else a guess. The exit status is 0 if it
+    fits and 1 if it does not.
+
+    Args:
+        plan: A plan file that is asked about; without it every device computes the whole model for its share.
+        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
+        clip_grad_norm: As for onebox train: to clip takes memory, too.
+        gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
+            --bandwidth.
+        bandwidth: Billions of bytes that it reads and writes in a second; with --gflops.
+        out: Write the plan that fits, the quickest where there are several, into this file.
+        json: Write everything as JSON into this file; - prints it instead of the tables.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    plan: File = None
+    micro_batch: Int = None
+    clip_grad_norm: Float = None
+    gflops: Float = None
+    bandwidth: Float = None
+    out: File = None
+    json: File = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, micro_batch=self.micro_batch)
+        positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
+        if self.plan is not None and self.micro_batch is not None:
+            raise UsageError(f"--plan {self.plan} and --micro-batch {self.micro_batch}: a plan says that itself")
+        if (self.gflops is None) != (self.bandwidth is None):
+            raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")
 
 
 def _first(value: T | None, default: T) -> T:

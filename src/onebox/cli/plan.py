@@ -12,6 +12,7 @@ from onebox.cli.begin import load_data
 from onebox.cli.config import JobConfig, PlanConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.devices import print_devices
+from onebox.cli.memory import SeenMemory, memory_data, print_memory, see_memory
 from onebox.cli.planning import Foreseen, predict_plan, search_plan, write_plan
 from onebox.errors import UsageError
 from onebox.plan import Plan, as_data, picture
@@ -19,6 +20,7 @@ from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
 from onebox.report.figure import check_suffix, draw_simulation
 from onebox.report.files import to_json, write_atomically
+from onebox.report.memory_figure import draw_memory
 from onebox.report.plan_tables import why_not
 
 _STANDARD_OUTPUT = Path("-")
@@ -53,7 +55,10 @@ def show_plan(config: PlanConfig) -> None:
                 fresh=config.fresh,
             )
         print_plan(found, pool, console)
-        _write_files(config, found, pool, console)
+        seen = see_memory(config.resolved(), found, data, pool) if config.show_memory else None
+        if seen is not None:
+            print_memory(seen, console)
+        _write_files(config, found, seen, pool, console)
     if found.shortfall:
         raise UsageError(f"the plan does not fit: {found.shortfall}; smaller micro-batches or more stages need less")
 
@@ -80,10 +85,11 @@ def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
         console.print(tables[2])
 
 
-def as_json(found: Foreseen, pool: Pool) -> dict[str, Any]:
+def as_json(found: Foreseen, pool: Pool, seen: SeenMemory | None = None) -> dict[str, Any]:
     """Return a plan with everything that is known of it, as JSON values."""
     assert found.plan.predicted is not None
     return {
+        **({"memory": memory_data(seen)} if seen is not None else {}),
         "plan": as_data(found.plan),
         "text": found.plan.describe(),
         "samples_per_s": found.plan.predicted.batch / found.plan.predicted.step_s,
@@ -123,26 +129,37 @@ def command_line(config: JobConfig, more: Mapping[str, object]) -> str:
 def _check_targets(config: PlanConfig) -> None:
     """Require that files can be where they are to be, before time is spent on what is to be in them."""
     for flag, path in (("--out", config.out), ("--figure", config.figure), ("--json", config.json)):
-        if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
-            continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            also = ", or - for standard output" if flag == "--json" else ""
-            raise UsageError(f"{flag} {path}: a file in a folder that is there is needed{also}")
+        check_target(flag, path)
     if config.figure is not None:
         check_suffix(config.figure)
 
 
-def _write_files(config: PlanConfig, found: Foreseen, pool: Pool, console: OutputConsole) -> None:
+def check_target(flag: str, path: Path | None) -> None:
+    """Require that a file can be where it is to be; for ``--json`` it may be standard output.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        also = ", or - for standard output" if flag == "--json" else ""
+        raise UsageError(f"{flag} {path}: a file in a folder that is there is needed{also}")
+
+
+def _write_files(
+    config: PlanConfig, found: Foreseen, seen: SeenMemory | None, pool: Pool, console: OutputConsole
+) -> None:
     if config.figure is not None:
         emulated = [device.number for device in pool.devices if device.emulated]
         draw_simulation(found.simulation, config.figure, emulated=emulated, title=found.plan.describe())
         _say(console, f"figure {config.figure}")
+        if seen is not None:
+            path = config.figure.with_stem(f"{config.figure.stem}-memory")
+            draw_memory(seen.rows, path, emulated=emulated, title=found.plan.describe())
+            _say(console, f"figure {path}")
     if config.json is not None:
-        content = to_json(as_json(found, pool)) + b"\n"
-        if config.json == _STANDARD_OUTPUT:
-            print(content.decode(), end="")
-        else:
-            _write(config.json, content)
+        write_json(config.json, as_json(found, pool, seen))
     file = config.out or config.check
     if config.out is not None:
         write_plan(config.out, found.plan)
@@ -152,7 +169,16 @@ def _write_files(config: PlanConfig, found: Foreseen, pool: Pool, console: Outpu
         _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file})}")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON values into a file, or print them for ``-``.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = to_json(data) + b"\n"
+    if path == _STANDARD_OUTPUT:
+        print(content.decode(), end="")
+        return
     try:
         write_atomically(path, content)
     except OSError as error:

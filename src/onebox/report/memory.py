@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from onebox.report.comparison import Pair
+from onebox.report.tables import time_text
 
 if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
     from onebox.engine import Event
     from onebox.engine.curve import Curve, Peak
+    from onebox.plan.reasons import SegmentMemory
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -145,6 +147,27 @@ def peak_table(
         share = "-" if not budget else f"{peak / budget:.1%}" + (" too much" if peak > budget else "")
         name = f"{device}*" if device in emulated else str(device)
         table.add_row(name, Text(curve.peak.name), *cells, bytes_text(budget) if budget else "-", share)
+    return table
+
+
+def fates_table(rows: Sequence[SegmentMemory], emulated: Collection[int] = ()) -> Table:
+    """Return the table of what becomes of each segment's activations, for one micro-batch.
+
+    Args:
+        rows: From :func:`~onebox.plan.reasons.segment_memory`.
+        emulated: Numbers of the emulated devices.
+    """
+    there = {device for row in rows for device in row.devices}
+    table = Table("segment", "stage", "device", "fate", caption="* emulated" if there & set(emulated) else None)
+    for heading in ("would keep", "saved", "paid"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why")
+    for row in rows:
+        where = ", ".join(f"{device}*" if device in emulated else str(device) for device in row.devices)
+        saved = bytes_text(row.saved_bytes) if row.saved_bytes else ""
+        paid = time_text(row.paid_s) if row.saved_bytes else ""
+        cells = (row.segment, str(row.stage), where, row.fate, bytes_text(row.would_keep_bytes), saved, paid, row.why)
+        table.add_row(*(Text(cell) for cell in cells))
     return table
 
 

@@ -37,12 +37,15 @@ def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
         emulated: Numbers of the emulated devices.
     """
     assert plan.predicted is not None, "a plan that was predicted"
-    table = Table("stage", "segments", "devices", caption=_caption(plan.devices, emulated), caption_justify="left")
+    fates = any(stage.fate != "keep" for stage in plan.stages)
+    headings = ("stage", "segments", "devices", *(["activations"] if fates else []))
+    table = Table(*headings, caption=_caption(plan.devices, emulated), caption_justify="left")
     for heading in ("forward\nms", "input grad.\nms", "weight grad.\nms"):
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
         times = [f"{seconds * 1e3:.3g}" for seconds in plan.predicted.stages_s[number]]
-        table.add_row(str(number), Text(segments_text(stage, names)), Text(devices_text(stage, emulated)), *times)
+        cells = [segments_text(stage, names), devices_text(stage, emulated), *([stage.fate] if fates else [])]
+        table.add_row(str(number), *map(Text, cells), *times)
     return table
 
 

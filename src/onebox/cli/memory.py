@@ -1,0 +1,144 @@
+"""What ``onebox plan --show-memory`` says: the fates of segments, and the memory of a step, predicted and measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import functional
+
+from onebox.cli.begin import make_model, make_optimizer
+from onebox.cli.config import JobConfig
+from onebox.cli.console import OutputConsole
+from onebox.cli.planning import Foreseen, sample_batch
+from onebox.engine import Trainer
+from onebox.engine.curve import Curve
+from onebox.engine.fitting import fit
+from onebox.feed import DataSet
+from onebox.plan.reasons import SegmentMemory, segment_memory
+from onebox.pool import Pool
+from onebox.report.memory import MemoryComparison, compare_memory, curve_lines, fates_table, peak_table
+from onebox.report.memory_figure import MemoryRow, measured_rows, predicted_rows
+
+_STEPS = 3
+"""The first has no optimizer state yet when it begins, the second may be held up by what is done once."""
+
+_WIDTH = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenMemory:
+    """The memory of a plan.
+
+    Args:
+        segments: What becomes of each segment's activations.
+        curves: The memory of each device over a step, predicted.
+        compared: What was measured beside it; empty where the plan was not run, because it does not fit.
+        rows: The same for a figure.
+        budgets: The memory of each device.
+        emulated: Numbers of the emulated devices.
+    """
+
+    segments: tuple[SegmentMemory, ...]
+    curves: Mapping[int, Curve]
+    compared: tuple[MemoryComparison, ...]
+    rows: tuple[MemoryRow, ...]
+    budgets: Mapping[int, int | None]
+    emulated: frozenset[int]
+
+
+def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) -> SeenMemory:
+    """Follow the memory of a plan's step, and run some steps to measure it, if it fits.
+
+    Args:
+        config: The options, resolved.
+        found: The plan.
+        data: The data set.
+        pool: The devices.
+
+    Raises:
+        OneboxError: Something failed on a worker.
+    """
+    batch = sample_batch(config, data)
+    budgets: dict[int, int | None] = {device.number: device.memory_bytes for device in pool.devices}
+    if found.shortfall:
+        curves, compared, rows = _predicted(config, found, data, pool, budgets)
+    else:
+        model = make_model(config, data)
+        with Trainer(
+            model,
+            functional.cross_entropy,
+            make_optimizer(config, model),
+            pool=pool,
+            plan=found.plan,
+            precision=config.precision,
+            recover=False,
+        ) as trainer:
+            for _ in range(_STEPS):
+                trainer.step(*batch)
+            trainer.wait()
+            curves = trainer.predicted_curves(*batch)
+            events = trainer.events()
+        compared = compare_memory(curves, events, _STEPS - 1)
+        rows = measured_rows(curves, events, _STEPS - 1, budgets)
+    return SeenMemory(
+        segments=segment_memory(found.problem, found.plan),
+        curves=curves,
+        compared=compared,
+        rows=rows,
+        budgets=budgets,
+        emulated=frozenset(device.number for device in pool.devices if device.emulated),
+    )
+
+
+def _predicted(
+    config: JobConfig, found: Foreseen, data: DataSet, pool: Pool, budgets: Mapping[int, int | None]
+) -> tuple[Mapping[int, Curve], tuple[MemoryComparison, ...], tuple[MemoryRow, ...]]:
+    """Return what a plan that does not fit would use."""
+    model = make_model(config, data)
+    job = (model, functional.cross_entropy, make_optimizer(config, model), *sample_batch(config, data))
+    curves = fit(*job, pool=pool, plan=found.plan, precision=config.precision, budget_s=0.1).curves
+    return curves, (), predicted_rows(curves, found.simulation, budgets)
+
+
+def print_memory(seen: SeenMemory, console: OutputConsole) -> None:
+    """Print the fates of segments and the memory of devices."""
+    tables = [
+        fates_table(seen.segments, seen.emulated),
+        peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated),
+    ]
+    console.widen(tables)
+    _say(console, "\nwhat becomes of each segment's activations, for one micro-batch")
+    console.print(tables[0])
+    measured = f"; measured in step {_STEPS} of {_STEPS}" if seen.compared else ""
+    _say(console, f"memory over a step, by instruction{measured}")
+    console.print(tables[1])
+    for line in curve_lines(seen.curves, seen.budgets, _WIDTH):
+        _say(console, line)
+
+
+def memory_data(seen: SeenMemory) -> dict[str, Any]:
+    """Return everything that is known as JSON values."""
+    return {
+        "segments": [dataclasses.asdict(row) for row in seen.segments],
+        "devices": [
+            {
+                "device": device,
+                "budget_bytes": seen.budgets.get(device),
+                "peak_bytes": curve.peak.peak_bytes,
+                "peak_in": curve.peak.name,
+                "start_bytes": curve.start_bytes,
+                "instructions": [
+                    {"name": use.name, "peak_bytes": use.peak_bytes, "used_bytes": use.used_bytes} for use in curve.uses
+                ],
+            }
+            for device, curve in sorted(seen.curves.items())
+        ],
+        "compared": [one.to_data() for one in seen.compared],
+    }
+
+
+def _say(console: OutputConsole, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
