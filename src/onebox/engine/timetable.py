@@ -28,8 +28,8 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     """Return the schedule of a plan for a batch.
 
     A table that the plan spells out is for its number of micro-batches; for another number it is made anew, as ``auto``
-    does, from the times that the plan expects. Where stages have fates, for want of memory, which is not known here, it
-    is ``1f1b``, which keeps few micro-batches in flight.
+    does, from the times that the plan expects. Where stages have fates, for want of memory that is not known here, and
+    where all are on the same devices, so that no order is quicker, it is ``1f1b``: few micro-batches are in flight.
 
     Args:
         plan: The plan.
@@ -50,7 +50,8 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
             validate(table, routes, edges)
             return table
     if plan.schedule in ("auto", "table"):
-        if plan.predicted is None or any(stage.fate != "keep" for stage in plan.stages):
+        thrifty = any(stage.fate != "keep" for stage in plan.stages) or len(set(routes)) == 1
+        if plan.predicted is None or thrifty:
             return block_schedule("1f1b", routes, edges=edges)
         full = plan.micro_batch or micro_batches[0].size
         sizes = [part.size / full for part in micro_batches]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from onebox.engine.timetable import forward_only, make_schedule, stage_edges
 from onebox.errors import UsageError
@@ -54,6 +55,18 @@ def test_a_table_that_cannot_be_run_is_refused() -> None:
 
 def test_auto_without_times_is_1f1b() -> None:
     assert schedule_of(plan(*STAGES, schedule="auto"), 4) == schedule_of(plan(*STAGES), 4)
+
+
+def test_a_table_gives_way_to_what_needs_little_memory_where_that_is_what_counts() -> None:
+    """Stages with fates, and stages of one device: the schedule is that of blocks, and none goes ahead for nothing."""
+    one = (stage("ab", 0), stage("cd", 0))
+    rows = ("0: 0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0",)
+    made = plan(*one, schedule="table", table=rows, predicted=replace(GUESS, peak_bytes=(1,)))
+    assert schedule_of(made, 2).lines() == rows
+    assert schedule_of(made, 3).lines() == ("0: 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 0F2 1F2 1B2 0B2",)
+    fated = (replace(STAGES[0], fate="offload"), STAGES[1])
+    made = plan(*fated, schedule="table", table=ROWS, predicted=GUESS)
+    assert schedule_of(made, 4) == named_schedule("1f1b", made.routes(8))
 
 
 def test_edges_are_those_of_the_values_and_not_of_a_chain() -> None:
