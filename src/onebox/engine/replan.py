@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from msgspec.structs import replace
+
 from onebox.plan import Plan, Stage
 
 Replica = tuple[int, ...]
@@ -46,7 +48,7 @@ def plan_without(plan: Plan, gone: Collection[int], idle: Sequence[int], batch: 
     size = plan.micro_batch or max(part.size for part in plan.micro_batches(batch))
     schedule = "1f1b" if plan.schedule in ("table", "auto") else plan.schedule  # those two were made for the old one
     sync = plan.sync if all(stage.ranks == 1 for stage in stages) else "workers"
-    return Plan(stages=stages, micro_batch=size, schedule=schedule, sync=sync, update=plan.update)
+    return replace(plan, stages=stages, micro_batch=size, schedule=schedule, table=(), sync=sync, predicted=None)
 
 
 def _least_hurt(stage: Stage, lost: frozenset[int]) -> Replica:
@@ -55,12 +57,8 @@ def _least_hurt(stage: Stage, lost: frozenset[int]) -> Replica:
 
 def _stage(stage: Stage, pairs: Sequence[tuple[Replica, float]]) -> Stage:
     total = sum(share for _, share in pairs)
-    return Stage(
-        segments=stage.segments,
-        replicas=tuple(replica for replica, _ in pairs),
-        shares=tuple(share / total for _, share in pairs),
-        fate=stage.fate,
-    )
+    replicas = tuple(replica for replica, _ in pairs)
+    return replace(stage, replicas=replicas, shares=tuple(share / total for _, share in pairs))
 
 
 class _Spare:

@@ -43,13 +43,16 @@ def test_fewer_replicas_share_the_same_micro_batches() -> None:
     assert found.micro_batches(24) == plan.micro_batches(24)
 
 
-def test_fates_and_where_the_optimizer_steps_stay() -> None:
+def test_fates_formats_and_where_the_optimizer_steps_stay() -> None:
     plan = staged(((0,),), ((1,), (2,)))
-    plan = replace(plan, stages=(replace(plan.stages[0], fate="recompute"), plan.stages[1]), update="host")
+    first, second = plan.stages
+    stages = (replace(first, fate="recompute"), replace(second, channels_last=True))
+    plan = replace(plan, stages=stages, update="host")
     for lost in (0, 2):
         found = plan_without(plan, {lost}, [3], 8)
         assert found is not None
         assert [stage.fate for stage in found.stages] == ["recompute", "keep"]
+        assert [stage.channels_last for stage in found.stages] == [False, True]
         assert found.update == "host"
 
 
