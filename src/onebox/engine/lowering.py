@@ -15,7 +15,7 @@ from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients, WorkerGradients
 from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
-from onebox.engine.offloading import find_absences, with_transfers
+from onebox.engine.offloading import offloaded
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder, StepRoutine
 from onebox.engine.statistics import Statistics, WorkerStatistics
@@ -154,7 +154,7 @@ class _Row:
         self._speed = speed
         self._ranks = ranks
         self.builder = RoutineBuilder(numbers.new)
-        self.bounds: list[int] = []
+        self._bounds: list[int] = []
         self.actions = job.schedule.rows.get(worker, ())
         self.leaves: list[tuple[int, int]] = []
         self.results: list[tuple[int, int]] = []
@@ -190,7 +190,7 @@ class _Row:
         if self.actions:
             self._receive(self.actions[0])
         for position, action in enumerate(self.actions):
-            self.bounds.append(len(self.builder.steps))
+            self._bounds.append(len(self.builder.steps))
             if position + 1 < len(self.actions):
                 self._receive(self.actions[position + 1])
             if statistics is not None:
@@ -198,14 +198,14 @@ class _Row:
             self._execute(position, action, gradients, statistics)
             if statistics is not None:
                 statistics.after(action)
-        self.bounds.append(len(self.builder.steps))
+        self._bounds.append(len(self.builder.steps))
 
     def offload(self) -> None:
         """Let what is to be on the host between forward and backward be there."""
         fates = [stage.fate for stage in self._plan.stages]
         builder = self.builder
-        absences = find_absences(builder.steps, builder.programs, self.bounds, self.actions, fates)
-        builder.steps, builder.labels = with_transfers(builder.steps, builder.labels, self.bounds, absences)
+        given = builder.steps, builder.labels, builder.programs
+        builder.steps, builder.labels = offloaded(*given, self._bounds, self.actions, fates)
 
     def answer(self) -> None:
         """Add the answer: the results, and the end of what is left."""

@@ -87,6 +87,30 @@ class _Storage:
         return self._behind[action]
 
 
+def offloaded(
+    steps: Sequence[Step],
+    labels: Sequence[Label],
+    programs: Mapping[int, Program],
+    bounds: Sequence[int],
+    actions: Sequence[Action],
+    fates: Sequence[Fate],
+) -> tuple[list[Step], list[Label]]:
+    """Return instructions and what they are, with those that let be away what is offloaded.
+
+    Args:
+        steps: The instructions of a worker's step.
+        labels: What each is.
+        programs: The programs that they call, by number.
+        bounds: The first instruction of each action, and behind the last one the first of what comes then.
+        actions: The worker's row of the schedule.
+        fates: The fate of each stage.
+    """
+    # Under an action without instructions, as the weight gradients of a recomputed stage are, nothing would hide.
+    busy = [place for place in range(len(actions)) if bounds[place] < bounds[place + 1]]
+    row, starts = [actions[place] for place in busy], [*(bounds[place] for place in busy), bounds[-1]]
+    return with_transfers(steps, labels, starts, find_absences(steps, programs, starts, row, fates))
+
+
 def find_absences(
     steps: Sequence[Step],
     programs: Mapping[int, Program],
@@ -100,7 +124,7 @@ def find_absences(
         steps: The instructions of a worker's step.
         programs: The programs that they call, by number.
         bounds: The first instruction of each action, and behind the last one the first of what comes then.
-        actions: The worker's row of the schedule.
+        actions: The worker's row of the schedule, of actions that have instructions.
         fates: The fate of each stage.
     """
     if "offload" not in (fates[action.stage] for action in actions):
@@ -139,15 +163,15 @@ def with_transfers(
 
 
 def _transfers(absences: Sequence[Absence]) -> Iterator[tuple[int, tuple[Step, Label]]]:
-    """Yield what to do, with the action ahead of which it is: room is made before it is taken."""
-    for kind, track in ((Evict, "other"), (Offload, "transfer"), (Prefetch, "transfer")):
-        together: dict[tuple[int, int, int, int], list[int]] = {}
-        for one in absences:
-            place = {Offload: one.offload + 1, Evict: one.evict + 1, Prefetch: one.prefetch}[kind]
-            together.setdefault((place, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
-        for (place, _, stage, micro_batch), buffers in sorted(together.items()):
-            name = f"{kind.__name__.lower()} stage {stage} (micro-batch {micro_batch})"
-            yield place, (kind(tuple(buffers)), Label(name, track))
+    """Yield what to do, in order, with the action ahead of which it is: room is made before it is taken."""
+    together: dict[tuple[int, int, int, int, int], list[int]] = {}
+    for one in absences:
+        for order, place in enumerate((one.evict + 1, one.offload + 1, one.prefetch)):
+            together.setdefault((place, order, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
+    for (place, order, _, stage, micro_batch), buffers in sorted(together.items()):
+        kind = (Evict, Offload, Prefetch)[order]
+        name = f"{kind.__name__.lower()} stage {stage} (micro-batch {micro_batch})"
+        yield place, (kind(tuple(buffers)), Label(name, "other" if kind is Evict else "transfer"))
 
 
 def _absence(storage: _Storage, actions: Sequence[Action], fates: Sequence[Fate]) -> Absence | None:
@@ -188,6 +212,7 @@ class _Follower:
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self.storages: list[_Storage] = []
         self._programs = programs
+        self._owners: dict[int, dict[int, int]] = {}  # of each program that has been called
         self._held: dict[int, _Storage] = {}
 
     def follow(self, step: Step, action: int) -> None:
@@ -198,7 +223,7 @@ class _Follower:
                 self._held[number].note(action)
         match step:
             case Call():
-                self._call(step, self._programs[step.program], action)
+                self._call(step, action)
             case Free():
                 for number in step.buffers:
                     self._leave(number, action)
@@ -213,11 +238,14 @@ class _Follower:
             case _:
                 pass
 
-    def _call(self, call: Call, program: Program, action: int) -> None:
+    def _call(self, call: Call, action: int) -> None:
+        program = self._programs[call.program]
+        if call.program not in self._owners:
+            self._owners[call.program] = owners(program)
+        owner, specs = self._owners[call.program], specs_by_slot(program)
         given = [self._held.get(number) for number in call.inputs]
         for position in call.takes:
             self._leave(call.inputs[position], action)
-        owner, specs = owners(program), specs_by_slot(program)
         made: dict[int, _Storage] = {}
         for number, slot in zip(call.outputs, program.outputs, strict=True):
             source = owner[slot]

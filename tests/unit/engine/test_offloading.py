@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onebox.engine.offloading import LEAST_BYTES, Absence, find_absences, with_transfers
+from onebox.engine.offloading import LEAST_BYTES, Absence, find_absences, offloaded, with_transfers
 from onebox.engine.routine import Label
 from onebox.plan import Action, Fate, Plan
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
@@ -82,6 +82,21 @@ def test_transfers_are_where_they_belong_and_say_what_they_are() -> None:
     tracks = {label.track for step, label in zip(made, labels, strict=True) if isinstance(step, Offload | Prefetch)}
     assert tracks == {"transfer"}
     assert [step for step in made if not isinstance(step, TRANSFERS)] == steps
+
+
+def test_nothing_hides_under_actions_without_instructions() -> None:
+    """Weight gradients of a recomputed stage are computed with those of its inputs: its W is empty."""
+    actions, steps, bounds = chain(6)
+    fates: list[Fate] = ["offload"] * 6
+    plain = offloaded(steps, [Label("")] * 12, PROGRAMS, bounds, actions, fates)
+    row, starts = [], []
+    for action, start in zip(actions, bounds, strict=False):
+        row += [Action("W", 5, 9), action, Action("W", 4, 9)]
+        starts += [start, start, start + 1]
+    assert offloaded(steps, [Label("")] * 12, PROGRAMS, [*starts, 12], row, fates) == plain
+    row = [actions[0], *(Action("W", s, 9) for s in range(5)), actions[-1]]
+    few = [steps[0], Call(ONE, (10,), (1000,), (0,))]
+    assert offloaded(few, [Label("")] * 2, PROGRAMS, [0, 1, 1, 1, 1, 1, 1, 2], row, fates)[0] == few
 
 
 def test_views_of_a_storage_go_together_and_as_late_as_any_is_read() -> None:
