@@ -304,3 +304,23 @@ def test_a_plan_for_more_devices_than_there_are(tmp_path: Path, capsys: pytest.C
     assert main(["train", *JOB, "--plan", path, "--run", str(tmp_path / "run")]) == 2
     assert "the plan uses device 5, but the pool has 2" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None:
+    files = ("--figure", "plan.svg", "--json", "report.json")
+    line = ["plan", *JOB, "--micro-batches", "32", "--schedules", "1f1b", "--budget", "0.5", "--memory", *files]
+    done = command(line, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.svg", "plan-memory.svg", "report.json"}
+    for part in ("what becomes of each segment", "would keep", "there is room", "measured in step 3 of 3", "0 B"):
+        assert part in done.stdout, part
+    report = json.loads((tmp_path / "report.json").read_text())
+    memory, plan = report["memory"], msgspec.convert(report["plan"], Plan)
+    assert [row["segment"] for row in memory["segments"]] == ["model.body.1", "model.body.3", "model.body.5"]
+    assert [one["device"] for one in memory["compared"]] == sorted(plan.devices)
+    assert all(one["difference_bytes"] == 0 for one in memory["compared"])
+    assert plan.predicted is not None
+    peaks = dict(zip(plan.devices, plan.predicted.peak_bytes, strict=True))
+    assert {one["device"]: one["peak_bytes"] for one in memory["devices"]} == peaks
+    for one in memory["devices"]:
+        assert one["peak_bytes"] == max(use["peak_bytes"] for use in one["instructions"])

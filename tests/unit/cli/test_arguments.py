@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import PlanConfig, TrainConfig
+from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
 from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
@@ -117,13 +117,45 @@ def test_all_flags_of_plan() -> None:
     assert parse(["train", "--plan", "auto"]) == TrainConfig(plan="auto")
 
 
+def test_memory_without_a_size_asks_plan_to_show_it() -> None:
+    assert parse(["plan", "--memory"]) == PlanConfig(show_memory=True)
+    assert parse(["plan", "--memory", "--budget", "2"]) == PlanConfig(show_memory=True, budget=2.0)
+    assert parse(["plan", "--memory", "2GiB"]) == PlanConfig(memory="2GiB")
+    assert parse(["plan", "--memory", "2GiB", "--memory"]) == PlanConfig(memory="2GiB", show_memory=True)
+    assert parse(["plan", "--show-memory"]) == PlanConfig(show_memory=True)
+
+
+def test_all_flags_of_fit() -> None:
+    line = (
+        "fit --data digits --model gpt --batch 32 --pool sim*2 --memory 24GiB,16GiB --micro-batch 8 "
+        "--clip-grad-norm 0.5 --gflops 14000 --bandwidth 900 --out plan.json --json -"
+    )
+    assert parse(line.split()) == FitConfig(
+        data="digits",
+        model="gpt",
+        batch=32,
+        pool="sim*2",
+        memory="24GiB,16GiB",
+        micro_batch=8,
+        clip_grad_norm=0.5,
+        gflops=14000.0,
+        bandwidth=900.0,
+        out=Path("plan.json"),
+        json=Path("-"),
+    )
+    assert parse(["fit", "--plan", "p.json"]) == FitConfig(plan=Path("p.json"))
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("", ["a command is needed: train, plan,", "see onebox --help"]),
         ("logs", ["onebox logs needs HOST[:PORT]"]),
         ("pair --remove", ["--remove needs a value"]),
-        ("trian", ["trian", "the commands are train, plan, run, devices, profile, serve, pair, status, logs, env"]),
+        (
+            "trian",
+            ["trian", "the commands are train, plan, fit, run, devices, profile, serve, pair, status, logs, env"],
+        ),
         ("train --modle cnn", ["--modle", "perhaps --model?"]),
         ("train --model vgg", ["'vgg'", "mlp", "cnn", "resnet", "gpt"]),
         ("train --precision fp16", ["'fp16'", "fp32", "bf16"]),
@@ -140,6 +172,10 @@ def test_all_flags_of_plan() -> None:
         ("plan --micro-batches 4,x", ["--micro-batches 4,x: allowed are whole numbers from 1 to 64"]),
         ("plan --schedules 1f2b", ["--schedules 1f2b: allowed are gpipe, 1f1b"]),
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
+        ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
+        ("fit --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
+        ("fit --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
+        ("fit --memory", ["--memory needs a value"]),
         ("train --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8", "give one of them"]),
         ("devices --jsn", ["--jsn", "perhaps --json?"]),
         ("run", ["a script is needed", "onebox run [flags] script.py"]),
@@ -156,7 +192,7 @@ def test_what_is_wrong_is_one_line(line: str, parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "train --help", "plan --help", "devices -h", "profile --help", "run --help"]
+    "line", ["--help", "train --help", "plan --help", "fit --help", "devices -h", "profile --help", "run --help"]
 )
 def test_help_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
