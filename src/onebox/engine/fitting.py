@@ -19,8 +19,9 @@ from onebox.engine.curve import Curve, Peak, curve_of, peak_at
 from onebox.engine.estimated import links_unseen, profile_unseen
 from onebox.engine.forecast import Nowhere, forecast_contents, forecast_memory
 from onebox.engine.largest import Largest, largest
-from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes, search_within
+from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.remote import RemoteState
+from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Plan, predict

@@ -12,8 +12,9 @@ from torch import nn
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
-from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes, search_within
+from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
+from onebox.engine.within import search_within
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.fates import FATES, ChainFate

@@ -1,12 +1,9 @@
-"""What the planner is given of a model and a pool, and the search within the memory that a plan takes in fact."""
+"""What the planner is given of a model and a pool."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
-import msgspec
 import torch
 from msgspec import Struct
 
@@ -16,18 +13,12 @@ from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import optimizer_factor
-from onebox.errors import PlanError, UsageError
+from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
-from onebox.plan import SCHEDULES, Links, Plan, Prediction, UpdateAt
+from onebox.plan import SCHEDULES, Links, UpdateAt
 from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
-from onebox.plan.search import SearchResult, search
 from onebox.pool import DeviceInfo
-
-_CORRECTIONS = 5
-"""So many times at most a search is repeated because the exact memory is more than estimated."""
-
-_MARGIN = 0.97
 
 _ACCELERATOR_BPS = 12e9
 """What is assumed of the way between an accelerator and pinned memory: PCIe 3 with 16 lanes."""
@@ -88,62 +79,6 @@ def device_type(device: DeviceInfo) -> str:
     if device.kind == "sim":
         return "cpu"
     return device.kind if device.kind == "cpu" else device.name
-
-
-def _prediction(plan: Plan) -> Prediction:
-    assert plan.predicted is not None
-    return plan.predicted
-
-
-def search_within(
-    problem: Problem, exact: Callable[[Plan], Mapping[int, int]], budget_s: float
-) -> tuple[SearchResult, Plan]:
-    """Search for the best plan that fits by the exact count of its memory, of which the planner's is an estimate.
-
-    Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated.
-
-    Returns:
-        What was found, and its plan, which predicts the exact peak of each device.
-
-    Raises:
-        PlanError: Nothing fits.
-    """
-    devices, limits = problem.devices, problem.capacity_bytes
-    over: dict[int, int] = {}
-    for _ in range(_CORRECTIONS):
-        try:
-            result = search(replace(problem, devices=devices), budget_s=budget_s)
-        except PlanError:
-            if not over:
-                raise
-            break  # what it would say is about memory that was taken for smaller
-        plan, peaks = result.plan, exact(result.plan)
-        estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
-        over = {device: peaks[device] for device in plan.devices if peaks[device] > limits.get(device, math.inf)}
-        if not over:
-            predicted = msgspec.structs.replace(_prediction(plan), peak_bytes=tuple(peaks[d] for d in plan.devices))
-            return result, msgspec.structs.replace(plan, predicted=predicted)
-        devices = tuple(
-            replace(device, capacity_bytes=int(_less(device.capacity_bytes, estimates, over, device.number)))
-            for device in devices
-        )
-    worst = max(over, key=lambda device: over[device] - limits[device])
-    missing = over[worst] - limits[worst]
-    raise PlanError(
-        f"device {worst} would need {over[worst]:,} bytes, {missing:,} more than it has, in the best plan that was "
-        "found; allow smaller micro-batches, or add a device",
-        device=worst,
-        missing_bytes=missing,
-    )
-
-
-def _less(capacity: int | None, estimates: Mapping[int, int], over: Mapping[int, int], number: int) -> float:
-    """Return the memory that a device is taken to have, after its need turned out to be more than estimated."""
-    if capacity is None:
-        return 1 << 62
-    if number not in over:
-        return capacity
-    return min(capacity, capacity * max(1, estimates[number]) / over[number]) * _MARGIN
 
 
 def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -27,10 +27,10 @@ from onebox.engine.problem import (
     divided_bytes,
     make_problem,
     measured_sizes,
-    search_within,
     times_key,
 )
 from onebox.engine.replan import plan_without
+from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.spmd import product_flops

@@ -1,0 +1,173 @@
+"""The search for a plan within the memory that it takes in fact, of which the planner's own count is an estimate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from onebox.errors import PlanError
+from onebox.plan import Candidate, Plan, Prediction, SearchResult, search
+from onebox.plan.inputs import Problem
+
+_CORRECTIONS = 6
+"""So many searches at most: each after the first one has what the memory means by the estimate of the one before."""
+
+_MARGIN = 0.985
+
+_WORTH = 1.03
+"""Where a plan pays for memory, and leaves more than this of it, it is sought once more with more."""
+
+_NEAR = 1.3
+"""Plans that would be quicker, and by their estimate take up to so much more than there is, are counted exactly."""
+
+_HOPE = 1.08
+"""Where nothing fits by the estimate, it is taken for too high by so much, once."""
+
+Exact = Callable[[Plan], Mapping[int, int]]
+"""Returns the peak of each device of a plan."""
+
+
+def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[SearchResult, Plan]:
+    """Search for the best plan that fits by the exact count of its memory.
+
+    Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated. Where
+    it is too high, and the plan pays for the memory that it spares, the memory is taken for larger. At last, plans that
+    were refused for their estimate and that would be quicker are counted.
+
+    Args:
+        problem: What the search is given.
+        exact: Counts a plan's memory.
+        budget_s: The most seconds that a search may take.
+
+    Returns:
+        What was found, and its plan, which predicts the exact peak of each device.
+
+    Raises:
+        PlanError: Nothing fits.
+    """
+    within, refused = _Within(problem, exact), None
+    for _ in range(_CORRECTIONS):
+        try:
+            result = search(within.problem, budget_s=budget_s)
+        except PlanError as error:
+            if within.counted or refused is not None:
+                break  # what it would say is about memory that was taken for smaller
+            refused = error
+            within.hope()
+            continue
+        if not within.note(result):
+            break
+    if within.best is None:
+        raise refused or within.refusal()
+    within.reconsider()
+    return within.best
+
+
+class _Within:
+    """What is known while a search is repeated.
+
+    Args:
+        problem: What the search is given.
+        exact: Counts a plan's memory.
+
+    Attributes:
+        problem: The same with the memory that the next search is to have.
+        best: The quickest plan that fits, and the search that found it.
+        counted: Whether a plan has been counted.
+    """
+
+    def __init__(self, problem: Problem, exact: Exact) -> None:
+        self.problem, self._exact = problem, exact
+        self.best: tuple[SearchResult, Plan] | None = None
+        self.counted = False
+        self._limits = problem.capacity_bytes
+        self._over: dict[int, int] = {}
+        self._seen: dict[str, Candidate] = {}
+
+    def note(self, result: SearchResult) -> bool:
+        """Count what was found; return whether another search may find something better."""
+        plan, peaks = result.plan, self._exact(result.plan)
+        self.counted = True
+        for one in result.candidates[1:]:
+            self._seen.setdefault(one.label, one)
+        estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
+        over = {device: peaks[device] for device in plan.devices if peaks[device] > self._limits.get(device, math.inf)}
+        if over:
+            self._over = over
+            self._limit(estimates, over, _MARGIN)
+            return True
+        if not self._better(plan):
+            return False
+        self.best = result, _with_peaks(plan, peaks)
+        room = {device: peaks[device] for device in plan.devices if device in self._limits}
+        spare = {device: peak for device, peak in room.items() if self._limits[device] > peak * _WORTH}
+        if not spare or not _pays(plan):
+            return False
+        self._limit(estimates, spare, 1.0)
+        return True
+
+    def hope(self) -> None:
+        """Take the memory for a little larger than it is."""
+        self._set({device: limit * _HOPE for device, limit in self._limits.items()})
+
+    def reconsider(self) -> None:
+        """Count what was refused for its estimate and would be quicker, the quickest first."""
+        for one in sorted(self._seen.values(), key=lambda one: one.step_s):
+            if not self._better(one.plan):
+                return
+            if one.refused or any(s.missing_bytes > (_NEAR - 1) * s.capacity_bytes for s in one.shortfalls):
+                continue
+            peaks = self._exact(one.plan)
+            if all(peaks[device] <= self._limits.get(device, math.inf) for device in one.plan.devices):
+                assert self.best is not None
+                self.best = self.best[0], _with_peaks(one.plan, peaks)
+                return
+
+    def refusal(self) -> PlanError:
+        """Return the error that says what the last plan lacked."""
+        worst = max(self._over, key=lambda device: self._over[device] - self._limits[device])
+        missing = self._over[worst] - self._limits[worst]
+        return PlanError(
+            f"device {worst} would need {self._over[worst]:,} bytes, {missing:,} more than it has, in the best plan "
+            "that was found; allow smaller micro-batches, or add a device",
+            device=worst,
+            missing_bytes=missing,
+        )
+
+    def _better(self, plan: Plan) -> bool:
+        return self.best is None or _prediction(plan).step_s < _prediction(self.best[1]).step_s
+
+    def _limit(self, estimates: Mapping[int, int], peaks: Mapping[int, int], margin: float) -> None:
+        """Take the memory of some devices for what their peaks mean in the planner's estimate."""
+        now = self.problem.capacity_bytes
+        limits = dict(now)
+        for device, peak in peaks.items():
+            meant = self._limits[device] * max(1, estimates[device]) / peak * margin
+            limits[device] = int(min(meant, now[device] * margin) if margin < 1 else meant)
+        self._set(limits)
+
+    def _set(self, limits: Mapping[int, float]) -> None:
+        devices = (
+            replace(device, capacity_bytes=int(limits[device.number])) if device.number in limits else device
+            for device in self.problem.devices
+        )
+        self.problem = replace(self.problem, devices=tuple(devices))
+
+
+def _prediction(plan: Plan) -> Prediction:
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def _with_peaks(plan: Plan, peaks: Mapping[int, int]) -> Plan:
+    """Return a plan that predicts other peaks."""
+    predicted = msgspec.structs.replace(_prediction(plan), peak_bytes=tuple(peaks[device] for device in plan.devices))
+    return msgspec.structs.replace(plan, predicted=predicted)
+
+
+def _pays(plan: Plan) -> bool:
+    """Tell whether a plan takes time for memory that it spares."""
+    return plan.update == "host" or any(stage.fate != "keep" for stage in plan.stages)

@@ -1,0 +1,105 @@
+"""Plans for devices with too little memory: fates are chosen, the model trains within the budget, and is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.engine.planning import Planned
+from onebox.errors import PlanError
+from onebox.plan import Plan
+from onebox.pool import raise_first
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
+from tests.process.shelf import Shelf
+from tests.reference import assert_same, train
+
+SAMPLES, STEPS = 16, 3
+
+
+def deep() -> nn.Module:
+    """Return maps of one size, layer after layer, so that many of them are there at once."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh()]
+    for _ in range(9):
+        layers += [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).double()
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(SAMPLES, 3, 16, 16, generator=generator, dtype=torch.float64),
+            torch.randint(4, (SAMPLES,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def planned(pool: onebox.Pool, **options: Any) -> Planned:
+    """Plan with the whole batch as one micro-batch, because of the batch norms."""
+    model = deep()
+    loss, (inputs, targets) = nn.functional.cross_entropy, batches()[0]
+    return onebox.make_plan(
+        model, loss, momentum(model), inputs, targets, pool=pool, micro_batches=[SAMPLES], **options
+    )
+
+
+def peak_bytes(plan: Plan) -> int:
+    assert plan.predicted is not None
+    (peak,) = plan.predicted.peak_bytes
+    return peak
+
+
+@pytest.fixture(scope="module")
+def plain(pools: Shelf) -> int:
+    """The peak of the plain plan."""
+    found = planned(pools(1)).plan
+    assert {stage.fate for stage in found.stages} == {"keep"}
+    return peak_bytes(found)
+
+
+@pytest.mark.parametrize("part", [0.6, 0.4])
+def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
+    budget = int(plain * part)
+    with onebox.open("cpu", threads=1, memory=budget) as pool:
+        found = planned(pool)
+        plan = found.plan
+        fates = {stage.fate for stage in plan.stages}
+        assert fates & {"recompute", "offload"}
+        assert 0.8 * budget <= peak_bytes(plan) <= budget
+        labels = {one.label: one for one in found.result.candidates}
+        assert labels["device 0 alone"].shortfalls
+        policies = [one for label, one in labels.items() if label.startswith("device 0 alone, ")]
+        assert len(policies) >= 3
+        assert all(one.step_s >= found.result.candidates[0].step_s for one in policies if not one.shortfalls)
+        model = deep()
+        optimizer = momentum(model)
+        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, check_every=1) as job:
+            losses = [float(job.step(*batch)) for batch in batches()]
+            tensors = {name.removeprefix("model."): tensor for name, tensor in job.tensors().items()}
+        (answer,) = raise_first([pool.post(0, [Ask("peak")], answer=True)])
+        (memory,) = answer.results
+        assert isinstance(memory, Memory)
+        assert memory.peak_bytes == pytest.approx(peak_bytes(plan), rel=0.05)
+    alone = deep()
+    expected = train(alone, nn.functional.cross_entropy, momentum(alone), batches(), lambda size: [size])
+    assert_same(type(expected)(losses=losses, norms=[], tensors=tensors), expected)
+
+
+def test_one_fate_alone_and_none_at_all(plain: int) -> None:
+    with onebox.open("cpu", threads=1, memory=int(plain * 0.6)) as pool:
+        for fate in ("recompute", "offload"):
+            plan = planned(pool, fates=("keep", fate)).plan
+            assert {stage.fate for stage in plan.stages} <= {"keep", fate}
+        with pytest.raises(PlanError, match="no plan fits"):
+            planned(pool, fates=("keep",))
