@@ -1,11 +1,16 @@
-"""The CPU side of workers: the instruction sets that they use, and the formats of maps."""
+"""The CPU side of workers: the instruction sets that they use, the cores that they are on, and the formats of maps."""
 
 from __future__ import annotations
+
+import os
+import pathlib
 
 import pytest
 from msgspec.structs import replace
 
 import onebox
+from onebox.pool import local
+from onebox.pool.dealing import Cores, online_cores
 from onebox.worker.instructions import instructions
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, staged
@@ -42,3 +47,35 @@ def test_stages_with_channels_last_train_as_one_process(
         stages = tuple(replace(stage, channels_last=place % every == 0) for place, stage in enumerate(plain.stages))
         plan = replace(plain, stages=stages)
         assert_same(run(pool, model, plan, sizes), expected)
+
+
+def on_host(process: int) -> set[int]:
+    """Return the cores that most threads of a worker may run on."""
+    threads = [int(path.name) for path in pathlib.Path(f"/proc/{process}/task").iterdir()]
+    return set().union(*(os.sched_getaffinity(thread) for thread in threads))
+
+
+def test_workers_of_a_host_have_cores_of_their_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools share the cores; a third one gets none, and so does who was limited; cores come back with a pool."""
+    every = online_cores()
+    if len(every) < 2 or os.sched_getaffinity(0) != every:
+        pytest.skip("needs two cores and all of the host's")
+    monkeypatch.setattr(local, "Cores", lambda: Cores(tmp_path))
+    rest = len(every) - 1
+
+    def cores_of(pool: onebox.Pool) -> list[set[int]]:
+        return [os.sched_getaffinity(process) for process in pool.process_ids]
+
+    with onebox.open("cpu", threads=1) as first:
+        (one,) = cores_of(first)
+        assert len(one) == 1
+        assert on_host(first.process_ids[0]) == every, "threads that wait are on any core"
+        with onebox.open("cpu,sim", threads=rest) as second, onebox.open("cpu", threads=1) as third:
+            assert cores_of(second) == [every - one, every]
+            assert cores_of(third) == [every]
+    with onebox.open("cpu", threads=len(every)) as again:
+        assert cores_of(again) == [every]
+        dealt = Cores(tmp_path)
+        assert dealt.deal([1]) == ((),), "all cores are taken"
+    assert dealt.deal([1, 0]) == ((min(one),), ())
+    dealt.close()

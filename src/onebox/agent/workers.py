@@ -13,6 +13,7 @@ from subprocess import SubprocessError
 from onebox.agent.demand import Share
 from onebox.errors import PoolError
 from onebox.pool.account import Account
+from onebox.pool.dealing import Cores
 from onebox.pool.failures import Place
 from onebox.pool.process import START_S, WorkerProcess
 from onebox.wire import new_keys
@@ -96,6 +97,7 @@ class _Crew:
     ready: bool = False
     failed: bool = False
     ending: bool = False
+    cores: tuple[tuple[int, ...], ...] = ()
 
 
 class Workers:
@@ -119,6 +121,7 @@ class Workers:
         self._ports = ports
         self._crews: dict[int, _Crew] = {}
         self._closed = False
+        self._dealer = Cores()
 
     def start(self, lease: int, shares: Sequence[Share], client_key: str, speed: float, now_s: float) -> str | None:
         """Start the workers of a lease, which takes them seconds; news follow.
@@ -133,7 +136,9 @@ class Workers:
         Returns:
             Why that failed at once; None if it did not.
         """
-        crew = self._crews[lease] = _Crew(lease, now_s + START_S, client_key, speed, deque(shares))
+        cores = self._dealer.deal([share.threads if share.device == "cpu" else 0 for share in shares])
+        crew = _Crew(lease, now_s + START_S, client_key, speed, deque(shares), cores=cores)
+        self._crews[lease] = crew
         return self._start_some(crew)
 
     @property
@@ -189,6 +194,7 @@ class Workers:
             if crew.ending and now_s >= crew.until_s:
                 self._kill(crew)
             if crew.ending and all(worker.ended for worker in crew.workers):
+                self._dealer.give_back([core for own in crew.cores for core in own])
                 del self._crews[crew.lease]
                 news.append(Gone(crew.lease))
         return news
@@ -201,6 +207,7 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
+        self._dealer.close()
 
     def _start_some(self, crew: _Crew) -> str | None:
         """Start the next workers of a lease, a few: each takes the thread of everybody else's clients some time.
@@ -223,6 +230,7 @@ class Workers:
                 first_port=min(self._ports, default=0),
                 last_port=max(self._ports, default=0),
                 owner=os.getpid(),
+                cores=crew.cores[len(crew.workers)],
             )
             place = Place(worker=len(crew.workers), host=self._host, device=share.device)
             try:

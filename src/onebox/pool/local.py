@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from onebox.pool.dealing import Cores
 from onebox.pool.discover import DeviceRequest
 from onebox.pool.failures import Place
 from onebox.pool.member import Member, end_all
@@ -43,6 +44,8 @@ class LocalSource:
         self._faults = faults or {}
         self._folder: SocketFolder | None = None
         self._first = 0
+        self._dealer = Cores()
+        self._cores: tuple[tuple[int, ...], ...] = ()
 
     def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
         """Start the workers; see :class:`~onebox.pool.member.Source`.
@@ -52,6 +55,7 @@ class LocalSource:
         """
         self._first = first
         self._folder = SocketFolder()
+        self._cores = self._dealer.deal([each.threads if each.device == "cpu" else 0 for each in self._requests])
         started: list[tuple[Member, str]] = []
         try:
             for number, request in enumerate(self._requests, first):
@@ -71,7 +75,7 @@ class LocalSource:
         """
         if not self._first <= number < self._first + len(self._requests):
             return None
-        self.close()
+        self.connected()
         self._folder = SocketFolder()
         return self._start(number, self._requests[number - self._first], client_key, self._folder.path, ())
 
@@ -90,6 +94,7 @@ class LocalSource:
             faults=faults,
             speed=request.speed,
             owner=os.getpid(),
+            cores=self._cores[number - self._first],
         )
         place = Place(worker=number, host=LOCAL_HOST, device=request.device)
         worker = WorkerProcess(place, config)
@@ -98,9 +103,10 @@ class LocalSource:
 
     def connected(self) -> None:
         """Remove the folder of the sockets: who is connected stays so."""
-        self.close()
-
-    def close(self) -> None:
-        """Remove what is left. Idempotent."""
         if self._folder is not None:
             self._folder.close()
+
+    def close(self) -> None:
+        """Remove what is left, and let others have the cores. Idempotent."""
+        self.connected()
+        self._dealer.close()

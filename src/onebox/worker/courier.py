@@ -21,6 +21,7 @@ from onebox.wire import TensorSpec
 from onebox.wire.state import Give, Take, end_to_end, pieces
 from onebox.worker.faults import FaultInjector
 from onebox.worker.peers import Finish, Group
+from onebox.worker.pinning import roam
 from onebox.worker.snapshots import Slot
 
 AHEAD = 2
@@ -130,6 +131,7 @@ class _Transfer:
         self.thread = threading.Thread(target=self._run, name="onebox-courier", daemon=True)
 
     def _run(self) -> None:
+        roam()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:

@@ -7,6 +7,7 @@ import torch
 from onebox.wire.messages import FormGroup, Gather, Receive, Reduce, Routine, Send
 from onebox.wire.sayings import Failure, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
+from onebox.worker.pinning import roaming
 from onebox.worker.sockets import Sockets
 from onebox.worker.store import Poisoned
 from onebox.worker.tape import Progress
@@ -44,7 +45,7 @@ class Memberships:
             PeerLost: The others did not come in time.
         """
         device, progress = (_HOST, Progress()) if form.aside else (self._device, self._progress)
-        with self._sockets.making(form.group):
+        with self._sockets.making(form.group), roaming():
             self._groups[form.group] = form_group(form, self._channel, device, progress, self._wires)
 
     def get(self, number: int) -> Group:

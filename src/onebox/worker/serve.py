@@ -29,6 +29,7 @@ from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import PeerLost
 from onebox.worker.machine import Machine
+from onebox.worker.pinning import stay_on
 from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
 from onebox.worker.watch import Watcher
@@ -57,6 +58,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         first_port: The first of the TCP ports that it may bind, with ``last_port``; 0 for any.
         last_port: The last.
         owner: The process that started it and with which it ends; 0 for whichever its parent is.
+        cores: The cores that its operators run on; none for any.
     """
 
     device: str
@@ -71,6 +73,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     first_port: int = 0
     last_port: int = 0
     owner: int = 0
+    cores: tuple[int, ...] = ()
 
     @property
     def ports(self) -> range:
@@ -293,6 +296,8 @@ def main() -> None:
     for failure in failures(done):
         print(f"onebox worker: not confined as it could be: {failure}", file=sys.stderr)
     server = Server(config, lifelines)
+    if config.cores:
+        stay_on(config.cores)
     gc.freeze()  # what is there stays: a collection that looks at all of torch takes 100 ms out of some step
     gc.enable()
     os.write(sys.stdout.fileno(), msgspec.json.encode(server.ports) + b"\n")

@@ -19,6 +19,7 @@ from onebox.errors import WireError
 from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
 from onebox.wire.messages import LeaveGroup
 from onebox.wire.sayings import Beat
+from onebox.worker.pinning import roam
 from onebox.worker.tape import Progress
 
 BEAT_S = 0.5
@@ -117,6 +118,7 @@ class Watcher:
             self._thread.join(timeout=5)
 
     def _watch(self) -> None:
+        roam()
         try:
             self._serve()
         except BaseException:  # nobody would see that the owner has gone, nor let the client in
