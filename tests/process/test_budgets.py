@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
+from onebox.pool import raise_first
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
 ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload; 'onebox fit'.*update='host'.*memory="
@@ -79,3 +83,46 @@ def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: on
     del others
     with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts)) as trainer:
         assert trainer.step(*batch).item() > 0
+
+
+def held_bytes(pool: onebox.Pool) -> list[int]:
+    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+
+
+def test_a_step_that_will_not_fit_is_refused_before_anything_is_uploaded(pool: onebox.Pool, parts: Any) -> None:
+    model, loss, optimizer, batch = parts
+    small, large = batch, (torch.ones(256, 8), torch.zeros(256, 8))
+    plan = replace(halved(parts), micro_batch=256)
+    before = held_bytes(pool)
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan) as trainer:
+        with pytest.raises(DeviceMemoryError, match=ADVICE) as caught:
+            trainer.step(*large)
+        assert held_bytes(pool) == before
+        error = caught.value
+        assert (error.worker, error.stage, error.allowed_bytes) == (1, 1, SMALL_BYTES)
+        assert error.operator.startswith("aten.")
+        assert f"{error.operator} would fail in {error.doing}:" in str(error)
+        needed = error.asked_bytes + error.used_bytes
+        assert f"{needed} bytes needed, but the quota is {SMALL_BYTES}: {needed - SMALL_BYTES} too many" in str(error)
+        assert trainer.step(*(tensor[:8] for tensor in small)).item() > 0, "a smaller batch fits"
+        with pytest.raises(DeviceMemoryError, match="no step was begun"):
+            trainer.step(*large)
+        assert trainer.step(*(tensor[:8] for tensor in small)).item() > 0, "nothing was lost"
+        assert trainer.steps_done == 2
+
+
+def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> None:
+    model, loss, optimizer, batch = parts
+    plan = halved(parts)
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan) as trainer:
+        exact = trainer.predicted_memory(*batch)
+        trainer.step(*batch).item()
+    for spare, fits in ((0, True), (-1, False)):
+        own = replace(plan, memory_bytes=(exact[0] + spare, 0))
+        with onebox.Trainer(model, loss, optimizer, pool=pool, plan=Plan.from_json(own.to_json())) as trainer:
+            if fits:
+                assert trainer.step(*batch).item() > 0
+            else:
+                with pytest.raises(DeviceMemoryError, match=f"worker 0 .*the quota is {exact[0] - 1}: 1 too many"):
+                    trainer.step(*batch)

@@ -59,8 +59,10 @@ def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteS
     model = captures.traced(batch, size, train=False).divide()
     everybody = tuple(workers)
     remote.upload(dict.fromkeys(remote.named.numbers, everybody))
-    constants = Constants(pool, remote.new_number).numbers("", model.constants, everybody)
-    routine, programs = _measuring_routine(model, constants, pool, remote.named.numbers, len(batch.leaves))
+    constants = Constants(pool, remote.new_number)
+    numbers_of = constants.numbers("", model.constants)
+    constants.upload("", model.constants, everybody)
+    routine, programs = _measuring_routine(model, numbers_of, pool, remote.named.numbers, len(batch.leaves))
     times: dict[int, list[int]] = {worker: [] for worker in workers}
     for worker in workers:
         pool.post(worker, programs)

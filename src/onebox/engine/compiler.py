@@ -124,17 +124,24 @@ class Constants:
         self._pool = pool
         self._new = new
         self._numbers: dict[Hashable, dict[str, int]] = {}
+        self._there: set[Hashable] = set()
 
-    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> dict[str, int]:
-        """Return the buffers of a graph's constants, by name; uploaded once."""
+    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the buffers of a graph's constants, by name."""
         if key not in self._numbers:
             self._numbers[key] = {name: self._new() for name in tensors}
-            if tensors:
-                put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
-                frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
-                for worker in workers:
-                    self._pool.post(worker, [put], frames)
         return self._numbers[key]
+
+    def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
+        """Bring a graph's constants to workers, once."""
+        if key in self._there:
+            return
+        self._there.add(key)
+        if tensors:
+            put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
+            frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
+            for worker in workers:
+                self._pool.post(worker, [put], frames)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +175,7 @@ class Compiler:
         self._constants = Constants(pool, new)
         self._models: dict[Hashable, Parts] = {}
         self._compiled: dict[Hashable, Compiled] = {}
+        self._there: set[Hashable] = set()
         self._settled: dict[str, Placement] = {}
         self._lowering: Lowering | None = None
 
@@ -212,15 +220,19 @@ class Compiler:
         )
 
     def step(self, batch: Batch) -> Compiled:
-        """Return the routines that train with a batch; made once for each shape."""
+        """Return the routines that train with a batch, which are with the workers; made once for each shape."""
+        return self._sent(batch, self._plan, train=True)
+
+    def laid_out(self, batch: Batch) -> Compiled:
+        """Return the routines that train with a batch, which may not be with the workers yet."""
         return self._compile(batch, self._plan, train=True)
 
     def evaluation(self, batch: Batch) -> Compiled:
-        """Return the routines that evaluate a batch; made once for each shape."""
+        """Return the routines that evaluate a batch, which are with the workers; made once for each shape."""
         plan = self._plan
         if plan.whole:  # nothing depends on how a batch is divided: each replica takes its part at once
             plan = Plan(stages=plan.stages, sync=plan.sync)
-        return self._compile(batch, plan, train=False)
+        return self._sent(batch, plan, train=False)
 
     def labels(self, worker: int, routine: int) -> Sequence[Label]:
         """Return what the instructions of a routine of a worker are; nothing where there is none such."""
@@ -261,10 +273,21 @@ class Compiler:
                 leaves=len(batch.leaves),
             )
             routines = self._lowering.train(job) if train else self._lowering.evaluate(job)
-            for worker, routine in routines.items():
-                self._store(worker, routine)
             self._compiled[key] = Compiled(micro_batches=parts, routines=routines)
         return self._compiled[key]
+
+    def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
+        """Return routines, and bring them to the workers where they are not there yet."""
+        compiled = self._compile(batch, plan, train=train)
+        key = (batch.signature(batch.size), train)
+        if key not in self._there:
+            self._there.add(key)
+            for size in dict.fromkeys(part.size for part in compiled.micro_batches):
+                graph = (batch.signature(size), train)
+                self._constants.upload(graph, self._models[graph].programs.constants, self._plan.devices)
+            for worker, routine in compiled.routines.items():
+                self._store(worker, routine)
+        return compiled
 
     def _model(self, batch: Batch, size: int, *, train: bool) -> Parts:
         key = (batch.signature(size), train)
@@ -280,7 +303,7 @@ class Compiler:
 
     def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
         key = (batch.signature(size), train)
-        return self._constants.numbers(key, self._models[key].programs.constants, self._plan.devices)
+        return self._constants.numbers(key, self._models[key].programs.constants)
 
     @property
     def _halves(self) -> bool:

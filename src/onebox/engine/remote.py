@@ -131,10 +131,13 @@ class RemoteState:
         places = tuple(bring(self._pool, copies, worker, wanted))
         return Recall(self._optimizer_number, tuple(entries), places)
 
-    def define_optimizer(self, trained: tuple[str, ...], holdings: Holdings, *, host: bool = False) -> int:
-        """Define the optimizer over the parameters that have gradients, on their holders; return its number.
+    def define_optimizer(
+        self, number: int, trained: tuple[str, ...], holdings: Holdings, *, host: bool = False
+    ) -> None:
+        """Define the optimizer over the parameters that have gradients, on their holders.
 
         Args:
+            number: What it is called from then on, of :meth:`new_number`.
             trained: Those parameters.
             holdings: Who holds them.
             host: Whether it is to step in the memory of each holder's host.
@@ -142,7 +145,7 @@ class RemoteState:
         Raises:
             OneboxError: A worker refuses it.
         """
-        self._optimizer_number = self.new_number()
+        self._optimizer_number = number
         self._sent_options = options_of(self.optimizer)
         futures = []
         for worker in holdings.devices:
@@ -159,7 +162,6 @@ class RemoteState:
         raise_first(futures)
         if not self.keep_first:
             self.remembered = []
-        return self._optimizer_number
 
     def changed_options(self, options: tuple[Options, ...]) -> tuple[Options, ...]:
         """Return the options of each parameter group if they are not what was last sent, else nothing."""

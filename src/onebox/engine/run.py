@@ -77,7 +77,7 @@ class TrainingRun:
 
     def step(self, batch: Batch) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
-        self.surely(lambda: self.set_up(batch).compiler.step(batch))
+        self.surely(lambda: self.set_up(batch).step(batch))
         self.wait(self._settings.in_flight - 1)
         number, guard = self.steps_done, self.guard
         kept = guard.keep(batch) if guard else batch

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
-from onebox.engine.compiler import Captures, Compiler
+from onebox.engine.compiler import Captures, Compiled, Compiler
+from onebox.engine.curve import Peak, peak_at
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
-from onebox.errors import OneboxError, UsageError
+from onebox.errors import DeviceMemoryError, OneboxError, UsageError
 from onebox.graph.placements import Shard
 from onebox.plan import Plan, Sync, UpdateAt
-from onebox.pool import Pool
+from onebox.pool import DeviceInfo, Pool
+from onebox.pool.failures import ADVICE_IN_STEPS, Place
 from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
 
@@ -74,14 +76,24 @@ class Ready:
         remote: The state; brought to the workers here.
         batch: The first batch.
         max_norm: For clipping; 0 for none.
+        strict: Whether to refuse what does not fit the memory of the devices.
 
     Raises:
         CaptureError: The model cannot be captured, or replicas cannot share it.
         UsageError: The plan is for another model.
+        DeviceMemoryError: A step needs more than a device has, or may take; nothing has been uploaded then.
     """
 
     def __init__(
-        self, plan: Plan, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch, max_norm: float
+        self,
+        plan: Plan,
+        pool: Pool,
+        captures: Captures,
+        remote: RemoteState,
+        batch: Batch,
+        max_norm: float,
+        *,
+        strict: bool = False,
     ) -> None:
         self.plan = plan
         self._remote = remote
@@ -89,6 +101,8 @@ class Ready:
         self._factor, self._fixed_bytes = (0.0, 0) if on_host else optimizer_factor(remote.optimizer)
         self.compiler = Compiler(pool, plan, captures, remote.new_number)
         self._pool = pool
+        self._strict = strict
+        self._fitting: set[Hashable] = set()
         self._groups: dict[Members, int] = {}
         model, holdings = self.compiler.first(batch)
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
@@ -96,8 +110,8 @@ class Ready:
         trained = tuple(name for name in remote.wanted if name in with_gradient)
         self._holdings, self._trained = holdings, trained
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
-        remote.upload(holdings.holders, holdings)
         _check_split(remote, holdings)
+        optimizer = remote.new_number()
         try:
             for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
                 self._groups[members] = pool.form_group(members, plan.sync)
@@ -106,15 +120,40 @@ class Ready:
                 holdings,
                 trained=trained,
                 state=remote.named.numbers,
-                optimizer=remote.define_optimizer(trained, holdings, host=on_host),
+                optimizer=optimizer,
                 groups=self._groups,
                 max_norm=max_norm,
             )
+            self._require_room(batch)
+            remote.upload(holdings.holders, holdings)
+            remote.define_optimizer(optimizer, trained, holdings, host=on_host)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
             raise
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = remote.checks()
+
+    def step(self, batch: Batch) -> Compiled:
+        """Return the routines that train with a batch, which are with the workers.
+
+        Raises:
+            DeviceMemoryError: A step needs more than a device has, or may take; nothing has changed on the workers.
+        """
+        self._require_room(batch)
+        return self.compiler.step(batch)
+
+    def _require_room(self, batch: Batch) -> None:
+        """Refuse a batch, the first of its shape, with which a step would not fit."""
+        shape = batch.signature(batch.size)
+        if not self._strict or shape in self._fitting:
+            return
+        budgets = dict(zip(self.plan.devices, self.plan.memory_bytes, strict=False))
+        for worker, contents in self.contents(batch).items():
+            device = self._pool.devices[worker]
+            room_bytes = min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
+            if peak_of(contents) > room_bytes:
+                raise no_room(peak_at(worker, contents), device, room_bytes)
+        self._fitting.add(shape)
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.
@@ -131,7 +170,7 @@ class Ready:
 
     def contents(self, batch: Batch) -> dict[int, Contents]:
         """Return what each worker has when a step with a batch begins, from which its memory can be followed."""
-        compiled = self.compiler.step(batch)
+        compiled = self.compiler.laid_out(batch)
         leaves = {
             (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
             for part in compiled.micro_batches
@@ -169,6 +208,31 @@ class Ready:
         self._groups = {}
 
 
+def no_room(peak: Peak, device: DeviceInfo, room_bytes: int) -> DeviceMemoryError:
+    """Return the error that says that a step does not fit a device.
+
+    Args:
+        peak: What the device would need, and when.
+        device: The device.
+        room_bytes: What it has, or may take.
+    """
+    place = Place(worker=device.number, host=device.host, device=device.device)
+    work_bytes = peak.sorts.get("work", 0)
+    error = DeviceMemoryError(
+        f"{place}: {peak.operator or peak.name} would fail in {peak.name}: {peak.size_bytes} bytes needed, but the "
+        f"quota is {room_bytes}: {peak.size_bytes - room_bytes} too many; no step was begun\n  {ADVICE_IN_STEPS}",
+        operator=peak.operator,
+        worker=device.number,
+        host=device.host,
+        device=device.device,
+        asked_bytes=work_bytes,
+        used_bytes=peak.size_bytes - work_bytes,
+        allowed_bytes=room_bytes,
+    )
+    error.doing, error.stage = peak.name, peak.action.stage if peak.action else None
+    return error
+
+
 _BY_ELEMENT = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"}
 )
@@ -200,7 +264,7 @@ def set_up(
         plan = Plan.data_parallel(
             devices, shares, micro_batch=request.micro_batch, sync=request.sync, update=request.update
         )
-    return Ready(plan, pool, captures, remote, batch, max_norm)
+    return Ready(plan, pool, captures, remote, batch, max_norm, strict=True)
 
 
 def check_settings(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:

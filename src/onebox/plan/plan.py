@@ -123,6 +123,8 @@ class Plan(_Part, frozen=True):
         sync: Where gradients are averaged: worker to ``workers``, or at the ``client``, which only a plan of one stage
             may do.
         update: Where the optimizer's state is, and its step is computed.
+        memory_bytes: For each device, in the order of :attr:`devices`, the most bytes that it was made for, 0 for all
+            that the device has; empty for no such limits. A trainer refuses a step that needs more.
         predicted: What the planner expected.
         format: Version of the file.
     """
@@ -133,6 +135,7 @@ class Plan(_Part, frozen=True):
     table: tuple[str, ...] = ()
     sync: Sync = "workers"
     update: UpdateAt = "device"
+    memory_bytes: tuple[int, ...] = ()
     predicted: Prediction | None = None
     format: int = 1
 
@@ -151,6 +154,10 @@ class Plan(_Part, frozen=True):
             )
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
+        if self.memory_bytes and (len(self.memory_bytes) != len(self.devices) or min(self.memory_bytes) < 0):
+            raise UsageError(
+                f"memory_bytes={self.memory_bytes} of devices {self.devices}: one for each is needed, 0 for no limit"
+            )
         if len(self.stages) == 1 and self.stages[0].fate != "keep":
             raise UsageError(
                 f"fate={self.stages[0].fate!r} in a plan of one stage, which goes back right after forward and would "

@@ -32,7 +32,7 @@ _ADVICE = {
 }
 
 
-_ADVICE_IN_STEPS = (
+ADVICE_IN_STEPS = (
     "use a smaller micro_batch, a plan with other fates (recompute, offload; 'onebox fit' says which would fit, and "
     "what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
 )
@@ -55,7 +55,7 @@ def to_error(failure: Failure, place: Place) -> OneboxError:
     """Return the exception for a failure that a worker reported."""
     shapes = f" on ({failure.shapes})" if failure.shapes else ""
     in_step = failure.routine != 0
-    advice = _ADVICE_IN_STEPS if in_step and failure.kind == "memory" else _ADVICE[failure.kind]
+    advice = ADVICE_IN_STEPS if in_step and failure.kind == "memory" else _ADVICE[failure.kind]
     message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {advice}"
     where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":

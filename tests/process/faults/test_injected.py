@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,10 +129,12 @@ def test_a_failure_outside_of_a_step_is_reported_and_the_trainer_goes_on(undistu
                 assert_same_bits(steps(trainer, STEPS), undisturbed[sync])
 
 
-def assert_injected(error: OneboxError, kind: str, instruction: str, worker: int) -> None:
+def assert_injected(error: Any, kind: str, instruction: str, worker: int) -> None:
     assert type(error) is {"error": OperatorError, "memory": DeviceMemoryError}[kind], error
     assert (error.worker, error.device, error.operator) == (worker, "cpu", instruction)
-    assert f"worker {worker} (cpu on localhost): {instruction} failed: injected fault" in str(error)
+    of_a_step = f" in {error.doing}" if error.instruction else ""
+    assert bool(of_a_step) == (instruction not in ("formgroup", "get"))
+    assert f"worker {worker} (cpu on localhost): {instruction} failed{of_a_step}: injected fault" in str(error)
 
 
 def test_a_checkpoint_from_before_the_fault_resumes_to_the_same_bits(
