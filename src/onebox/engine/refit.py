@@ -34,7 +34,7 @@ from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.spmd import product_flops
-from onebox.plan import NAMED, SCHEDULES, Links, Plan
+from onebox.plan import NAMED, SCHEDULES, Links, Plan, UpdateAt
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 from onebox.wire import Program, reads, specs_by_slot
@@ -105,9 +105,9 @@ def refit(plan: Plan, work: Workload, pool: Pool) -> Plan:
         return same
     size = plan.micro_batch or max(part.size for part in plan.micro_batches(work.batch.size))
     try:
-        return _sought(size, work, pool, replicable=True)
+        return _sought(size, plan.update, work, pool, replicable=True)
     except CaptureError:  # replicas cannot share every model
-        return _sought(size, work, pool, replicable=False)
+        return _sought(size, plan.update, work, pool, replicable=False)
 
 
 def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
@@ -119,8 +119,12 @@ def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
     return all(peaks[device] <= pool.devices[device].memory_bytes for device in plan.devices)
 
 
-def _sought(size: int, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
-    """Return the best plan for the devices of a pool that are left, with micro-batches of a size."""
+def _sought(size: int, update: UpdateAt, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
+    """Return the best plan for the devices of a pool that are left, with micro-batches of a size.
+
+    Where memory is short, activations are computed again or go to the host; the optimizer stays where it is, as what it
+    remembers does.
+    """
     devices = [device for device in pool.devices if device.number in pool.present]
     programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
     times = _known_times(size, size_bytes, work, pool)
@@ -135,6 +139,7 @@ def _sought(size: int, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
         batch=work.batch.size,
         micro_batches=(size,),
         schedules=schedules,
+        updates=(update,),
     )
     problem = replace(problem, replicable=replicable, free_shares=False)
     return search_within(problem, lambda plan: work.peaks(plan, pool), _BUDGET_S)[1]

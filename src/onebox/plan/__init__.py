@@ -2,6 +2,7 @@
 
 from onebox.plan.blocks import block_numbers, block_schedule
 from onebox.plan.costs import stage_work
+from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
@@ -16,13 +17,16 @@ from onebox.plan.synthesis import auto_schedule
 from onebox.plan.theory import theory
 from onebox.plan.trivial import even_plan
 from onebox.plan.validate import validate
+from onebox.plan.why import Reason, reasons
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
+    "FATES",
     "NAMED",
     "SCHEDULES",
     "Action",
     "Candidate",
+    "ChainFate",
     "DeviceSpec",
     "Edge",
     "Fate",
@@ -32,6 +36,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Problem",
+    "Reason",
     "Routes",
     "Schedule",
     "SearchResult",
@@ -59,6 +64,7 @@ __all__ = [
     "named_schedule",
     "picture",
     "predict",
+    "reasons",
     "search",
     "shares_from_speeds",
     "simulate",

@@ -195,7 +195,7 @@ class Costs:
     def _stage(
         self, layout: Layout, stage: int, largest: int, micro_batches: Sequence[MicroBatch], crossing: Crossing
     ) -> StageWork:
-        part = layout.parts[stage]
+        part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
         by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
         tied = self._tied_s(layout, stage)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
@@ -207,7 +207,7 @@ class Costs:
             for place, (fixed, each) in enumerate(found[:3]):
                 times[place][number] = (fixed + each * own) * (largest / own) / device.speed
             times[3][number] = found.update_s / device.speed + tied
-            if layout.update == "host":  # gradients go there, parameters come back
+            if on_host:  # gradients go there, parameters come back
                 times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps)
             if part.fate == "recompute":  # the whole backward is in its first half
                 times[1][number] += times[0][number] + times[2][number]
@@ -217,7 +217,7 @@ class Costs:
             input_s=times[1],
             weight_s=times[2],
             update_s=times[3],
-            state_bytes=sizes.state - (sizes.optimizer if layout.update == "host" else 0),
+            state_bytes=sizes.state - on_host * sizes.optimizer,
             gradient_bytes=sizes.parameter,
             **_held(part.fate, stage, sizes, largest, crossing),
         )

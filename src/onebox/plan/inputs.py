@@ -185,7 +185,7 @@ class Problem:
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
         fates: What may become of activations; ``cpu`` stands for a part of a device's stage on its host's processor.
-        updates: Where the optimizer's state may be.
+        updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
     """
 
     segments: tuple[Segment, ...]

@@ -109,7 +109,7 @@ class Judge:
         fates = {part.fate for part in layout.parts} - set(problem.fates)
         if fates:
             return f"{fates.pop()} is not allowed"
-        if layout.update not in problem.updates:
+        if layout.update is not None and layout.update not in problem.updates:
             return f"the optimizer on the {layout.update} is not allowed"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:

@@ -33,13 +33,14 @@ class Layout(NamedTuple):
         parts: The stages, in an order in which values of forward go from earlier to later ones.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share one.
         schedule: Name of the schedule.
-        update: Where the optimizer's state is, and its step is computed.
+        update: Where the optimizer's state is, and its step is computed; ``None`` is the first of what the problem
+            allows.
     """
 
     parts: tuple[Part, ...]
     micro_batch: int | None
     schedule: str
-    update: UpdateAt = "device"
+    update: UpdateAt | None = None
 
     @property
     def places(self) -> int:
@@ -54,8 +55,8 @@ class Layout(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether all activations are kept, and the optimizer is on the devices."""
-        return self.update == "device" and all(part.fate == "keep" for part in self.parts)
+        """Whether nothing is paid for memory: all activations are kept, and the optimizer is where it is best."""
+        return self.update is None and all(part.fate == "keep" for part in self.parts)
 
 
 def single(segments: tuple[int, ...], device: int) -> Part:
@@ -75,7 +76,8 @@ def plan_of(problem: Problem, layout: Layout) -> Plan:
         )
         for part in layout.parts
     )
-    return Plan(stages=stages, micro_batch=layout.micro_batch, schedule=layout.schedule, update=layout.update)
+    update = layout.update or problem.updates[0]
+    return Plan(stages=stages, micro_batch=layout.micro_batch, schedule=layout.schedule, update=update)
 
 
 def layout_of(problem: Problem, plan: Plan) -> Layout:

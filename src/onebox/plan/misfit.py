@@ -64,10 +64,21 @@ def misfit(judge: Judge) -> PlanError:
     samples = closest.layout.micro_batch or max(part.size for part in closest.case.micro_batches)
     message = (
         f"no plan fits the memory of the devices: of {judge.simulated} that were tried, the closest has {count} "
-        f"stage{'s' * (count > 1)} and micro-batches of {samples}, and {'; '.join(map(str, short))}. "
+        f"stage{'s' * (count > 1)}{_fates(closest)} and micro-batches of {samples}, and {'; '.join(map(str, short))}. "
         f"What would help: {enough}{_smaller(problem, closest)}; or more devices{_total(problem)}"
     )
     return PlanError(message, stage=worst.stage, device=worst.device, missing_bytes=worst.missing_bytes)
+
+
+def _fates(verdict: Verdict) -> str:
+    """Say how many stages of a layout are recomputed and offloaded."""
+    fates = [part.fate for part in verdict.layout.parts]
+    found = [
+        f"{fates.count(fate)} of them {name}"
+        for fate, name in (("recompute", "recomputed"), ("offload", "offloaded"))
+        if fate in fates
+    ]
+    return f", {' and '.join(found)}," if found else ""
 
 
 def _smaller(problem: Problem, verdict: Verdict) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from onebox.plan.costs import Costs
-from onebox.plan.fates import ChainCosts, ChainFate, FateSpan, Link, choose_fates
+from onebox.plan.fates import ChainCosts, ChainFate, FateSpan, Link, choose_fates, least_budget
 from onebox.plan.inputs import Problem
 from onebox.plan.instance import instance_of
 from onebox.plan.judge import Judge, Verdict
@@ -141,7 +141,7 @@ def recut(judge: Judge, base: Layout, update: UpdateAt) -> Verdict | None:
     """
     if base.micro_batch is None or _several(base):
         return None
-    base = base._replace(update=update)
+    base = base._replace(update=None if update == judge.problem.updates[0] else update)
     chains = _chains(judge, base)
     less = dict.fromkeys(judge.problem.device, 0)
     found: Verdict | None = None
@@ -157,6 +157,23 @@ def recut(judge: Judge, base: Layout, update: UpdateAt) -> Verdict | None:
         for device, missing in verdict.simulation.over_bytes.items():
             less[device] += missing
     return found
+
+
+def tightest(judge: Judge, device: int, samples: int) -> Verdict:
+    """Judge the whole model on a device with the fates under which it takes about the least memory there is to reach.
+
+    Args:
+        judge: Judges it.
+        device: The device.
+        samples: Samples of a micro-batch.
+    """
+    problem = judge.problem
+    chain = chain_of(judge.costs, single(tuple(range(len(problem.segments))), device), samples)
+    fates = tuple(fate for fate in problem.fates if fate != "cpu" or chain.processor is not None)
+    spans = choose_fates(chain.costs, least_budget(chain.costs, fates), fates)
+    update: UpdateAt | None = "host" if "host" in problem.updates and problem.updates[0] != "host" else None
+    parts = chain.parts(spans) if spans is not None else [chain.part]
+    return judge.judge(Layout(tuple(parts), samples, "1f1b", update))
 
 
 def _several(layout: Layout) -> bool:

@@ -16,7 +16,7 @@ from onebox.plan.layout import Layout, plan_of
 from onebox.plan.misfit import Shortfall, misfit, shortfalls
 from onebox.plan.plan import Plan
 from onebox.plan.predict import prediction_of
-from onebox.plan.recut import recut
+from onebox.plan.recut import recut, tightest
 from onebox.plan.recut import trivial as trivial_fates
 from onebox.plan.seeds import PLAIN, every_layout, few, proposed
 from onebox.plan.simulate import Simulation
@@ -250,7 +250,11 @@ def _with_fates(judge: Judge, random: Random) -> dict[str, Verdict]:
     for base in dict.fromkeys((*alone, *bases)):
         for update in problem.updates:
             recut(judge, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update)
-    return _policies(judge, {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1})
+    devices = {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1}
+    if judge.best is None or judge.best.over_bytes:
+        for device in devices:
+            tightest(judge, device, min(problem.micro_batches))
+    return _policies(judge, devices)
 
 
 def _policies(judge: Judge, devices: Iterable[int]) -> dict[str, Verdict]:
