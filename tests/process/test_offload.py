@@ -16,7 +16,7 @@ import onebox
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.results import Event
-from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerDied, WorkerHung
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerHung
 from onebox.plan import Fate, Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.report.memory import compare_memory
@@ -57,10 +57,10 @@ def plan_for(name: str, devices: Sequence[int], fate: Fate, schedule: str = "1f1
     return Plan(stages=tuple(stages), micro_batch=3, schedule=schedule)
 
 
-def trainer_on(pool: onebox.Pool, name: str, plan: Plan) -> onebox.Trainer:
+def trainer_on(pool: onebox.Pool, name: str, plan: Plan, *, recover: bool = False) -> onebox.Trainer:
     case = FATED[name]
     model = case.model()
-    options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": False, "in_flight": 1}
+    options: dict[str, Any] = {"pool": pool, "plan": plan, "seed": SEED, "recover": recover, "in_flight": 1}
     trainer = onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), **options)
     trainer.captures = captures(name)
     return trainer
@@ -82,9 +82,10 @@ def train(pool: onebox.Pool, name: str, plan: Plan) -> tuple[Outcome, list[int],
     return outcome, [one.peak_bytes.predicted for one in found], events
 
 
+DEVICES = (0, 1, 0, 1, 0, 1, 0, 1)
 RUNS = [
     ("vgg", (0,) * 6, "1f1b"),
-    ("unet", (0, 1, 0, 1, 0, 1, 0, 1), "zb-h1"),
+    ("unet", DEVICES, "zb-h1"),
 ]
 """A chain on one device, with dropout; skips, from device to device and back, and several micro-batches in flight."""
 
@@ -171,15 +172,26 @@ def test_one_error_and_nothing_is_left(kind: str, instruction: str, count: int) 
     assert gone(processes, ENDED_S)
 
 
-@pytest.mark.parametrize(
-    ("kind", "instruction", "expected"),
-    [("kill", "moving", WorkerDied), ("hang", "moving", WorkerHung)],
-)
-def test_a_worker_that_ends_or_hangs_while_it_copies(kind: str, instruction: str, expected: type[OneboxError]) -> None:
-    error, empty, processes = failing(Fault(kind, instruction, 4))  # type: ignore[arg-type]
-    assert type(error) is expected
+def test_a_copy_that_hangs_is_noticed() -> None:
+    error, empty, processes = failing(Fault("hang", "moving", 4))
+    assert isinstance(error, WorkerHung)
     assert not empty
     assert gone(processes, ENDED_S)
+
+
+def test_a_worker_that_is_killed_while_it_copies_is_made_up_for() -> None:
+    plan, batches = plan_for("unet", DEVICES, "offload"), FATED["unet"].batches([BATCH] * 3)
+    runs = []
+    cases: list[dict[int, list[Fault]]] = [{}, {1: [Fault("kill", "moving", 100)]}]
+    for faults in cases:
+        with open_pool("cpu*2", threads=1, faults=faults) as pool:
+            with trainer_on(pool, "unet", plan, recover=True) as trainer:
+                for batch in batches:
+                    trainer.step(*batch).item()
+                runs.append(trainer.tensors())
+                assert [one.failure.split(":")[0] for one in trainer.recoveries] == ["WorkerDied"] * len(faults)
+            assert untouched(pool)
+    assert all(torch.equal(tensor, runs[1][name]) for name, tensor in runs[0].items())
 
 
 TRAIN = """
