@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from onebox.cli.console import OutputConsole
 from onebox.cli.loop import Loop, recovery_data
+from onebox.engine.curve import Curve
 from onebox.plan import Simulation, as_data
 from onebox.pool import DeviceInfo, Pool
 from onebox.report import Comparison, compare, comparison_tables, timeline_of, typical_step
 from onebox.report.figure import draw_measured
+from onebox.report.memory import compare_memory
+from onebox.report.memory_figure import draw_memory, measured_rows
 
 _CONTENTS = {
     "config.json": "the settings; onebox train --resume reads them",
@@ -18,6 +22,7 @@ _CONTENTS = {
     "checkpoint": "the newest checkpoints",
     "timeline.json": "what each device did in the last steps; ui.perfetto.dev shows it",
     "schedule.png": "a step of the plan as it was measured",
+    "memory.png": "the memory of each device over a step, predicted and measured",
     "summary.json": "the result, its rate, peak memory, the plan",
 }
 
@@ -114,6 +119,28 @@ def _draw(loop: Loop, pool: Pool, expected: Simulation | None) -> None:
         emulated=[device.number for device in pool.devices if device.emulated],
         simulation=expected,
     )
+    curves, step = _curves(loop), max(loop.full_steps)
+    if not compare_memory(curves, events, step):
+        return
+    budgets: dict[int, int | None] = {device.number: device.memory_bytes for device in pool.devices}
+    draw_memory(
+        measured_rows(curves, events, step, budgets),
+        loop.folder.memory,
+        title=plan.describe(),
+        emulated=[device.number for device in pool.devices if device.emulated],
+    )
+
+
+def _curves(loop: Loop) -> dict[int, Curve]:
+    """Return the memory that each device was expected to use over a whole step."""
+    split, size = loop.train.split, loop.full_batch
+    return loop.trainer.predicted_curves(split.images[:size], split.labels[:size])
+
+
+def _memory(loop: Loop) -> list[dict[str, Any]]:
+    """Return by how much the memory of the last whole step differs from what was expected."""
+    step = max(loop.full_steps)
+    return [one.to_data() for one in compare_memory(_curves(loop), loop.trainer.events(), step)]
 
 
 def _print_comparison(found: Comparison, loop: Loop, console: OutputConsole) -> None:
@@ -150,7 +177,7 @@ def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -
             for device in pool.devices
         ],
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
-        "comparison": found and found.to_data(),
+        "comparison": found and {**found.to_data(), "memory": _memory(loop)},
         "recoveries": [recovery_data(story) for story in loop.trainer.recoveries],
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),
     }

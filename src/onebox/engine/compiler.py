@@ -123,6 +123,7 @@ class Constants:
     def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
         self._pool = pool
         self._new = new
+        self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
         self._numbers: dict[Hashable, dict[str, int]] = {}
         self._there: set[Hashable] = set()
 
@@ -137,6 +138,7 @@ class Constants:
         if key in self._there:
             return
         self._there.add(key)
+        self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
         if tensors:
             put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
             frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
@@ -176,6 +178,7 @@ class Compiler:
         self._models: dict[Hashable, Parts] = {}
         self._compiled: dict[Hashable, Compiled] = {}
         self._there: set[Hashable] = set()
+        self._stored: dict[int, dict[int, int]] = {}
         self._settled: dict[str, Placement] = {}
         self._lowering: Lowering | None = None
 
@@ -242,9 +245,12 @@ class Compiler:
                 return found.labels
         return ()
 
-    def constant_bytes(self, batch: Batch) -> dict[int, int]:
-        """Return the bytes of the constants that training with a batch puts on each worker, by number of the buffer."""
-        found: dict[int, int] = {}
+    def constant_bytes(self, batch: Batch, worker: int) -> dict[int, int]:
+        """Return the bytes of the constants that a worker has when it trains with a batch, by number of the buffer.
+
+        Those that batches of other shapes have brought there stay.
+        """
+        found: dict[int, int] = self._constants.uploaded | self._stored.get(worker, {})
         for size in {part.size for part in self._plan.micro_batches(batch.size)}:
             tensors = self._model(batch, size, train=True).programs.constants
             for name, number in self._numbers_of_constants(batch, size, train=True).items():
@@ -326,6 +332,8 @@ class Compiler:
             raise UsageError(f"the plan is for another model: it {what}; the segments are {', '.join(known)}")
 
     def _store(self, worker: int, routine: StepRoutine) -> None:
+        sizes = {number: spec.size_bytes for number, (_, spec) in routine.constants.items()}
+        self._stored.setdefault(worker, {}).update(sizes)
         tensors = [torch.tensor(value, dtype=DTYPES[spec.dtype]) for value, spec in routine.constants.values()]
         put = Put(tuple(routine.constants), tuple(spec_of(tensor) for tensor in tensors))
         self._pool.post(worker, [put, *routine.definitions], [bytes(to_frame(tensor)) for tensor in tensors])

@@ -176,7 +176,6 @@ class Ready:
             for part in compiled.micro_batches
             for leaf, tensor in enumerate(batch.leaves)
         }
-        constants = {n: Held("constant", "", size) for n, size in self.compiler.constant_bytes(batch).items()}
         state = self._remote.named
         found = {}
         for worker, routine in compiled.routines.items():
@@ -188,13 +187,15 @@ class Ready:
                 )
                 for n in self._holdings.held_by(worker, state.tensors)
             }
+            sizes = self.compiler.constant_bytes(batch, worker)
+            held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
             trained = [
                 self._holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self._holdings.held_by(worker, self._trained)
             ]
             found[worker] = Contents(
                 routine=routine,
-                held={**held, **constants},
+                held=held,
                 leaves=leaves,
                 gradients=self.compiler.gradients,
                 optimizer_bytes=int(self._factor * sum(trained)) + self._fixed_bytes * len(trained),

@@ -113,6 +113,11 @@ class RunFolder:
         return self.path / "schedule.png"
 
     @property
+    def memory(self) -> Path:
+        """The figure of the memory of a step."""
+        return self.path / "memory.png"
+
+    @property
     def summary(self) -> Path:
         """File of the run's result."""
         return self.path / "summary.json"

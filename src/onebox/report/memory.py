@@ -58,13 +58,25 @@ def compare_memory(curves: Mapping[int, Curve], events: Iterable[Event], step: i
         step: The step.
 
     Returns:
-        A comparison for each device that was measured, in the order of their numbers.
+        A comparison for each device that was measured with that plan, in the order of their numbers.
     """
-    rows: dict[int, list[Event]] = {}
-    for event in events:
-        if event.step == step:
-            rows.setdefault(event.worker, []).append(event)
-    return tuple(_compared(curve, rows[device]) for device, curve in sorted(curves.items()) if rows.get(device))
+    own = [event for event in events if event.step == step]
+    pairs = [(curve, measured_instructions(curve, own)) for _, curve in sorted(curves.items())]
+    return tuple(_compared(curve, found) for curve, found in pairs if found)
+
+
+def measured_instructions(curve: Curve, events: Iterable[Event]) -> list[Event]:
+    """Return what a device did in a step, one event for each instruction of its curve.
+
+    Args:
+        curve: The device's curve.
+        events: The events of the step; a step that was done again after a loss has them several times.
+
+    Returns:
+        The newest events; none where the step was of another plan or batch, so that it had other instructions.
+    """
+    found = [event for event in events if event.worker == curve.device][-len(curve.uses) :]
+    return found if [event.name for event in found] == [use.name for use in curve.uses] else []
 
 
 def _compared(curve: Curve, events: Sequence[Event]) -> MemoryComparison:

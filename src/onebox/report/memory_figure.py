@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from onebox.errors import UsageError
 from onebox.plan import Simulation
 from onebox.report.figure import COLOURS, MEANINGS, check_suffix, save
-from onebox.report.memory import bytes_text
+from onebox.report.memory import bytes_text, measured_instructions
 
 if TYPE_CHECKING:  # the engine takes a second to be imported, which figures of simulations do not need
     from matplotlib.axes import Axes
@@ -122,15 +122,20 @@ def measured_rows(
         budgets: The memory of each device; ``None`` for one without limit.
 
     Raises:
-        UsageError: There is nothing of the step.
+        UsageError: There is nothing of the step, or it was of another plan or batch.
     """
     own = [event for event in events if event.step == step]
-    if not own:
-        raise UsageError(f"there are no events of step {step}; a trainer with trace=True has those of the last steps")
+    seen = {device: measured_instructions(curve, own) for device, curve in sorted(curves.items())}
+    if not any(seen.values()):
+        raise UsageError(
+            f"there are no events of step {step} by that plan; a trainer with trace=True has those of the last steps"
+        )
     begin = min(event.start_ns for event in own)
     rows = []
-    for device, curve in sorted(curves.items()):
-        found = [event for event in own if event.worker == device]
+    for device, found in seen.items():
+        if not found:
+            continue
+        curve = curves[device]
         starts = [(event.start_ns - begin) * 1e-9 for event in found]
         ends = [(event.end_ns - begin) * 1e-9 for event in found]
         moments = [

@@ -214,11 +214,12 @@ def planned_run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_a_planned_run_learns_and_keeps_its_plan(made: Made, planned_run: Made) -> None:
     assert planned_run.plan == made.two_stages()
     names = {path.name for path in planned_run.folder.iterdir()}
-    assert names >= {"plan.json", "schedule.png", "timeline.json", "summary.json", "checkpoint"}
+    assert names >= {"plan.json", "schedule.png", "memory.png", "timeline.json", "summary.json", "checkpoint"}
     assert "plan: 2 stages on devices 0; 1" in planned_run.text
     assert planned_run.report["test_accuracy"] >= 0.85
-    with Image.open(planned_run.folder / "schedule.png") as image:
-        assert image.width > 1000
+    for name in ("schedule.png", "memory.png"):
+        with Image.open(planned_run.folder / name) as image:
+            assert image.width > 1000
 
 
 def test_a_planned_run_says_how_right_the_plan_was(planned_run: Made) -> None:
@@ -228,6 +229,7 @@ def test_a_planned_run_says_how_right_the_plan_was(planned_run: Made) -> None:
     assert found["steps"] == 44 and found["batch"] == 64
     assert found["step_s"]["predicted"] > 0 and found["step_s"]["measured"] > 0
     assert [row["stage"] for row in found["stages"]] == [0, 1]
+    assert [(one["device"], one["difference_bytes"]) for one in found["memory"]] == [(0, 0), (1, 0)]
     for row in found["stages"]:
         assert set(row["seconds"]) == {"F", "B"}
         assert all(pair["error"] is not None for pair in row["seconds"].values())

@@ -78,6 +78,13 @@ def test_the_largest_difference_is_named_with_its_instruction() -> None:
     assert compare_memory({0: curve()}, [], 2) == (), "what was not measured is not compared"
 
 
+def test_of_a_step_that_was_done_again_the_last_time_counts_and_one_of_another_plan_does_not() -> None:
+    again = [*measured(curve(), more=9), *measured(curve())]
+    assert compare_memory({0: curve()}, again, 2)[0].difference_bytes == 0
+    other = [event for event in measured(curve()) if event.name != "free"]
+    assert compare_memory({0: curve()}, other, 2) == ()
+
+
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=50), st.integers(1, 60))
 def test_a_sparkline_shows_the_highest_of_each_column(values: list[int], width: int) -> None:
     drawn = sparkline(values, 100, width)
