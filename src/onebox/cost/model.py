@@ -95,12 +95,16 @@ class SegmentTimes(_Part, frozen=True):
         seconds: For each segment: forward, input gradient, weight gradient.
         update_s: The optimizer step over all parameters.
         call_s: What an action costs beside its operators.
+        last_gain_s: For each segment by how many seconds, of all three, it is faster where its maps have channels last
+            in memory; negative where it is slower. Empty where that was not measured, else ``seconds`` are those of
+            the faster format.
     """
 
     size: int
     seconds: tuple[tuple[float, float, float], ...]
     update_s: float
     call_s: float
+    last_gain_s: tuple[float, ...] = ()
 
 
 class ModelProfile(_Part, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import nn
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_memory
+from onebox.engine.formats import with_formats
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
 from onebox.engine.within import search_within
+from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.fates import FATES, ChainFate
@@ -114,12 +116,45 @@ def make_plan(
         fates=fates,
         updates=update,
     )
+    if short_of_memory(problem):
+        problem = with_host_speeds(problem, pool, fresh=fresh)
     result, plan = search_within(
         problem,
-        lambda plan: forecast_memory(plan, model, loss, optimizer, batch, devices=pool.devices, captures=captures),
+        lambda plan: forecast_memory(
+            with_formats(plan, profile, pool.devices),
+            model,
+            loss,
+            optimizer,
+            batch,
+            devices=pool.devices,
+            captures=captures,
+        ),
         budget_s,
     )
-    return Planned(plan=plan, result=result, problem=problem, profile=profile)
+    return Planned(plan=with_formats(plan, profile, pool.devices), result=result, problem=problem, profile=profile)
+
+
+def short_of_memory(problem: Problem) -> bool:
+    """Tell whether some device cannot hold the whole model with its largest micro-batch, so that fates matter."""
+    made = sum(segment.saved_bytes for segment in problem.segments) * max(problem.micro_batches)
+    state = sum(segment.state_bytes for segment in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
+    return any(capacity < state + made for capacity in problem.capacity_bytes.values())
+
+
+def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:
+    """Return a problem with the speeds of the ways between devices and their hosts' memory, as they are measured.
+
+    A device with hardly any memory left is not measured: its way is taken for that of a core that copies.
+    """
+    try:
+        measured = pool.profile(fresh=fresh).devices
+    except UsageError:
+        return problem
+    known = {device.number: device.speeds.host_copy_bps for device in measured}
+    devices = (
+        replace(device, host_bps=found) if (found := known.get(device.number)) else device for device in problem.devices
+    )
+    return replace(problem, devices=tuple(devices))
 
 
 def pool_links(pool: Pool, *, fresh: bool = False) -> Links:

@@ -48,7 +48,7 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.
     found = sorted(
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
     )
-    return key_of("segments", graph, found, str(torch.__version__), type(optimizer).__name__, size)
+    return key_of("segments in two formats", graph, found, str(torch.__version__), type(optimizer).__name__, size)
 
 
 def divided_bytes(

@@ -22,6 +22,7 @@ from onebox.cost import load, store
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
+from onebox.engine.formats import LEAST_WORK, compared, convolution_work
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
 from onebox.engine.results import Event
 from onebox.engine.trainer import Trainer
@@ -157,6 +158,7 @@ class _Runs:
         self.captures = captures
         self._names: tuple[str, ...] = ()
         self._bytes: ModelBytes | None = None
+        self._convolutions = 0
 
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
@@ -170,11 +172,23 @@ class _Runs:
         return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
-        """Train on each device at once; return the times of each type of device."""
+        """Train on each device at once; return the times of each type of device.
+
+        On CPUs, models with convolutions are measured with channels last, too.
+        """
+        found = self._measure(pool, devices, channels_last=False)
+        cpus = [device for device in devices if pool.devices[device].kind == "cpu"]
+        self.bytes()
+        if cpus and self._convolutions >= LEAST_WORK:
+            last = self._measure(pool, cpus, channels_last=True)
+            found |= {kind: compared(found[kind], times) for kind, times in last.items()}
+        return found
+
+    def _measure(self, pool: Pool, devices: Sequence[int], *, channels_last: bool) -> dict[str, SegmentTimes]:
         trainers: list[Trainer] = []
         try:
             for device in devices:
-                trainers.append(self._trainer(pool, device))
+                trainers.append(self._trainer(pool, device, channels_last))
             start_s, steps = time.monotonic(), 0
             while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S and steps < _MOST):
                 for trainer in trainers:
@@ -193,9 +207,9 @@ class _Runs:
                 trainer.close()
         return {kind: _median_of(times) for kind, times in found.items()}
 
-    def _trainer(self, pool: Pool, device: int) -> Trainer:
+    def _trainer(self, pool: Pool, device: int, channels_last: bool) -> Trainer:
         assert self.captures is not None
-        plan = _one_by_one(self._names, device, self._size)
+        plan = _one_by_one(self._names, device, self._size, channels_last)
         trainer = Trainer(
             *self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0, recover=False
         )
@@ -233,12 +247,16 @@ class _Runs:
 
     def _count(self) -> ModelBytes:
         assert self.captures is not None
-        return divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])[1]
+        programs, found = divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])
+        self._convolutions = convolution_work(programs)
+        return found
 
 
-def _one_by_one(names: Sequence[str], device: int, size: int) -> Plan:
+def _one_by_one(names: Sequence[str], device: int, size: int, channels_last: bool) -> Plan:
     """Return the plan in which one device runs every segment as a stage."""
-    stages = tuple(Stage(segments=(name,), replicas=((device,),), shares=(1.0,)) for name in names)
+    stages = tuple(
+        Stage(segments=(name,), replicas=((device,),), shares=(1.0,), channels_last=channels_last) for name in names
+    )
     row: list[Action] = []
     for micro_batch in range(_MICRO_BATCHES):
         row += [Action("F", stage, micro_batch) for stage in range(len(names))]
