@@ -79,6 +79,11 @@ def peak_of(contents: Contents) -> int:
     return max((ledger.peak_bytes for ledger in follow(contents)), default=0)
 
 
+def host_peak_of(contents: Contents) -> int:
+    """Return the most bytes of activations that wait in the host's memory at any time of a step."""
+    return max((ledger.host_peak_bytes for ledger in follow(contents)), default=0)
+
+
 def follow(contents: Contents) -> Iterator[Ledger]:
     """Go through a step: yield the ledger as it is before the first instruction, and after each.
 
@@ -99,8 +104,23 @@ def follow(contents: Contents) -> Iterator[Ledger]:
         yield ledger
 
 
+@dataclass(eq=False)
+class _Copy:
+    """A storage in the host's memory.
+
+    Args:
+        storage: Which it is on the device, or was.
+        size_bytes: Its bytes.
+        buffers: Those that are to be views of it when it comes back.
+    """
+
+    storage: int
+    size_bytes: int
+    buffers: set[int]
+
+
 class Ledger:
-    """Buffers and their storages.
+    """Buffers and their storages; and the bytes of those that are in the host's memory, now and at most so far.
 
     Args:
         charged_bytes: What counts beside buffers.
@@ -109,12 +129,14 @@ class Ledger:
     def __init__(self, charged_bytes: int) -> None:
         self.used_bytes = charged_bytes
         self.peak_bytes = charged_bytes
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
         self.instruction = -1
         self.origins: dict[int, tuple[int, int | None]] = {}  # of a storage: its instruction, and the slot of a call
         self._storage: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._views: dict[int, int] = {}
-        self._away: dict[int, int] = {}  # from a buffer that is offloaded to the storage that it viewed
+        self._away: dict[int, _Copy] = {}
         self._next = 0
 
     def follow(self, step: Step, programs: Mapping[int, Program]) -> None:
@@ -132,11 +154,10 @@ class Ledger:
             case Gather():
                 self.fill(step.into, step.spec.size_bytes)
             case Offload():
-                self._away |= {number: self._storage[number] for number in step.buffers}
+                self._offload(step.buffers)
             case Evict():
-                away = {number: self._away[number] for number in step.buffers}
-                self._forget(step.buffers)
-                self._away |= away
+                for number in step.buffers:
+                    self._release(number)
             case Prefetch():
                 self._return(step.buffers)
             case _:  # the others fill no buffer, or one that is there
@@ -152,16 +173,28 @@ class Ledger:
         self.origins[self._next] = (self.instruction, None)
         self._put(number, self._next, size_bytes)
 
+    def _offload(self, numbers: Sequence[int]) -> None:
+        """Copy buffers to the host, each storage once."""
+        copies: dict[int, _Copy] = {}
+        for number in numbers:
+            storage = self._storage[number]
+            if storage not in copies:
+                copies[storage] = _Copy(storage, self._sizes[storage], set())
+                self.host_bytes += copies[storage].size_bytes
+            copies[storage].buffers.add(number)
+            self._away[number] = copies[storage]
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+
     def _return(self, numbers: Sequence[int]) -> None:
         """Fill buffers that were evicted: for each storage that they viewed a new one, of which the same is known."""
-        new: dict[int, int] = {}
+        new: dict[_Copy, int] = {}
         for number in numbers:
-            old = self._away[number]
-            if old not in new:
+            copy = self._away[number]
+            if copy not in new:
                 self._next += 1
-                new[old] = self._next
-                self.origins[self._next] = self.origins[old]
-            self._put(number, new[old], self._sizes[old])
+                new[copy] = self._next
+                self.origins[self._next] = self.origins[copy.storage]
+            self._put(number, new[copy], copy.size_bytes)
 
     def _call(self, call: Call, program: Program) -> None:
         need = footprint(program, call.takes)
@@ -194,10 +227,17 @@ class Ledger:
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._away.pop(number, None)
-            storage = self._storage.pop(number, None)
-            if storage is None:
-                continue
-            self._views[storage] -= 1
-            if not self._views[storage]:
-                self.used_bytes -= self._sizes[storage]
+            self._release(number)
+            copy = self._away.pop(number, None)
+            if copy is not None:
+                copy.buffers.discard(number)
+                self.host_bytes -= 0 if copy.buffers else copy.size_bytes
+
+    def _release(self, number: int) -> None:
+        """Note that a buffer is not on the device any more."""
+        storage = self._storage.pop(number, None)
+        if storage is None:
+            return
+        self._views[storage] -= 1
+        if not self._views[storage]:
+            self.used_bytes -= self._sizes[storage]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from onebox.engine.ledger import Ledger
 from onebox.engine.offloading import LEAST_BYTES, Absence, find_absences, offloaded, with_transfers
 from onebox.engine.routine import Label
 from onebox.plan import Action, Fate, Plan
@@ -141,6 +142,27 @@ def test_what_is_small_or_not_a_value_of_forward_stays() -> None:
         [*range(13)],
     )
     assert find_absences(steps, PROGRAMS, bounds, actions, ["offload"] * 6) == [], "read behind the row only"
+
+
+def test_the_ledger_counts_a_storage_once_wherever_it_is() -> None:
+    ledger, size = Ledger(0), SPEC.size_bytes
+
+    def after(step: Step) -> tuple[int, int]:
+        ledger.follow(step, PROGRAMS)
+        return ledger.used_bytes, ledger.host_bytes
+
+    ledger.fill(1, size)
+    assert after(Call(TURN, (1,), (2,))) == (size, 0)
+    assert after(Call(ONE, (1,), (3,))) == (2 * size, 0)
+    assert after(Offload((1, 2, 3))) == (2 * size, 2 * size)
+    assert after(Evict((1,))) == (2 * size, 2 * size), "another view of it is still there"
+    assert after(Evict((2, 3))) == (0, 2 * size)
+    assert after(Prefetch((2,))) == (size, 2 * size), "what is left on the host is a view of it"
+    assert after(Prefetch((1, 3))) == (3 * size, 0), "each a storage of its own by now"
+    assert after(Offload((3,))) == (3 * size, size)
+    assert after(Call(ONE, (3,), (3,), (0,))) == (3 * size, 0), "what is made anew is not there any more"
+    assert after(Free((1, 2, 3))) == (0, 0)
+    assert ledger.host_peak_bytes == 2 * size
 
 
 # ---- whole steps
