@@ -20,7 +20,7 @@ from onebox.engine.parts import Parts
 from onebox.engine.routine import StepRoutine
 from onebox.engine.timetable import forward_only, make_schedule
 from onebox.graph import Captured, ModelPrograms, TracedModel, capture
-from onebox.plan import Fate, Plan, Stage
+from onebox.plan import Fate, Plan, Stage, block_numbers
 
 HALVES = ("zb-h1", "zbv", "auto", "table")
 
@@ -77,9 +77,18 @@ def captured(size: int, *, train: bool) -> Captured:
 
 
 @functools.cache
-def programs(size: int, stages: tuple[tuple[str, ...], ...] | None, *, train: bool, halves: bool) -> ModelPrograms:
+def programs(
+    size: int,
+    stages: tuple[tuple[str, ...], ...] | None,
+    *,
+    train: bool,
+    halves: bool,
+    fates: tuple[Fate, ...] | None = None,
+    blocks: tuple[int, ...] = (),
+) -> ModelPrograms:
     """Return the net's programs for micro-batches of a size."""
-    return TracedModel(captured(size, train=train), backward=train, halves=halves).divide(stages)
+    traced = TracedModel(captured(size, train=train), backward=train, halves=halves)
+    return traced.divide(stages, fates=fates, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +128,12 @@ def lower(
     parts, routes = plan.micro_batches(size), plan.routes(size)
     stages = None if len(plan.stages) == 1 else tuple(stage.segments for stage in plan.stages)
     halves = plan.schedule in HALVES and stages is not None
-    model = programs(parts[0].size, stages, train=True, halves=halves)
+    divide = functools.partial(
+        programs, fates=tuple(found.fate for found in plan.stages), blocks=block_numbers(plan.stages)
+    )
+    model = divide(parts[0].size, stages, train=True, halves=halves)
     split = range(len(plan.stages)) if halves else ()
-    divided = {part.size: programs(part.size, stages, train=train, halves=train and halves) for part in parts}
+    divided = {part.size: divide(part.size, stages, train=train, halves=train and halves) for part in parts}
     found = {size: Parts(each, plan, halves=split if train else ()) for size, each in divided.items()}
     holdings = find_holdings(plan, Parts(model, plan, halves=split))
     backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
@@ -165,6 +177,8 @@ def plan(*stages: Stage, micro_batch: int = 2, schedule: str = "1f1b", **more: A
     return Plan(stages=stages, micro_batch=micro_batch, schedule=schedule, **more)
 
 
+SPANS: tuple[Fate, ...] = ("recompute", "recompute", "offload", "keep")
+
 PLANS: dict[str, Plan] = {
     "one device": Plan.data_parallel([0], [1.0], micro_batch=2),
     "two replicas": Plan.data_parallel([0, 1], [0.5, 0.5], micro_batch=2),
@@ -180,5 +194,8 @@ PLANS: dict[str, Plan] = {
     "one by two": plan(stage("ab", 0), stage("cd", 1, 2, shares=(0.6, 0.4)), schedule="zb-h1"),
     "two by one": plan(stage("a", 1, 2, shares=(1.0, 2.0)), stage("bc", 0), stage("d", 3)),
     "replicas across": plan(stage("ab", 0, 1), stage("cd", 1, 0)),
+    "spans": plan(*(stage(letter, 0, fate=fate) for letter, fate in zip("abcd", SPANS, strict=True))),
+    "recomputed": plan(stage("ab", 0, fate="recompute"), stage("cd", 1, fate="recompute"), schedule="zb-h1"),
+    "recomputed replicas": plan(stage("a", 0, 1, fate="recompute"), stage("bcd", 0, 1, fate="recompute")),
 }  # fmt: skip
 """Every kind of plan: batches of them are lowered, looked at and played."""
