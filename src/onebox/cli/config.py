@@ -205,7 +205,7 @@ class PlanConfig(JobConfig):
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.
         figure: Draw the expected step into this file, a .png, .svg or .pdf.
-        show_memory: Say of each segment what becomes of its activations, what that saves and costs, and why; and run
+        show_memory: Say of each stage what becomes of its activations, what that saves and costs, and why; and run
             three steps, whose memory is shown beside what was predicted. --memory without a size asks for the same.
             With --figure there is a figure of the memory, too, named like it with -memory.
         json: Write the plan, what is predicted and what it was compared with as JSON into this file; - prints it

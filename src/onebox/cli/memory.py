@@ -17,7 +17,7 @@ from onebox.engine import Trainer
 from onebox.engine.curve import Curve
 from onebox.engine.fitting import fit
 from onebox.feed import DataSet
-from onebox.plan.reasons import SegmentMemory, segment_memory
+from onebox.plan import Plan, Reason, reasons
 from onebox.pool import Pool
 from onebox.report.memory import MemoryComparison, compare_memory, curve_lines, fates_table, peak_table
 from onebox.report.memory_figure import MemoryRow, measured_rows, predicted_rows
@@ -33,7 +33,9 @@ class SeenMemory:
     """The memory of a plan.
 
     Args:
-        segments: What becomes of each segment's activations.
+        plan: The plan.
+        names: All segments of the model, in their order.
+        reasons: What becomes of the activations of each stage.
         curves: The memory of each device over a step, predicted.
         compared: What was measured beside it; empty where the plan was not run, because it does not fit.
         rows: The same for a figure.
@@ -41,7 +43,9 @@ class SeenMemory:
         emulated: Numbers of the emulated devices.
     """
 
-    segments: tuple[SegmentMemory, ...]
+    plan: Plan
+    names: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     curves: Mapping[int, Curve]
     compared: tuple[MemoryComparison, ...]
     rows: tuple[MemoryRow, ...]
@@ -84,7 +88,9 @@ def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) ->
         compared = compare_memory(curves, events, _STEPS - 1)
         rows = measured_rows(curves, events, _STEPS - 1, budgets)
     return SeenMemory(
-        segments=segment_memory(found.problem, found.plan),
+        plan=found.plan,
+        names=tuple(segment.name for segment in found.problem.segments),
+        reasons=reasons(found.problem, found.plan),
         curves=curves,
         compared=compared,
         rows=rows,
@@ -106,11 +112,11 @@ def _predicted(
 def print_memory(seen: SeenMemory, console: OutputConsole) -> None:
     """Print the fates of segments and the memory of devices."""
     tables = [
-        fates_table(seen.segments, seen.emulated),
+        fates_table(seen.reasons, seen.plan, seen.names, seen.emulated),
         peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated),
     ]
     console.widen(tables)
-    _say(console, "\nwhat becomes of each segment's activations, for one micro-batch")
+    _say(console, "\nwhat becomes of the activations of each stage until its backward")
     console.print(tables[0])
     measured = f"; measured in step {_STEPS} of {_STEPS}" if seen.compared else ""
     _say(console, f"memory over a step, by instruction{measured}")
@@ -122,7 +128,10 @@ def print_memory(seen: SeenMemory, console: OutputConsole) -> None:
 def memory_data(seen: SeenMemory) -> dict[str, Any]:
     """Return everything that is known as JSON values."""
     return {
-        "segments": [dataclasses.asdict(row) for row in seen.segments],
+        "stages": [
+            {**dataclasses.asdict(one), "segments": seen.plan.stages[one.stage].segments or seen.names}
+            for one in seen.reasons
+        ],
         "devices": [
             {
                 "device": device,

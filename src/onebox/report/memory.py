@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from onebox.plan import Plan, Reason
 from onebox.report.comparison import Pair
+from onebox.report.plan_tables import segments_text
 from onebox.report.tables import time_text
 
 if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
     from onebox.engine import Event
     from onebox.engine.curve import Curve, Peak
-    from onebox.plan.reasons import SegmentMemory
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -162,23 +163,27 @@ def peak_table(
     return table
 
 
-def fates_table(rows: Sequence[SegmentMemory], emulated: Collection[int] = ()) -> Table:
-    """Return the table of what becomes of each segment's activations, for one micro-batch.
+def fates_table(reasons: Sequence[Reason], plan: Plan, names: Sequence[str], emulated: Collection[int] = ()) -> Table:
+    """Return the table of what becomes of the activations of each stage.
 
     Args:
-        rows: From :func:`~onebox.plan.reasons.segment_memory`.
+        reasons: From :func:`~onebox.plan.reasons`, one for each stage.
+        plan: The plan.
+        names: All segments of the model, in their order.
         emulated: Numbers of the emulated devices.
     """
-    there = {device for row in rows for device in row.devices}
-    table = Table("segment", "stage", "device", "fate", caption="* emulated" if there & set(emulated) else None)
-    for heading in ("would keep", "saved", "paid"):
+    there = set(plan.devices) & set(emulated)
+    table = Table("stage", "segments", "device", "fate", caption="* emulated" if there else None)
+    for heading in ("would keep\nof a micro-batch", "saved", "paid\nin a step"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("why")
-    for row in rows:
-        where = ", ".join(f"{device}*" if device in emulated else str(device) for device in row.devices)
-        saved = bytes_text(row.saved_bytes) if row.saved_bytes else ""
-        paid = time_text(row.paid_s) if row.saved_bytes else ""
-        cells = (row.segment, str(row.stage), where, row.fate, bytes_text(row.would_keep_bytes), saved, paid, row.why)
+    for one in reasons:
+        device = f"{one.device}*" if one.device in emulated else str(one.device)
+        segments = segments_text(plan.stages[one.stage], names)
+        saved = bytes_text(one.saved_bytes) if one.saved_bytes else ""
+        paid = time_text(one.paid_s) if one.saved_bytes else ""
+        made = bytes_text(one.activation_bytes)
+        cells = (str(one.stage), segments, device, one.fate, made, saved, paid, one.text)
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +12,12 @@ from rich.table import Table
 
 from onebox.engine import Event
 from onebox.engine.curve import Curve, Peak, Resident, Use
-from onebox.plan import Action
+from onebox.plan import Action, Plan, Reason, Stage
 from onebox.report.memory import (
     bytes_text,
     compare_memory,
     curve_lines,
+    fates_table,
     peak_table,
     residents_table,
     sparkline,
@@ -134,3 +137,26 @@ def test_the_table_of_residents_has_sums_and_the_largest() -> None:
 )
 def test_bytes_have_three_digits(size_bytes: int, text: str) -> None:
     assert bytes_text(size_bytes) == text
+
+
+def test_the_table_of_fates_says_of_each_stage_what_it_saves_costs_and_why() -> None:
+    stages = (
+        Stage(segments=("a", "b"), replicas=((0,),), shares=(1.0,), fate="recompute"),
+        Stage(segments=("c",), replicas=((0,),), shares=(1.0,)),
+    )
+    plan = Plan(stages=stages, micro_batch=2)
+    common: Any = {"device": 0, "again_s": 1e-3, "wait_s": 0.0}
+    freed = Reason(
+        stage=0,
+        fate="recompute",
+        segments=2,
+        activation_bytes=3 * MIB,
+        saved_bytes=MIB,
+        paid_s=2e-3,
+        text="x",
+        **common,
+    )
+    kept = Reason(stage=1, fate="keep", segments=1, activation_bytes=512, saved_bytes=0, paid_s=0.0, text="y", **common)
+    said = shown(fates_table([freed, kept], plan, ["a", "b", "c"], [0]), width=120)
+    for part in ("a … b (2)", "0*", "recompute", "3 MiB", "1 MiB", "2.00 ms", "512 B", "* emulated"):
+        assert part in said, part
