@@ -182,7 +182,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans(), st.integers(1, 5), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_plan_gives_what_one_process_gives(made: Plan, parts: int, random: Any) -> None:
     """The player refuses to read what is not there, to offload or bring back anything twice, and to leave anything."""
     lowered = lower(made, SAMPLES * parts)
