@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from onebox.cost.lifetimes import footprint
 from onebox.wire import DType, Many, Operator, OwnDevice, Program, Slot, TensorSpec, Value, with_deaths
@@ -43,19 +44,22 @@ class Kernel:
         return seconds / self.work if self.name.endswith("_s") else self.work / seconds
 
 
-def kernels(kind: str, room_bytes: int) -> tuple[Kernel, ...]:
+def kernels(kind: str, room_bytes: int, *, bf16: bool) -> tuple[Kernel, ...]:
     """Return the kernels for a device.
 
     Args:
         kind: ``cpu``, ``cuda`` or ``sim``; the last has only the call of a program, whatever is in it.
         room_bytes: Memory that they may need, at least :data:`LEAST_BYTES`; kernels are halved until they fit.
+        bf16: Whether it has instructions for bf16: without them a single kernel may take seconds.
     """
     call = Kernel(name="call_s", program=_chain(1), work=1)
     if kind == "sim":
         return (call,)
     large = kind == "cuda"
+    products = (_fitting(partial(_matmul, dtype="bfloat16"), 4096 if large else 512, room_bytes),) if bf16 else ()
     return (
         call,
+        *products,
         Kernel(name="operator_s", program=_chain(SMALL_OPERATORS), work=SMALL_OPERATORS),
         _fitting(_matmul, 4096 if large else 512, room_bytes),
         _fitting(_convolution, 256 if large else 8, room_bytes),
@@ -110,10 +114,10 @@ def _chain(count: int) -> Program:
     return with_deaths(Program((_SMALL,), operators, (count,), count + 1))
 
 
-def _matmul(side: int) -> Kernel:
-    square = TensorSpec("float32", (side, side))
+def _matmul(side: int, *, dtype: str = "float32") -> Kernel:
+    square = TensorSpec(dtype, (side, side))
     return Kernel(
-        name="matmul_flops",
+        name="matmul_flops" if dtype == "float32" else "bf16_flops",
         program=_single((square, square), "aten.mm.default", (Slot(0), Slot(1)), (square,)),
         work=2.0 * side**3,
     )

@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-FORMAT = 2
+FORMAT = 3
 """Version of what is measured and how; profiles of another one are measured anew."""
 
 
@@ -28,6 +28,8 @@ class Speeds(_Part, frozen=True):
         pointwise_bps: Bytes per second, read and written, of a rectifier over 16 MiB, more than caches hold.
         norm_bps: The same of a batch normalisation, each byte counted as read once and written once.
         host_copy_bps: Bytes per second of a copy of 64 MiB between the device and the host's memory, either way.
+        bf16_flops: As ``matmul_flops``, of bf16 matrices; ``None`` where the device computes with them one by one, as a
+            CPU without such instructions does, a thousand times slower.
     """
 
     call_s: float
@@ -37,6 +39,7 @@ class Speeds(_Part, frozen=True):
     pointwise_bps: float | None = None
     norm_bps: float | None = None
     host_copy_bps: float | None = None
+    bf16_flops: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -12,6 +12,7 @@ from onebox.cost import CEILING_BPS, DeviceProfile, PoolProfile
 
 _FIGURES = (
     ("matmul_flops", "matmul\nGFLOP/s", 1e-9),
+    ("bf16_flops", "bf16\nGFLOP/s", 1e-9),
     ("convolution_flops", "conv\nGFLOP/s", 1e-9),
     ("pointwise_bps", "pointwise\nGB/s", 1e-9),
     ("norm_bps", "norm\nGB/s", 1e-9),

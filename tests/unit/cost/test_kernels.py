@@ -25,21 +25,27 @@ def run(kernel: Kernel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kernel_is_for_a_figure_of_its_own(kind: str) -> None:
-    names = [kernel.name for kernel in kernels(kind, ROOMY)]
+    names = [kernel.name for kernel in kernels(kind, ROOMY, bf16=True)]
     assert names == list(dict.fromkeys(names))
     assert set(names) == ({"call_s"} if kind == "sim" else set(Speeds.__struct_fields__))
 
 
+def test_bf16_is_not_tried_where_it_would_take_seconds() -> None:
+    assert {kernel.name for kernel in kernels("cpu", ROOMY, bf16=True)} - {
+        kernel.name for kernel in kernels("cpu", ROOMY, bf16=False)
+    } == {"bf16_flops"}
+
+
 @given(st.sampled_from(KINDS), st.integers(LEAST_BYTES, 1 << 34))
 def test_kernels_fit_into_the_room(kind: str, room: int) -> None:
-    for kernel in kernels(kind, room):
+    for kernel in kernels(kind, room, bf16=True):
         check(kernel.program)
         assert kernel.need_bytes <= room
         assert kernel.work > 0
 
 
 def test_the_smallest_kernels_run_and_take_no_more_than_they_say() -> None:
-    for kernel in kernels("cpu", LEAST_BYTES):
+    for kernel in kernels("cpu", LEAST_BYTES, bf16=False):
         inputs = Tape(randoms(kernel.program.inputs), CPU).run([], lambda position: None, Progress())
         with Meter(inputs) as meter:
             (made,) = Tape(kernel.program, CPU).run(list(inputs), lambda position: None, Progress())
@@ -48,9 +54,11 @@ def test_the_smallest_kernels_run_and_take_no_more_than_they_say() -> None:
 
 
 def test_the_work_is_counted_as_it_is_done() -> None:
-    found = {kernel.name: kernel for kernel in kernels("cpu", ROOMY)}
+    found = {kernel.name: kernel for kernel in kernels("cpu", ROOMY, bf16=True)}
     (square, _) = found["matmul_flops"].program.inputs
     assert (square.shape, found["matmul_flops"].work) == ((512, 512), 2 * 512**3)
+    (half, _) = found["bf16_flops"].program.inputs
+    assert (half, found["bf16_flops"].work) == (TensorSpec("bfloat16", (512, 512)), 2 * 512**3)
     (maps, _) = found["convolution_flops"].program.inputs
     outputs = run(found["convolution_flops"])[0]
     assert outputs.shape == maps.shape

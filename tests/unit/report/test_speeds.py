@@ -20,6 +20,7 @@ CPU = Speeds(
     pointwise_bps=3.14159e10,
     norm_bps=1e8,
     host_copy_bps=2.5e10,
+    bf16_flops=4.56e11,
 )
 
 
@@ -70,8 +71,8 @@ def cells(line: str) -> list[str]:
 
 def test_devices_and_their_figures() -> None:
     lines = shown(profile(5))
-    assert ["0", "cpu", "123", "5.00", "31.4", "0.1", "25.0", "2.50", "7.00"] in map(cells, lines)
-    assert ["4", "sim*", "-", "-", "-", "-", "-", "-", "5.00"] in map(cells, lines)
+    assert ["0", "cpu", "123", "456", "5.00", "31.4", "0.1", "25.0", "2.50", "7.00"] in map(cells, lines)
+    assert ["4", "sim*", "-", "-", "-", "-", "-", "-", "-", "5.00"] in map(cells, lines)
     assert "* emulated" in "\n".join(lines)
     assert any("GFLOP/s" in line and "µs" in line for line in lines)
 
