@@ -1,0 +1,92 @@
+"""An optimizer that steps on the host of a GPU: the bits of a CPU's steps, and no state on the GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.errors import DeviceMemoryError
+from onebox.wire.messages import Optimizer
+from onebox.worker.host import HostMemory
+from onebox.worker.masters import Masters
+from onebox.worker.optimizer import NativeOptimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+SHAPES = ((512, 512), (512,), (64, 512), (3,), (1024, 1024))
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "RMSprop"])
+def test_steps_on_the_host_have_the_bits_of_a_cpu(kind: str, max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is kept behind by products, so that gradients come, and are used again, before they are made."""
+    monkeypatch.setattr(NativeOptimizer, "_copies", lambda self, tensors: Masters(tensors, run_bytes=1 << 20))
+    torch.manual_seed(0)
+    here = [torch.randn(shape) for shape in SHAPES]
+    there = [tensor.cuda() for tensor in here]
+    spec = Optimizer(kind, ((tuple(range(len(SHAPES))), {"lr": 0.1}),), tuple(range(1, 1 + len(SHAPES))))
+    one = NativeOptimizer(spec, here, [])
+    host = HostMemory(0)
+    other = NativeOptimizer(Optimizer(spec.name, spec.groups, spec.parameters, host=True), there, [], host)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(4):
+        gradients = [torch.randn(shape) for shape in SHAPES]
+        norm = torch.nn.utils.get_total_norm(gradients) if max_norm else None
+        one.step(gradients, max_norm, norm)
+        late = [gradient.cuda() for gradient in gradients]
+        for _ in range(8):
+            torch.mm(busy, busy)
+        late = [gradient * 1.0 for gradient in late]
+        other.step(late, max_norm, norm.cuda() if norm is not None else None)
+        del late
+        torch.full((4 << 20,), float("nan"), device="cuda")  # where the gradients were
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+    assert other.charged_bytes == 0
+    assert host.used_bytes > sum(tensor.nbytes for tensor in here)
+
+
+def _trained(spec: str, model: nn.Module, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    trained = copy.deepcopy(model).double()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(12, 64, generator=generator).double(), torch.zeros(12, 8).double()) for _ in range(5)]
+    with (
+        onebox.open(spec, threads=1) as pool,
+        onebox.Trainer(trained, nn.functional.mse_loss, optimizer, pool=pool, micro_batch=4, **options) as trainer,
+    ):
+        for batch in batches:
+            trainer.step(*batch)
+        return trainer.tensors(), trainer.memory()[0]
+
+
+def test_a_trainer_whose_optimizer_steps_on_the_host() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+    expected, _ = _trained("cpu", model, clip_grad_norm=0.1)
+    device, there = _trained("cuda:0", model, clip_grad_norm=0.1)
+    found, here = _trained("cuda:0", model, clip_grad_norm=0.1, update="host")
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, atol=1e-8, rtol=1e-8), name
+        assert torch.allclose(device[name], tensor, atol=1e-8, rtol=1e-8), name
+    state = sum(tensor.nbytes for tensor in expected.values())
+    assert here.host_bytes > 2 * state
+    assert here.used_bytes < there.used_bytes - state
+
+
+def test_what_does_not_fit_the_budget_of_a_gpu_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 4096))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        onebox.open("cuda:0", memory="96MiB") as pool,
+        onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool) as trainer,
+        pytest.raises(DeviceMemoryError, match=r"aten.*would fail in .*the quota is"),
+    ):
+        trainer.step(torch.ones(8, 64), torch.zeros(8, 4096))
