@@ -35,7 +35,8 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
 
     Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated. Where
     it is too high, and the plan pays for the memory that it spares, the memory is taken for larger. At last, plans that
-    were refused for their estimate and that would be quicker are counted.
+    were refused for their estimate and that would be quicker are counted, also with the optimizer on the host where
+    that is allowed and nothing else fits.
 
     Args:
         problem: What the search is given.
@@ -60,9 +61,9 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
             continue
         if not within.note(result):
             break
+    within.reconsider()
     if within.best is None:
         raise refused or within.refusal()
-    within.reconsider()
     return within.best
 
 
@@ -86,11 +87,12 @@ class _Within:
         self._limits = problem.capacity_bytes
         self._over: dict[int, int] = {}
         self._seen: dict[str, Candidate] = {}
+        self._last: SearchResult | None = None
 
     def note(self, result: SearchResult) -> bool:
         """Count what was found; return whether another search may find something better."""
         plan, peaks = result.plan, self._exact(result.plan)
-        self.counted = True
+        self.counted, self._last = True, result
         for one in result.candidates[1:]:
             self._seen.setdefault(one.label, one)
         estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
@@ -115,16 +117,22 @@ class _Within:
 
     def reconsider(self) -> None:
         """Count what was refused for its estimate and would be quicker, the quickest first."""
-        for one in sorted(self._seen.values(), key=lambda one: one.step_s):
-            if not self._better(one.plan):
+        ranked = sorted(self._seen.values(), key=lambda one: one.step_s)
+        plans = [one.plan for one in ranked if not one.refused and self._near(one)]
+        if self.best is None and "host" in self.problem.updates:
+            plans += [msgspec.structs.replace(plan, update="host") for plan in plans if plan.update != "host"]
+        for plan in plans:
+            if not self._better(plan):
                 return
-            if one.refused or any(s.missing_bytes > (_NEAR - 1) * s.capacity_bytes for s in one.shortfalls):
-                continue
-            peaks = self._exact(one.plan)
-            if all(peaks[device] <= self._limits.get(device, math.inf) for device in one.plan.devices):
-                assert self.best is not None
-                self.best = self.best[0], _with_peaks(one.plan, peaks)
+            peaks = self._exact(plan)
+            if all(peaks[device] <= self._limits.get(device, math.inf) for device in plan.devices):
+                assert self._last is not None
+                self.best = self._last, _with_peaks(plan, peaks)
                 return
+
+    def _near(self, candidate: Candidate) -> bool:
+        """Tell whether the estimate of a plan is near enough to what there is for it to be counted."""
+        return all(short.missing_bytes <= (_NEAR - 1) * short.capacity_bytes for short in candidate.shortfalls)
 
     def refusal(self) -> PlanError:
         """Return the error that says what the last plan lacked."""
