@@ -3,10 +3,11 @@
 from onebox.cost.cache import key_of, load, store
 from onebox.cost.fit import CEILING_BPS, fit_link
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
-from onebox.cost.profile import DeviceProfile, PoolProfile, Speeds
+from onebox.cost.profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
 from onebox.cost.topology import Groups, near_groups
 
 __all__ = [
+    "ACCELERATOR_BPS",
     "CEILING_BPS",
     "DeviceProfile",
     "Footprint",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from msgspec import Struct
 
-from onebox.cost import key_of
+from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
@@ -19,9 +19,7 @@ from onebox.plan import SCHEDULES, Links, UpdateAt
 from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.pool import DeviceInfo
-
-_ACCELERATOR_BPS = 12e9
-"""What is assumed of the way between an accelerator and pinned memory: PCIe 3 with 16 lanes."""
+from onebox.pool.cores import busy_threads
 
 _SENSIBLE = 32
 """Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
@@ -141,8 +139,9 @@ def make_problem(
                 host=device.host,
                 capacity_bytes=device.memory_bytes,
                 speed=device.speed,
-                host_bps=HOST_BPS if device_type(device) == "cpu" else _ACCELERATOR_BPS,
+                host_bps=HOST_BPS if device_type(device) == "cpu" else ACCELERATOR_BPS,
                 processor=device.kind == "cpu",
+                threads=busy_threads(device) * min(1.0, device.speed),
             )
             for device in devices
         ),
@@ -171,6 +170,7 @@ def make_problem(
         call_s=max(found.call_s for measured in times.values() for found in measured),
         schedules=tuple(schedules),
         fates=tuple(fates),
+        cores={device.host: device.cores for device in devices if device.cores},
         updates=tuple(updates),
     )
 

@@ -97,7 +97,7 @@ class Machine:
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._keeper = Keeper(device.device, self.store, self.host, self._groups, self._definition, faults)
         self._traffic = Traffic(self.store, self._groups)
-        self._offloader = Offloader(device.device, self.store, self.host, faults)
+        self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions

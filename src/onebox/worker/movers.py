@@ -1,13 +1,14 @@
 """How bytes go between a device and the host's memory, beside the work of the device.
 
 On a CPU by a thread of its own, which copies outside of Python's lock; on a GPU by two streams, one in each direction;
-on a device without values not at all. Copies are made in the order in which they are asked for, so that what a copy has
-read may be overwritten by the next one.
+on a device without values not at all, in as much time as it would take a GPU. Copies are made in the order in which
+they are asked for, so that what a copy has read may be overwritten by the next one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import queue
 import threading
@@ -18,7 +19,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from onebox.cost import ACCELERATOR_BPS
+from onebox.worker.device import wait_until
 from onebox.worker.faults import FaultInjector
+from onebox.worker.tape import Progress
 
 WAIT_S = 300.0
 """A copy that has not ended by then never will."""
@@ -46,8 +50,14 @@ class Mover(Protocol):
     def block(self, size_bytes: int) -> Tensor:
         """Return new memory of the host, as bytes."""
 
-    def move(self, source: Tensor, target: Tensor) -> Moved:
-        """Begin to copy bytes to where there are as many; one of both is memory of the host from :meth:`block`."""
+    def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> Moved:
+        """Begin to copy bytes to where there are as many.
+
+        Args:
+            source: On the device.
+            target: A block of the host.
+            back: Whether it is the other way round.
+        """
 
     def settle(self) -> None:
         """Let what the device does next come behind all copies."""
@@ -56,38 +66,57 @@ class Mover(Protocol):
         """End what copies; what has begun may stay unfinished."""
 
 
-def mover_for(device: torch.device, faults: FaultInjector) -> Mover:
-    """Return what copies to and from a device."""
+def mover_for(device: torch.device, faults: FaultInjector, progress: Progress) -> Mover:
+    """Return what copies to and from a device.
+
+    Args:
+        device: The device.
+        faults: Faults to inject, for tests.
+        progress: Told when the worker sleeps for a copy that is not made.
+    """
     if device.type == "cuda":
         return StreamMover(device)
-    return StillMover() if device.type == "meta" else ThreadMover(faults)
+    return StillMover(progress) if device.type == "meta" else ThreadMover(faults)
 
 
 class StillMover:
-    """Moves nothing: the tensors have no elements."""
+    """Moves nothing, for tensors without elements, and lets that last: at :data:`ACCELERATOR_BPS`, one after the other
+    in each direction.
+
+    Args:
+        progress: Told when the worker sleeps for it.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._free_ns = {False: 0, True: 0}
 
     def block(self, size_bytes: int) -> Tensor:
         """Return as many bytes, without elements."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="meta")
 
-    def move(self, source: Tensor, target: Tensor) -> Moved:
-        """Return what is made already."""
-        return _Made()
+    def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> Moved:
+        """Return what will be made in so much time."""
+        begin_ns = max(self._free_ns[back], time.monotonic_ns())
+        self._free_ns[back] = begin_ns + math.ceil(source.numel() / ACCELERATOR_BPS * 1e9)
+        return _Due(self._free_ns[back], self._progress)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """There is nothing to be read by a copy."""
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-class _Made:
-    """A copy that was made at once."""
+class _Due:
+    """A copy that is made at a time."""
 
-    def __init__(self) -> None:
-        self._at_ns = time.monotonic_ns()
+    def __init__(self, at_ns: int, progress: Progress) -> None:
+        self._at_ns = at_ns
+        self._progress = progress
 
     def wait(self) -> int:
+        wait_until(self._at_ns, self._progress)
         return self._at_ns
 
     def order(self) -> None:
@@ -133,7 +162,7 @@ class ThreadMover:
         """Return new memory."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def move(self, source: Tensor, target: Tensor) -> Moved:
+    def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> Moved:
         """Begin to copy bytes."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="onebox-transfer", daemon=True)
@@ -211,12 +240,11 @@ class StreamMover:
         """Return new pinned memory."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def move(self, source: Tensor, target: Tensor) -> Moved:
+    def move(self, source: Tensor, target: Tensor, *, back: bool = False) -> Moved:
         """Begin to copy bytes, behind what the device has been given to do so far."""
-        away = source.is_cuda
-        if away not in self._streams:
-            self._streams[away] = torch.cuda.Stream(self._device)
-        stream, block = self._streams[away], (target if away else source).data_ptr()
+        if back not in self._streams:
+            self._streams[back] = torch.cuda.Stream(self._device)
+        stream, block = self._streams[back], (source if back else target).data_ptr()
         stream.wait_stream(torch.cuda.current_stream(self._device))
         if block in self._uses:
             stream.wait_event(self._uses[block])

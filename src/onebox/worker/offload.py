@@ -19,6 +19,7 @@ from onebox.worker.faults import FaultInjector
 from onebox.worker.host import HostMemory
 from onebox.worker.movers import Moved, Mover, mover_for
 from onebox.worker.store import BufferStore
+from onebox.worker.tape import Progress
 from onebox.worker.trace import Trace
 
 _SPARE = 2
@@ -163,12 +164,15 @@ class Offloader:
         store: The buffers.
         host: The account of the host's memory.
         faults: Faults to inject, for tests.
+        progress: Told when the worker sleeps for a copy that is not made.
     """
 
-    def __init__(self, device: torch.device, store: BufferStore, host: HostMemory, faults: FaultInjector) -> None:
+    def __init__(
+        self, device: torch.device, store: BufferStore, host: HostMemory, faults: FaultInjector, progress: Progress
+    ) -> None:
         self._device = device
         self._store = store
-        self._mover = mover_for(device, faults)
+        self._mover = mover_for(device, faults, progress)
         self._blocks = Blocks(self._mover, host)
 
     def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
@@ -245,7 +249,7 @@ class Offloader:
         for copy, views in groups.items():
             self._store.reserve(copy.block.numel())
             flat = torch.empty(copy.block.numel(), dtype=torch.uint8, device=self._device)
-            returning = _Returning(flat, self._mover.move(copy.block, flat), views, done)
+            returning = _Returning(flat, self._mover.move(copy.block, flat, back=True), views, done)
             self._store.promise(views, returning)
 
     def _copy(self, number: int) -> _Copy:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
+from onebox.cost import ACCELERATOR_BPS
+from onebox.cost.kernels import filled
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
 from onebox.wire.messages import (
     Ask,
@@ -278,6 +280,22 @@ def test_a_device_without_values_counts_alike() -> None:
         assert (real.used, real.machine.store.peak_bytes) == (still.used, still.machine.store.peak_bytes)
     assert real.failures == still.failures == []
     real.machine.close()
+
+
+def test_a_device_without_values_takes_as_long_as_the_way_would() -> None:
+    rig = Rig(device=SimDevice())
+    large = TensorSpec("float32", (3_000_000,))
+    rig.do(define(103, filled(large)), Call(103, (), (1,)), Call(103, (), (2,)))
+    steps = (Offload((1,)), Offload((2,)), Evict((1, 2)), Prefetch((2,)), Prefetch((1,)), Offload((1,)))
+    rig.do(Define(200, Routine(steps, 0)), Run(200, trace=True))
+    times = rig.machine.times_ns
+    seconds = [(end - start) / 1e9 for start, end in zip(times[::2], times[1::2], strict=True)]
+    way_s = large.size_bytes / ACCELERATOR_BPS
+    assert seconds[0] >= 0.99 * way_s
+    assert times[3] - times[1] >= 0.99e9 * way_s, "one after the other"
+    assert times[5] >= times[3], "who lets go waits"
+    assert times[9] - times[6] >= 1.99e9 * way_s, "both have come back"
+    assert rig.failures == []
 
 
 # ---- blocks of the host
