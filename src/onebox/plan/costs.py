@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,8 +178,9 @@ class Costs:
         """
         largest = layout.micro_batch or max(part.size for part in parts)
         edges, crossing = self.edges(layout.parts, largest)
+        crowded = self.crowding({device for part in layout.parts for device in part.devices})
         stages = tuple(
-            self._stage(layout, stage, largest, parts, crossing[stage]) for stage in range(len(layout.parts))
+            self._stage(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
         )
         problem = self.problem
         work = Work(
@@ -193,24 +194,33 @@ class Costs:
         return work, [part.size / largest for part in parts]
 
     def _stage(
-        self, layout: Layout, stage: int, largest: int, micro_batches: Sequence[MicroBatch], crossing: Crossing
+        self,
+        layout: Layout,
+        stage: int,
+        largest: int,
+        micro_batches: Sequence[MicroBatch],
+        crossing: Crossing,
+        crowded: Mapping[str, float],
     ) -> StageWork:
         part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
         by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
         tied = self._tied_s(layout, stage)
+        again = self._again(layout, stage)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):
             device = self.problem.device[number]
+            speed = device.speed / (crowded.get(device.host, 1.0) if device.processor else 1.0)
             found = by_type[device.type]
             # A replica with one micro-batch of its own size: the fixed parts must not shrink with it.
             own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
             for place, (fixed, each) in enumerate(found[:3]):
-                times[place][number] = (fixed + each * own) * (largest / own) / device.speed
-            times[3][number] = found.update_s / device.speed + tied
+                times[place][number] = (fixed + each * own) * (largest / own) / speed
+            times[3][number] = found.update_s / speed + tied
             if on_host:  # gradients go there, parameters come back
                 times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps)
             if part.fate == "recompute":  # the whole backward is in its first half
-                times[1][number] += times[0][number] + times[2][number]
+                fixed, each = self.seconds(again)[device.type][0] if again else (0.0, 0.0)
+                times[1][number] += (fixed + each * own) * (largest / own) / speed + times[2][number]
                 times[2][number] = 0.0
         return StageWork(
             forward_s=times[0],
@@ -221,6 +231,41 @@ class Costs:
             gradient_bytes=sizes.parameter,
             **_held(part.fate, stage, sizes, largest, crossing),
         )
+
+    def crowding(self, used: Collection[int]) -> dict[str, float]:
+        """Return by how much processors are slower than they were measured, by host, while only some devices work.
+
+        Args:
+            used: The devices that work; see :class:`~onebox.plan.Problem` for the formula.
+        """
+        found = {}
+        for host, cores in self.problem.cores.items():
+            threads = {device.number: device.threads for device in self.problem.devices if device.host == host}
+            busy = sum(count for number, count in threads.items() if number in used)
+            found[host] = max(1.0, busy / cores) / max(1.0, sum(threads.values()) / cores)
+        return found
+
+    def spared(self, index: int, behind: Collection[int]) -> bool:
+        """Tell whether all that a segment's backward reads of what it makes is read by the backward of others, too.
+
+        Then a recomputed stage that it ends has it from them, and does not compute the segment again.
+
+        Args:
+            index: The segment.
+            behind: The segments of the next stage on the same devices.
+        """
+        read = [
+            v.forward_bytes for v in self.problem.values if v.source == index and v.kept and {*v.consumers} & {*behind}
+        ]
+        return self.problem.segments[index].saved_bytes <= sum(read)
+
+    def _again(self, layout: Layout, stage: int) -> tuple[int, ...]:
+        """Return the segments that a stage, if it is recomputed, computes again."""
+        part = layout.parts[stage]
+        after = layout.parts[stage + 1] if stage + 1 < len(layout.parts) else None
+        if after is None or (after.devices, after.shares) != (part.devices, part.shares):
+            return part.segments
+        return part.segments[:-1] if self.spared(part.segments[-1], after.segments) else part.segments
 
     def _tied_s(self, layout: Layout, stage: int) -> float:
         """Return how long a stage takes to sum the gradients of its tied parameters with the other stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 
@@ -152,6 +152,7 @@ class DeviceSpec:
         host_update_s: Seconds of an optimizer's step on its host, for each byte of parameters; copies aside.
         processor: Whether it is a share of its host's own processor, on which a part of a model of another device of
             that host may be computed.
+        threads: Cores of its host that its worker keeps busy while it computes.
     """
 
     number: int
@@ -162,6 +163,7 @@ class DeviceSpec:
     host_bps: float = HOST_BPS
     host_update_s: float = HOST_UPDATE_S
     processor: bool = False
+    threads: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,9 @@ class Problem:
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
         fates: What may become of activations; ``cpu`` stands for a part of a device's stage on its host's processor.
+        cores: Of a host, by its name, the cores that its workers share; one that isn't there has enough. Times were
+            measured with all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a
+            processor's times in the plan are what was measured, times `max(1, u / cores) / max(1, t / cores)`.
         updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
     """
 
@@ -202,6 +207,7 @@ class Problem:
     max_devices: int | None = None
     free_shares: bool = True
     fates: tuple[ChainFate, ...] = FATES
+    cores: Mapping[str, float] = field(default_factory=dict)
     updates: tuple[UpdateAt, ...] = ("device",)
 
     def __post_init__(self) -> None:

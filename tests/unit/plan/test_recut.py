@@ -17,6 +17,7 @@ from onebox.plan import (
     Links,
     Plan,
     Problem,
+    Stage,
     StageWork,
     Time,
     Value,
@@ -209,3 +210,37 @@ def test_what_is_too_near_stays() -> None:
     found = simulate(named_schedule("gpipe", routes), routes, work)
     assert found.step_s == 6.0
     assert found.peak_bytes == {0: 100}
+
+
+# ---- cores
+
+
+def test_workers_that_share_too_few_cores_are_as_slow_as_they_were_measured_only_while_all_work() -> None:
+    problem = replace(random_problem(Random(5), 4, 3), call_s=0.0)
+    devices = tuple(replace(device, type="quick", processor=True, threads=1.0, host="h") for device in problem.devices)
+    roomy = replace(problem, devices=devices, cores={"h": 3.0})
+    tight = replace(roomy, cores={"h": 1.5})
+    assert predict(tight, one := _on(problem, (0,)))[0].step_s == pytest.approx(predict(roomy, one)[0].step_s / 2)
+    assert predict(tight, two := _on(problem, (0, 1)))[0].stages_s[0] == pytest.approx(
+        [part_s * (2 / 1.5) / 2 for part_s in predict(roomy, two)[0].stages_s[0]]
+    )
+    every = _on(problem, (0, 1, 2))
+    assert predict(tight, every)[0] == predict(roomy, every)[0]
+    beside = (*devices[:2], replace(devices[2], processor=False, threads=0.0))
+    assert predict(replace(tight, devices=beside), one)[0].step_s < predict(roomy, one)[0].step_s
+
+
+def _on(problem: Problem, numbers: tuple[int, ...]) -> Plan:
+    """Return a plan of a stage on each of some devices, in micro-batches of two samples."""
+    names = [one.name for one in problem.segments]
+    stages = tuple(
+        Stage(
+            segments=tuple(names[place:] if place == len(numbers) - 1 else names[place : place + 1])
+            if len(numbers) > 1
+            else (),
+            replicas=((number,),),
+            shares=(1.0,),
+        )
+        for place, number in enumerate(numbers)
+    )
+    return Plan(stages=stages, micro_batch=2)
