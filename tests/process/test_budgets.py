@@ -11,12 +11,13 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
-from onebox.errors import DeviceMemoryError
+from onebox.errors import DeviceMemoryError, PlanError, UsageError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from tests.process.shelf import Shelf
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
 ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload; 'onebox fit'.*update='host'.*memory="
@@ -126,3 +127,27 @@ def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> N
             else:
                 with pytest.raises(DeviceMemoryError, match=f"worker 0 .*the quota is {exact[0] - 1}: 1 too many"):
                     trainer.step(*batch)
+
+
+def test_a_plan_is_made_for_budgets_and_carries_them(pools: Shelf, parts: Any) -> None:
+    model, loss, optimizer, batch = parts
+
+    def planned(memory: Any) -> Plan:
+        return onebox.make_plan(model, loss, optimizer, *batch, pool=pools(1), micro_batches=[64], memory=memory).plan
+
+    plain = planned(None)
+    assert plain.memory_bytes == ()
+    assert plain.predicted is not None
+    (peak_bytes,) = plain.predicted.peak_bytes
+    roomy = planned({0: peak_bytes})
+    assert roomy.memory_bytes == (peak_bytes,)
+    assert roomy.predicted is not None
+    assert roomy.predicted.peak_bytes[0] <= peak_bytes
+    with pytest.raises(PlanError):
+        planned("40KiB")
+    with pytest.raises(UsageError, match="memory of 2 devices, but the pool has 1"):
+        planned("1MiB,2MiB")
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1), plan=roomy) as trainer:
+        assert trainer.step(*batch).item() > 0
+        with pytest.raises(DeviceMemoryError, match=f"the quota is {peak_bytes}"):
+            trainer.step(torch.ones(640, 8), torch.zeros(640, 8))

@@ -107,6 +107,7 @@ def search_plan(
         pool=pool,
         micro_batches=micro_batches,
         schedules=schedules or SCHEDULES,
+        memory=config.memory,
         precision=config.precision,
         budget_s=budget_s,
         fresh=fresh,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -23,6 +24,7 @@ from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import Problem
 from onebox.plan.search import SearchResult
 from onebox.pool import Pool
+from onebox.sizes import Memory, parse_budgets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ def make_plan(
     schedules: Sequence[str] = SCHEDULES,
     fates: Sequence[ChainFate] = FATES,
     update: Sequence[UpdateAt] = ("device",),
+    memory: Memory | None = None,
     precision: Precision = "fp32",
     budget_s: float = 5.0,
     fresh: bool = False,
@@ -73,12 +76,14 @@ def make_plan(
         fates: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``, and
             ``cpu`` for parts of a device's stage on a CPU worker beside it.
         update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
+        memory: The most bytes that the plan may take of each device, as for :func:`onebox.open`, beside the budgets of
+            the pool itself. The plan carries them, and a trainer refuses steps that need more.
         precision: As for :class:`Trainer`.
         budget_s: The most seconds that the search may take.
         fresh: Measure anew what is known from an earlier time.
 
     Raises:
-        UsageError: The batch cannot be divided as asked.
+        UsageError: The batch cannot be divided as asked, or the budgets are none of these devices.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -94,6 +99,7 @@ def make_plan(
     """
     batch = as_batch(inputs, targets)
     allowed = allowed_sizes(batch.size, micro_batches)
+    budgets = parse_budgets("memory", memory).of(len(pool))
     profile, captures = profile_model(
         model,
         loss,
@@ -108,7 +114,10 @@ def make_plan(
     links = pool_links(pool, fresh=fresh)
     problem = make_problem(
         profile,
-        pool.devices,
+        [
+            replace(device, memory_bytes=min(device.memory_bytes, budget or device.memory_bytes))
+            for device, budget in zip(pool.devices, budgets, strict=True)
+        ],
         links,
         batch=batch.size,
         micro_batches=allowed,
@@ -131,7 +140,10 @@ def make_plan(
         ),
         budget_s,
     )
-    return Planned(plan=with_formats(plan, profile, pool.devices), result=result, problem=problem, profile=profile)
+    plan = with_formats(plan, profile, pool.devices)
+    if any(budgets):
+        plan = msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))
+    return Planned(plan=plan, result=result, problem=problem, profile=profile)
 
 
 def short_of_memory(problem: Problem) -> bool:
