@@ -108,6 +108,7 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, pla
         micro_batch=config.micro_batch,
         seed=config.seed,
         sync=config.sync,
+        update=config.update,
         shares=config.share_weights,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
@@ -121,7 +122,7 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, pla
 def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool, plan: Plan | None) -> Start:
     assert config.resume is not None
     model = make_model(config, data)
-    options: dict[str, Any] = {"sync": config.sync} if plan is None else {"plan": plan}
+    options: dict[str, Any] = {"sync": config.sync, "update": config.update} if plan is None else {"plan": plan}
     if plan is None and config.shares != read_config(config.resume).shares:
         options["shares"] = config.share_weights
     try:

@@ -111,10 +111,12 @@ class TrainConfig(JobConfig):
     Args:
         epochs: Times through the training set.
         plan: A plan file, as onebox plan writes it, or auto: measure, plan, and run the best plan. It says itself what
-            --micro-batch, --sync and --shares are. Without it every device computes the whole model for its share.
+            --micro-batch, --sync, --update and --shares are. Without it every device computes the whole model for its
+            share.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         sync: Where gradients are averaged: from worker to worker, or at the client.
+        update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
         shares: Devices' parts of the batch: auto (equal where they are alike), equal, measured, or weights such as 3,1.
         run: Folder of the run, new or empty; without it one under runs/.
         resume: Folder of an earlier run to go on with, exactly where its checkpoint stands. Its settings come with it;
@@ -134,6 +136,7 @@ class TrainConfig(JobConfig):
     micro_batch: Int = None
     clip_grad_norm: Float = None
     sync: Literal["workers", "client"] = "workers"
+    update: Literal["device", "host"] = "device"
     shares: str = "auto"
     run: Folder = None
     resume: Folder = None
@@ -159,6 +162,7 @@ class TrainConfig(JobConfig):
         given = {
             f"--micro-batch {self.micro_batch}": self.micro_batch is not None,
             f"--sync {self.sync}": self.sync != "workers",
+            f"--update {self.update}": self.update != "device",
             f"--shares {self.shares}": self.shares != "auto",
         }
         odd = [flag for flag, there in given.items() if there]

@@ -12,7 +12,7 @@ from onebox.errors import UsageError
 
 _NOT_STORED = ("run", "resume")
 _MAY_CHANGE = (
-    *("epochs", "pool", "threads", "memory", "plan", "sync", "shares", "save_every", "every"),
+    *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "every"),
     *("recover", "snapshot_every"),
     *_NOT_STORED,
 )

@@ -106,6 +106,14 @@ def test_a_complete_run_that_is_resumed_says_so_and_changes_nothing(
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed.folder / name).read_bytes(), name
 
 
+def test_a_run_goes_on_with_its_optimizer_on_the_host(undisturbed: Run, tmp_path: Path) -> None:
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 1), "--update", "host"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["plan"]["update"] == "host"
+    assert summary["steps"] == (EPOCHS + 1) * STEPS_PER_EPOCH
+
+
 def test_a_damaged_checkpoint_is_refused_by_name(
     undisturbed: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

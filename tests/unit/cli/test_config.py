@@ -44,6 +44,7 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"shares": "inf,1"}, "--shares inf,1"),
         ({"plan": "p.json", "micro_batch": 8}, "--plan p.json and --micro-batch 8"),
         ({"plan": "auto", "sync": "client"}, "--plan auto and --sync client"),
+        ({"plan": "auto", "update": "host"}, "--plan auto and --update host"),
         ({"plan": "auto", "shares": "3,1"}, "--plan auto and --shares 3,1"),
         ({"plan": ""}, "--plan"),
         ({"run": Path("a"), "resume": Path("b")}, "--run is for a new run"),
