@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onebox.plan.inputs import Problem
+from onebox.plan.inputs import Problem, Value
 from onebox.plan.layout import Layout, Part, layout_of, owners
 from onebox.plan.plan import Fate, MicroBatch, Plan
 from onebox.plan.shares import apportion
@@ -86,6 +86,9 @@ class Costs:
         for number, tie in enumerate(problem.ties):
             for index in set(tie.segments):
                 self._ties[index].append(number)
+        self._made: list[list[Value]] = [[] for _ in problem.segments]
+        for value in problem.values:
+            self._made[value.source].append(value)
         self._seconds: dict[tuple[int, ...], dict[str, Seconds]] = {}
         self._bytes: dict[tuple[int, ...], Sizes] = {}
 
@@ -254,9 +257,7 @@ class Costs:
             index: The segment.
             behind: The segments of the next stage on the same devices.
         """
-        read = [
-            v.forward_bytes for v in self.problem.values if v.source == index and v.kept and {*v.consumers} & {*behind}
-        ]
+        read = (value.forward_bytes for value in self._made[index] if value.kept and {*value.consumers} & {*behind})
         return self.problem.segments[index].saved_bytes <= sum(read)
 
     def _again(self, layout: Layout, stage: int) -> tuple[int, ...]:

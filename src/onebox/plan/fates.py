@@ -3,7 +3,8 @@
 A chain of links, in the order of forward, is cut into spans, and each span gets a fate:
 
 - ``keep``: what its backward needs stays on the device;
-- ``recompute``: only what crosses its end stays; its backward makes the rest again, which takes its forward once more;
+- ``recompute``: only what crosses its end stays; its backward makes the rest again, which takes its forward once more,
+  but for a last link of which nothing else is needed;
 - ``offload``: what its backward needs goes to the host while the next span computes forward, and comes back while that
   span computes backward; what of either transfer does not hide there is waited for. Such a span is one link: a longer
   one would only hold more for longer;
@@ -62,6 +63,8 @@ class Link(NamedTuple):
         backward_work_bytes: Needed beyond those while backward runs, gradients included.
         cpu_forward_s: Seconds of forward on the host's processor; ``None`` if it cannot be there.
         cpu_backward_s: Seconds of backward there.
+        spared: Whether all that its backward reads of what it makes is read by the next one's backward, too: at the end
+            of a span it is not made again.
     """
 
     forward_s: float
@@ -72,6 +75,7 @@ class Link(NamedTuple):
     backward_work_bytes: int = 0
     cpu_forward_s: float | None = None
     cpu_backward_s: float = 0.0
+    spared: bool = False
 
 
 class FateSpan(NamedTuple):
@@ -185,7 +189,8 @@ class Prices:
                 + (links[place - 1].boundary_bytes if place > start else 0)
                 for place in range(start, end)
             )
-            return SpanCosts(call_s + forward, out, max(ahead, back, out), forward, forward + backward)
+            again = forward - (links[end - 1].forward_s if links[end - 1].spared else 0.0)
+            return SpanCosts(call_s + again, out, max(ahead, back, out), forward, again + backward)
         if fate == "cpu":
             cpu_forward = self._cpu_forward[end] - self._cpu_forward[start]
             cpu_backward = self._cpu_backward[end] - self._cpu_backward[start]

@@ -91,6 +91,7 @@ def chain_of(costs: Costs, part: Part, samples: int, in_flight: int = 1) -> Chai
                 backward_work_bytes=sizes.backward_work * samples,
                 cpu_forward_s=on_cpu[0] if on_cpu else None,
                 cpu_backward_s=on_cpu[1] + on_cpu[2] if on_cpu else 0.0,
+                spared=place + 1 < len(links) and costs.spared(segments[-1], links[place + 1]),
             )
         )
     cpu_bps = problem.links.bandwidth_bps[device.number][processor] if processor is not None else float("inf")

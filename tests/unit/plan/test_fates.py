@@ -46,6 +46,7 @@ def _chain(random: Random, length: int, *, in_flight: int = 1, cpu: bool = True)
                 backward_work_bytes=random.randrange(0, 60),
                 cpu_forward_s=forward * slower if cpu and random.random() < 0.7 else None,
                 cpu_backward_s=2 * forward * slower,
+                spared=place < length - 1 and saved % 3 == 0,
             )
         )
     return ChainCosts(
@@ -238,6 +239,14 @@ def _million_fold(chain: ChainCosts) -> ChainCosts:
     )
     wider = {name: getattr(chain, name) * 10**6 for name in ("host_bps", "cpu_bps", "input_bytes")}
     return replace(chain, links=links, **wider)
+
+
+def test_a_last_link_that_the_next_one_holds_is_not_computed_again() -> None:
+    links = (Link(1.0, 2.0, 100, 10), Link(3.0, 4.0, 20, 20, spared=True), Link(5.0, 6.0, 30, 0))
+    prices = Prices(ChainCosts(links=links, host_bps=1.0, call_s=0.5))
+    found = [prices.of(FateSpan(0, end, "recompute")) for end in (1, 2, 3)]
+    assert [one.price_s for one in found] == [1.5, 1.5, 9.5]
+    assert [one.backward_s for one in found] == [3.0, 7.0, 21.0]
 
 
 def test_what_fits_is_kept() -> None:

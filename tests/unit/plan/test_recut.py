@@ -117,6 +117,33 @@ def test_a_limit_of_fates_is_kept() -> None:
         assert {stage.fate for stage in plan.stages} == set(fates)
 
 
+@pytest.mark.parametrize(
+    ("saved", "place", "again"),
+    [
+        (100, 0, (0,)),  # all that its backward reads, the next one's reads, too
+        (101, 0, (0, 1)),  # something else, as well
+        (100, 1, (0, 1)),  # on another device, which holds a copy
+    ],
+)
+def test_what_the_next_stage_holds_is_not_computed_again(saved: int, place: int, again: tuple[int, ...]) -> None:
+    segments = (segment("a", 1.0, saved=50), segment("b", 2.0, saved=saved), segment("c", 4.0, saved=10))
+    values = tuple(
+        Value(source=source, consumers=(source + 1,), forward_bytes=100, backward_bytes=100) for source in (0, 1)
+    )
+    devices = tuple(DeviceSpec(number=number, type="quick") for number in (0, 1))
+    problem = Problem(
+        segments=segments, devices=devices, links=links(2), batch=1, micro_batches=(1,), values=values, replicable=False
+    )
+    spans = (
+        Stage(segments=("a", "b"), replicas=((0,),), shares=(1.0,), fate="recompute"),
+        Stage(segments=("c",), replicas=((place,),), shares=(1.0,)),
+    )
+    predicted, _ = predict(problem, Plan(stages=spans, micro_batch=1))
+    forward = [one.forward_s["quick"].sample_s for one in segments]
+    gradients = 2 * (forward[0] + forward[1])
+    assert predicted.stages_s[0][1:] == pytest.approx((gradients + sum(forward[index] for index in again), 0.0))
+
+
 def hybrid(*, cpu_s: float) -> Problem:
     """Return a model whose first segments save much and compute little, on a device and a processor beside it."""
     times = {"gpu": (1e-3, 4e-3), "cpu": (cpu_s, 4e-2)}
