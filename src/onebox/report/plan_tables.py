@@ -13,6 +13,10 @@ from onebox.report.comparison import Comparison, Pair
 from onebox.report.tables import rate_text, time_text
 from onebox.sizes import size_text
 
+_FREED = {"recompute": "recomputed", "offload": "offloaded"}
+_LONG_RUN = 4
+"""So many consecutive stages on the same devices are told as one."""
+
 _NAMES: dict[Kind, str] = {"F": "forward", "I": "input gradient", "W": "weight gradient", "B": "backward"}
 
 
@@ -159,8 +163,12 @@ def devices_text(stage: Stage, emulated: Collection[int] = ()) -> str:
 def _where(plan: Plan) -> str:
     if len(plan.stages) == 1:
         return f"1 on {devices_text(plan.stages[0])}"
-    stages = ("|".join("+".join(map(str, replica)) for replica in stage.replicas) for stage in plan.stages)
-    return f"{len(plan.stages)} on {', '.join(stages)}"
+    stages = ["|".join("+".join(map(str, replica)) for replica in stage.replicas) for stage in plan.stages]
+    runs = [(text, len(list(group))) for text, group in groupby(stages)]
+    where = ", ".join(f"{text} × {count}" if count >= _LONG_RUN else ", ".join([text] * count) for text, count in runs)
+    fates = [stage.fate for stage in plan.stages]
+    freed = [f"{fates.count(fate)} {_FREED[fate]}" for fate in dict.fromkeys(fates) if fate in _FREED]
+    return "; ".join([f"{len(plan.stages)} on {where}", *freed])
 
 
 def _cells(pair: Pair, text: Callable[[float], str]) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from onebox.plan import Plan, Shortfall, Stage, search
+from onebox.plan import Candidate, Fate, Plan, Shortfall, Stage, search
 from onebox.report import (
     candidate_table,
     compare,
@@ -166,3 +166,16 @@ def test_times_as_text(seconds: float, text: str) -> None:
 def test_a_time_as_text_is_that_time(seconds: float) -> None:
     number, unit = time_text(seconds).split()
     assert float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit] == pytest.approx(seconds, rel=6e-3)
+
+
+def test_many_stages_on_one_device_are_told_as_one_with_their_fates() -> None:
+    names = [f"model.{n}" for n in range(SEGMENTS)]
+    fates: list[Fate] = ["offload", "recompute", "offload", "keep", "keep", "keep"]
+    stages = tuple(
+        Stage(segments=(name,), replicas=((int(name == names[-1]),),), shares=(1.0,), fate=fate)
+        for name, fate in zip(names, fates, strict=True)
+    )
+    one, _ = foreseen(Plan(stages=stages, micro_batch=2, schedule="1f1b"))
+    (row,) = shown(candidate_table([Candidate(label="with fates", plan=one)]), 160)
+    assert row[1] == "6 on 0 × 5, 1; 2 offloaded; 1 recomputed"
+    assert [row[3] for row in shown(stage_table(one, names), 160)] == fates
