@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
     parser.add_argument("--width", type=int, help="channels of the first group; 64 in the papers")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder of CIFAR-10's archives")
@@ -94,6 +95,7 @@ class Choice:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Compare all sides of a model; print a table and return the figures."""
     begin = time.monotonic()
+    shares = {label: BUDGETS[label] for label in options.budgets}
     with ExitStack() as stack:
         bench = Bench(workload(name, width=options.width, quick=options.quick), options.device, options.data)
         more = ["--quick"] if options.quick else ["--width", str(options.width)]
@@ -101,7 +103,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         stack.callback(rivals.close)
         with bench.pool(alone=True) as pool:
             plain = bench.tried(pool, bench.plain())
-        budgets = {label: int(plain.measured_bytes * share) for label, share in BUDGETS.items()}
+        budgets = {label: int(plain.measured_bytes * share) for label, share in shares.items()}
         pool = stack.enter_context(bench.pool())
         plans = trivial(bench, pool, budgets)
         peaks = {side: bench.predicted(plan, pool.devices) for side, plan in plans.items()}
@@ -123,7 +125,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for (label, alone), choice in choices.items():
         what = "nothing fits" if choice.plan is None else choice.plan.describe()
         print(f"  {label}{', alone' if alone else ''}: {what}")
-    found = {label: {} for label in BUDGETS}
+    found: dict[str, dict[str, Any]] = {label: {} for label in budgets}
     for (label, alone), choice in choices.items():
         figures = judged(choice, label, alone, times, peaks, budgets, plans)
         found[label] |= {"alone": figures} if alone else figures
@@ -227,11 +229,11 @@ def off(tried: Tried) -> float:
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """Return the targets' figures: the worst of all models and budgets."""
-    budgets = [model[label] for model in result.values() for label in BUDGETS]
+    budgets = [model[label] for model in result.values() for label in BUDGETS if label in model]
     every = [*budgets, *(budget["alone"] for budget in budgets)]
     known = [one["ratio_to_best_trivial"] for one in every if one["ratio_to_best_trivial"] is not None]
     return {
-        "quarter_trains": all(model["1/4"]["trains"] for model in result.values()),
+        "quarter_trains": all(model["1/4"]["trains"] for model in result.values() if "1/4" in model),
         "worst_ratio_to_best_trivial": max(known, default=None),
         "memory_error": max(model["memory_error"] for model in result.values()),
     }
