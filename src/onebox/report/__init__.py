@@ -6,6 +6,7 @@ Nothing here starts a thread or touches a global logger.
 from onebox.report.comparison import Comparison, DeviceComparison, Pair, StageComparison, compare, typical_step
 from onebox.report.folder import RunFolder
 from onebox.report.machines import HostState, OfferRow, offer_table, printable, status_lines, status_table
+from onebox.report.memory import MemoryComparison, compare_memory
 from onebox.report.metrics import MetricsLog, rewind_metrics
 from onebox.report.plan_tables import (
     candidate_table,
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceComparison",
     "DeviceRow",
     "HostState",
+    "MemoryComparison",
     "MetricsLog",
     "OfferRow",
     "Pair",
@@ -36,6 +38,7 @@ __all__ = [
     "Timeline",
     "candidate_table",
     "compare",
+    "compare_memory",
     "comparison_tables",
     "device_table",
     "epoch_line",
