@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from math import inf, isqrt
 
 from onebox.plan.costs import Costs
 from onebox.plan.fates import ChainCosts, ChainFate, FateSpan, Link, choose_fates, least_budget
-from onebox.plan.inputs import Problem
+from onebox.plan.inputs import DeviceSpec, Problem
 from onebox.plan.instance import instance_of
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, Part, single
@@ -52,12 +52,19 @@ class Chain:
 
 
 def processor_of(problem: Problem, device: int) -> int | None:
-    """Return the device that is the processor beside another kind of device of the same host, if there is one."""
+    """Return the processor beside a device of the same host, if there is one.
+
+    For a device that is a share of the processor itself, but with a budget, it is a share with more memory.
+    """
     own = problem.device[device]
-    for other in problem.devices:
-        if other.processor and other.host == own.host and other.type != own.type and not own.processor:
-            return other.number
-    return None
+
+    def room(spec: DeviceSpec) -> float:
+        return inf if spec.capacity_bytes is None else spec.capacity_bytes
+
+    beside = [other for other in problem.devices if other.processor and other.host == own.host]
+    if own.processor:
+        beside = [other for other in beside if room(other) > room(own)]
+    return max(beside, key=room).number if beside else None
 
 
 def chain_of(costs: Costs, part: Part, samples: int, in_flight: int = 1) -> Chain:
@@ -225,7 +232,7 @@ def policies(problem: Problem, device: int) -> Iterator[tuple[str, Policy]]:
 
     They are: each segment computed again; segments computed again in spans of the root of their number, which takes
     least memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded; and, where a processor
-    is beside the device, the first segments on it.
+    is beside the device, the first segments on it, as many as in turn one eighth to seven eighths.
     """
     if "recompute" in problem.fates:
         yield "recompute all, each segment", lambda chain: _even(chain, 1, "recompute")
@@ -235,7 +242,7 @@ def policies(problem: Problem, device: int) -> Iterator[tuple[str, Policy]]:
     if "cpu" in problem.fates and processor_of(problem, device) is not None:
         count = len(problem.segments)
         for first in sorted({max(1, count * turn // 8) for turn in range(1, 8)} - {count}):
-            yield f"the first {first} segments on the CPU", _first_on_cpu(first)
+            yield "the first segments on the CPU", _first_on_cpu(first)
 
 
 def _root(chain: Chain) -> int:

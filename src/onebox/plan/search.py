@@ -315,7 +315,9 @@ def _notable(judge: Judge, best: Verdict, trivial: Mapping[str, Verdict]) -> tup
     """Return the best plan, the trivial ones, and the best under each schedule, those that may be chosen first."""
     named = {"the best found": best}
     for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
-        if not verdict.layout.plain and judge.allows(verdict.layout):
+        if not verdict.layout.plain:
+            if verdict.over_bytes or not judge.allows(verdict.layout):
+                continue
             named.setdefault("best with fates", verdict)
         elif len(verdict.layout.parts) > 1 and judge.allows(verdict.layout):
             name = "synthesised" if verdict.layout.schedule == "auto" else verdict.layout.schedule

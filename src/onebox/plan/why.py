@@ -9,6 +9,7 @@ from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
 from onebox.plan.plan import Fate, Plan
+from onebox.plan.recut import processor_of
 from onebox.sizes import size_text
 
 
@@ -100,14 +101,11 @@ class _Reasons:
         )
 
     def _beside(self, stage: int) -> int | None:
-        """Return the other kind of device for which a processor computes a stage, if it is one."""
-        spec = self._problem.device[self._layout.parts[stage].devices[0]]
-        if not spec.processor:
-            return None
+        """Return the device of the plan for which a processor beside it computes a stage, if that is so."""
+        own = self._layout.parts[stage].devices[0]
         for part in self._layout.parts:
-            other = self._problem.device[part.devices[0]]
-            if other.host == spec.host and not other.processor:
-                return other.number
+            if processor_of(self._problem, part.devices[0]) == own:
+                return part.devices[0]
         return None
 
     def _slower_s(self, stage: int) -> float:

@@ -28,6 +28,7 @@ from onebox.plan import (
     search,
     simulate,
 )
+from onebox.plan.recut import processor_of
 from onebox.plan.why import reasons
 from onebox.plan.work import Parked
 
@@ -180,6 +181,19 @@ def test_what_saves_much_and_computes_little_goes_to_the_processor(cpu_s: float,
     assert not predict(problem, result.plan)[1].over_bytes
     if on_cpu:
         assert "processor" in reasons(problem, result.plan)[0].text
+
+
+def test_the_processor_beside_a_device_is_one_of_its_host_that_has_more_memory() -> None:
+    base = random_problem(Random(1), 3, 4)
+    cpu = DeviceSpec(number=0, type="quick", host="a", processor=True, capacity_bytes=10)
+    devices = (
+        cpu,
+        replace(cpu, number=1, capacity_bytes=20),
+        replace(cpu, number=2, capacity_bytes=None, host="b"),
+        DeviceSpec(number=3, type="half", host="a", capacity_bytes=100),
+    )
+    problem = replace(base, devices=devices)
+    assert [processor_of(problem, number) for number in range(4)] == [1, None, None, 1]
 
 
 # ---- what is offloaded, as the simulator plays it
