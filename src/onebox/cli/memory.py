@@ -18,9 +18,10 @@ from onebox.engine.curve import Curve
 from onebox.engine.fitting import fit
 from onebox.feed import DataSet
 from onebox.plan import Plan, Reason, reasons
-from onebox.pool import Pool
+from onebox.pool import Pool, raise_first
 from onebox.report.memory import MemoryComparison, compare_memory, curve_lines, fates_table, peak_table
 from onebox.report.memory_figure import MemoryRow, measured_rows, predicted_rows
+from onebox.wire.messages import Ask
 
 _STEPS = 3
 """The first has no optimizer state yet when it begins, the second may be held up by what is done once."""
@@ -41,6 +42,7 @@ class SeenMemory:
         rows: The same for a figure.
         budgets: The memory of each device.
         emulated: Numbers of the emulated devices.
+        allocated: The most that the allocator of each GPU had given out in the measured step.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class SeenMemory:
     rows: tuple[MemoryRow, ...]
     budgets: Mapping[int, int | None]
     emulated: frozenset[int]
+    allocated: Mapping[int, int]
 
 
 def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) -> SeenMemory:
@@ -67,6 +70,7 @@ def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) ->
     """
     batch = sample_batch(config, data)
     budgets: dict[int, int | None] = {device.number: device.memory_bytes for device in pool.devices}
+    allocated: dict[int, int] = {}
     if found.shortfall:
         curves, compared, rows = _predicted(config, found, data, pool, budgets)
     else:
@@ -80,9 +84,14 @@ def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) ->
             precision=config.precision,
             recover=False,
         ) as trainer:
-            for _ in range(_STEPS):
+            for _ in range(_STEPS - 1):
                 trainer.step(*batch)
             trainer.wait()
+            _peaks_anew(pool)
+            trainer.step(*batch)
+            trainer.wait()
+            peaks = {number: one.allocated_peak_bytes for number, one in enumerate(trainer.memory())}
+            allocated = {number: peak for number, peak in peaks.items() if peak and number in found.plan.devices}
             curves = trainer.predicted_curves(*batch)
             events = trainer.events()
         compared = compare_memory(curves, events, _STEPS - 1)
@@ -96,7 +105,13 @@ def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) ->
         rows=rows,
         budgets=budgets,
         emulated=frozenset(device.number for device in pool.devices if device.emulated),
+        allocated=allocated,
     )
+
+
+def _peaks_anew(pool: Pool) -> None:
+    """Let the peaks that workers count start anew."""
+    raise_first([pool.post(device.number, [Ask("peak")], answer=True) for device in pool.devices])
 
 
 def _predicted(
@@ -113,7 +128,7 @@ def print_memory(seen: SeenMemory, console: OutputConsole) -> None:
     """Print the fates of segments and the memory of devices."""
     tables = [
         fates_table(seen.reasons, seen.plan, seen.names, seen.emulated),
-        peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated),
+        peak_table(seen.curves, seen.budgets, seen.compared, seen.emulated, seen.allocated),
     ]
     console.widen(tables)
     _say(console, "\nwhat becomes of the activations of each stage until its backward")
@@ -138,6 +153,7 @@ def memory_data(seen: SeenMemory) -> dict[str, Any]:
                 "budget_bytes": seen.budgets.get(device),
                 "peak_bytes": curve.peak.peak_bytes,
                 "peak_in": curve.peak.name,
+                "allocated_peak_bytes": seen.allocated.get(device),
                 "start_bytes": curve.start_bytes,
                 "instructions": [
                     {"name": use.name, "peak_bytes": use.peak_bytes, "used_bytes": use.used_bytes} for use in curve.uses

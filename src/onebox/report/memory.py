@@ -136,6 +136,7 @@ def peak_table(
     budgets: Mapping[int, int | None],
     compared: Sequence[MemoryComparison] = (),
     emulated: Collection[int] = (),
+    allocated: Mapping[int, int] | None = None,
 ) -> Table:
     """Return the table of each device's peak: predicted, measured where it was run, and what it may use.
 
@@ -144,10 +145,13 @@ def peak_table(
         budgets: The memory of each device; ``None`` for one without limit.
         compared: What was measured.
         emulated: Numbers of the emulated devices.
+        allocated: The most that a GPU's allocator has given out in a step.
     """
+    allocated = allocated or {}
     table = Table("device", "peak in", caption="* emulated" if set(curves) & set(emulated) else None)
     measured = {one.device: one for one in compared}
-    headings = ["predicted", *(["measured", "differ by at most"] if measured else []), "budget", ""]
+    headings = ["predicted", *(["measured", "differ by at most"] if measured else [])]
+    headings += [*(["by the allocator"] if allocated else []), "budget", ""]
     for heading in headings:
         table.add_column(heading, justify="right")
     for device, curve in sorted(curves.items()):
@@ -157,6 +161,8 @@ def peak_table(
             one = measured.get(device)
             both = (one.peak_bytes.measured, one.difference_bytes) if one is not None else (None, None)
             cells += ["-" if value is None else bytes_text(int(value)) for value in both]
+        if allocated:
+            cells.append(bytes_text(allocated[device]) if device in allocated else "-")
         share = "-" if not budget else f"{peak / budget:.1%}" + (" too much" if peak > budget else "")
         name = f"{device}*" if device in emulated else str(device)
         table.add_row(name, Text(curve.peak.name), *cells, bytes_text(budget) if budget else "-", share)

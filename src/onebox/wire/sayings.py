@@ -121,6 +121,8 @@ class Memory(Message, frozen=True, tag="memory"):
         kept_bytes: Of slots, on the host.
         host_bytes: Of what is on the host instead of the device: optimizers that step there, activations that wait.
         host_peak_bytes: The most of it so far.
+        allocated_peak_bytes: The most that PyTorch's allocator had given out on a GPU, what operators need in passing
+            among it; 0 for all else.
     """
 
     used_bytes: int
@@ -129,6 +131,7 @@ class Memory(Message, frozen=True, tag="memory"):
     kept_bytes: int = 0
     host_bytes: int = 0
     host_peak_bytes: int = 0
+    allocated_peak_bytes: int = 0
 
 
 class OptimizerState(Message, frozen=True, tag="state"):

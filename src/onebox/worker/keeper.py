@@ -41,6 +41,7 @@ class Keeper:
         definition: Callable[[int, type[NativeOptimizer]], NativeOptimizer],
         faults: FaultInjector,
     ) -> None:
+        self._device = device
         self._store = store
         self._host = host
         self._groups = groups
@@ -92,11 +93,20 @@ class Keeper:
         """Return what buffers, slots and all else on the host take; let the peaks start anew, if asked to."""
         store, host = self._store, self._host
         kept_bytes = self._slots.used_bytes
+        cuda = self._device.type == "cuda"
         memory = Memory(
-            store.used_bytes, store.peak_bytes, store.quota_bytes, kept_bytes, host.used_bytes, host.peak_bytes
+            store.used_bytes,
+            store.peak_bytes,
+            store.quota_bytes,
+            kept_bytes,
+            host.used_bytes,
+            host.peak_bytes,
+            torch.cuda.max_memory_allocated(self._device) if cuda else 0,
         )
         if anew:
             store.peak_bytes, host.peak_bytes = store.used_bytes, host.used_bytes
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(self._device)
         return memory
 
     def filled(self, slots: Sequence[int]) -> Filled:

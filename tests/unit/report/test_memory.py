@@ -115,6 +115,13 @@ def test_the_table_of_peaks_has_measurements_where_there_are_some() -> None:
     assert "50.0%" in said
 
 
+def test_what_an_allocator_has_given_out_has_a_column_of_its_own() -> None:
+    said = shown(peak_table({0: curve()}, {0: 80 * MIB}, allocated={0: 42 * MIB}), width=140)
+    assert "by the allocator" in said
+    assert "42 MiB" in said
+    assert "by the allocator" not in shown(peak_table({0: curve()}, {0: 80 * MIB}))
+
+
 def test_the_table_of_residents_has_sums_and_the_largest() -> None:
     residents = (
         Resident(sort="activations", name="relu float32[8]", size_bytes=6 * MIB),

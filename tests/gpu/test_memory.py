@@ -1,0 +1,46 @@
+"""The memory of a step on a GPU: what is predicted against what PyTorch's allocator gives out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import onebox
+from onebox.cli.models import build_model
+from onebox.pool import raise_first
+from onebox.report import compare_memory
+from onebox.wire.messages import Ask
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+def model(name: str) -> nn.Module:
+    """Return a classifier of pictures of 32 times 32 pixels."""
+    colours = [0.5] * 3
+    return build_model(name, classes=10, channels=3, height=32, width=32, mean=colours, std=colours, seed=0)
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet", "gpt"])
+def test_the_peak_is_within_a_tenth_of_what_the_allocator_gives_out(name: str) -> None:
+    trained = model(name)
+    batch = torch.zeros(128, 3, 32, 32, dtype=torch.uint8), torch.arange(128) % 10
+    optimizer = torch.optim.AdamW(trained.parameters())
+    with (
+        onebox.open("cuda:0") as pool,
+        onebox.Trainer(trained, functional.cross_entropy, optimizer, pool=pool, recover=False) as trainer,
+    ):
+        for _ in range(2):
+            trainer.step(*batch)
+        trainer.wait()
+        raise_first([pool.post(0, [Ask("peak")], answer=True)])
+        trainer.step(*batch)
+        trainer.wait()
+        (found,) = compare_memory(trainer.predicted_curves(*batch), trainer.events(), 2)
+        (memory,) = trainer.memory()
+    assert found.peak_bytes.predicted == pytest.approx(memory.peak_bytes, rel=0.01), "by the worker's own account"
+    assert memory.peak_bytes == pytest.approx(memory.allocated_peak_bytes, rel=0.1)
