@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from onebox.engine import offloading
 from tests.process.shelf import Shelf
 
 
@@ -23,6 +24,12 @@ def pools(shelf: Shelf) -> Iterator[Shelf]:
     """From a number of workers to a pool of so many CPU workers; for tests that leave it whole."""
     yield shelf
     shelf.look()
+
+
+@pytest.fixture(autouse=True)
+def nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models here are small: let all of their values go to the host that could."""
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ import pytest
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine import offloading
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures, Recipe
 from onebox.plan import Plan, Stage
@@ -46,12 +45,6 @@ SPOTS: dict[str, tuple[int, Fate]] = {
 
 MOVED: Counter[str] = Counter()
 """How many copies to the host the trainers of a model have made."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all go to the host that could."""
-    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
 
 
 @functools.cache

@@ -200,8 +200,10 @@ def test_a_worker_that_is_killed_while_it_copies_is_made_up_for() -> None:
 
 
 TRAIN = """
-from tests.process.test_offload import BATCH, FATED, chain, trainer_on as offloading
-with open_pool("cpu", threads=1) as pool, offloading(pool, "vgg", chain("offload")) as trainer:
+from onebox.engine import offloading
+from tests.process.test_offload import BATCH, FATED, chain, trainer_on as over
+offloading.LEAST_BYTES = 1
+with open_pool("cpu", threads=1) as pool, over(pool, "vgg", chain("offload")) as trainer:
     given = FATED["vgg"].batches([BATCH])[0]
     trainer.step(*given).item()
     ready(pool)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from onebox.engine import offloading
 from onebox.engine.ledger import Ledger
-from onebox.engine.offloading import LEAST_BYTES, Absence, find_absences, offloaded, with_transfers
+from onebox.engine.offloading import Absence, find_absences, offloaded, with_transfers
 from onebox.engine.routine import Label
 from onebox.plan import Action, Fate, Plan
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
@@ -20,12 +21,21 @@ from tests.unit.engine.nets import Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, steps_of
 from tests.unit.engine.test_lowering import check
 
-SAMPLES = 32
-"""Of a micro-batch: values of the net are of more bytes than stay for being small."""
+SAMPLES = 4
+
+LEAST = 100
+"""What is smaller stays, so that values of the net go."""
 
 SPEC = TensorSpec("float64", (32, 8))
 FATES: list[Fate] = ["offload", "offload", "keep", "recompute"]
 TRANSFERS = (Offload, Evict, Prefetch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_ones_go() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "LEAST_BYTES", LEAST)
+        yield
 
 
 def program(name: str = "aten.relu.default", inputs: int = 1) -> Program:
@@ -130,7 +140,7 @@ def test_a_value_from_elsewhere_belongs_to_who_reads_it_first_here() -> None:
 
 def test_what_is_small_or_not_a_value_of_forward_stays() -> None:
     actions, steps, bounds = chain(6)
-    small = TensorSpec("float64", (LEAST_BYTES // 8 - 1,))
+    small = TensorSpec("float64", (LEAST // 8 - 1,))
     tiny = with_deaths(Program((small,), (Operator("aten.relu.default", (Slot(0),), {}, (1,), (small,)),), (1,), 2))
     assert find_absences(steps, {ONE: tiny}, bounds, actions, ["offload"] * 6) == []
     steps = [Call(ONE, (1,), (2,)) for _ in range(6)] + [Call(ONE, (2,), (3,)) for _ in range(6)]
