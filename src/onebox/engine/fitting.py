@@ -254,7 +254,7 @@ class _Question:
             refusal = str(error)
         else:
             ways = [self._way(one.label, one.plan, batch) for one in result.candidates[1:]]
-            ways = [one for one in ways if one.plan.stages != best.stages or one.plan.micro_batch != best.micro_batch]
+            ways = [one for one in ways if _sort(one.plan) != _sort(best)]
             ways.insert(0, self._way("the best found", best, batch))
         return replace(
             found,
@@ -294,6 +294,11 @@ class _Question:
             step_s=plan.predicted.step_s,
             refused=_shortfall(peaks, self._budgets),
         )
+
+
+def _sort(plan: Plan) -> tuple[object, ...]:
+    """Return what makes two plans the same for a person."""
+    return plan.stages, plan.micro_batch, plan.schedule, plan.update
 
 
 def _resized(batch: Batch, size: int) -> Batch:
