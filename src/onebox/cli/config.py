@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar, cast
 
 from onebox.cli.options import (
     Bytes,
@@ -28,7 +28,7 @@ from onebox.cli.options import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan import SCHEDULES
+from onebox.plan import FATES, SCHEDULES, ChainFate, UpdateAt
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
@@ -204,6 +204,9 @@ class PlanConfig(JobConfig):
         micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
         schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
             and auto, which is made for the measured times.
+        fates: What may become of activations for which a device has no room, such as keep,recompute; without it all:
+            keep, recompute, offload, and cpu for parts that a CPU worker beside the device computes.
+        update: Where the optimizer's state may be: on the device, on its host, or auto for either.
         budget: The most seconds that the search may take, after measuring.
         fresh: Measure even what is known from an earlier time.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
@@ -221,6 +224,8 @@ class PlanConfig(JobConfig):
 
     micro_batches: Ints = None
     schedules: Names = None
+    fates: Names = None
+    update: Literal["device", "host", "auto"] = "device"
     budget: float = 5.0
     fresh: Flag = False
     check: File = None
@@ -232,10 +237,30 @@ class PlanConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(budget=self.budget)
-        sizes, names = self.micro_batch_sizes, self.schedule_names
-        if self.check is not None and (sizes is not None or names is not None):
-            flag = f"--micro-batches {self.micro_batches}" if sizes is not None else f"--schedules {self.schedules}"
-            raise UsageError(f"--check {self.check} and {flag}: the plan says that itself; give one of them")
+        given = {
+            f"--micro-batches {self.micro_batches}": self.micro_batch_sizes is not None,
+            f"--schedules {self.schedules}": self.schedule_names is not None,
+            f"--fates {self.fates}": self.fate_names != FATES,
+            f"--update {self.update}": self.update != "device",
+        }
+        odd = [flag for flag, there in given.items() if there]
+        if self.check is not None and odd:
+            raise UsageError(f"--check {self.check} and {odd[0]}: the plan says that itself; give one of them")
+
+    @property
+    def fate_names(self) -> tuple[ChainFate, ...]:
+        """``fates`` one by one."""
+        if self.fates is None:
+            return FATES
+        names = tuple(part.strip() for part in self.fates.split(","))
+        if not set(names) <= set(FATES) or "keep" not in names:
+            raise UsageError(f"--fates {self.fates}: allowed are {', '.join(FATES)}; keep is always one of them")
+        return cast(tuple[ChainFate, ...], names)
+
+    @property
+    def updates(self) -> tuple[UpdateAt, ...]:
+        """``update`` as places that are allowed."""
+        return ("device", "host") if self.update == "auto" else (self.update,)
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...] | None:
@@ -266,6 +291,7 @@ class FitConfig(JobConfig):
     Args:
         plan: A plan file that is asked about; without it every device computes the whole model for its share.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
+        update: Where the optimizer's state is: on the device, or in the memory of its host.
         clip_grad_norm: As for onebox train: to clip takes memory, too.
         gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
             --bandwidth.
@@ -279,6 +305,7 @@ class FitConfig(JobConfig):
 
     plan: File = None
     micro_batch: Int = None
+    update: Literal["device", "host"] = "device"
     clip_grad_norm: Float = None
     gflops: Float = None
     bandwidth: Float = None
@@ -289,8 +316,9 @@ class FitConfig(JobConfig):
         super().__post_init__()
         at_least(1, micro_batch=self.micro_batch)
         positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
-        if self.plan is not None and self.micro_batch is not None:
-            raise UsageError(f"--plan {self.plan} and --micro-batch {self.micro_batch}: a plan says that itself")
+        if self.plan is not None and (self.micro_batch is not None or self.update != "device"):
+            flag = f"--update {self.update}" if self.micro_batch is None else f"--micro-batch {self.micro_batch}"
+            raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
         if (self.gflops is None) != (self.bandwidth is None):
             raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")
 

@@ -47,6 +47,7 @@ def show_fit(config: FitConfig) -> int:
         threads=config.threads,
         plan=config.plan,
         micro_batch=config.micro_batch,
+        update=config.update,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         rates=_rates(config),

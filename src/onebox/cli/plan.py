@@ -51,6 +51,8 @@ def show_plan(config: PlanConfig) -> None:
                 pool,
                 micro_batches=config.micro_batch_sizes,
                 schedules=config.schedule_names,
+                fates=config.fate_names,
+                update=config.updates,
                 budget_s=config.budget,
                 fresh=config.fresh,
             )

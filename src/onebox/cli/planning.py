@@ -21,12 +21,15 @@ from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
 from onebox.feed import DataSet
 from onebox.plan import (
+    FATES,
     SCHEDULES,
     Candidate,
+    ChainFate,
     Plan,
     Problem,
     Schedule,
     Simulation,
+    UpdateAt,
     predict,
     stage_work,
     validate,
@@ -78,6 +81,8 @@ def search_plan(
     *,
     micro_batches: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
+    fates: Sequence[ChainFate] = FATES,
+    update: Sequence[UpdateAt] = ("device",),
     budget_s: float = 5.0,
     fresh: bool = False,
 ) -> Foreseen:
@@ -89,6 +94,8 @@ def search_plan(
         pool: The devices.
         micro_batches: Allowed sizes of micro-batches.
         schedules: Allowed schedules.
+        fates: What may become of activations.
+        update: Where the optimizer's state may be.
         budget_s: The most seconds that the search may take.
         fresh: Measure even what is known.
 
@@ -107,6 +114,8 @@ def search_plan(
         pool=pool,
         micro_batches=micro_batches,
         schedules=schedules or SCHEDULES,
+        fates=fates,
+        update=update,
         memory=config.memory,
         precision=config.precision,
         budget_s=budget_s,

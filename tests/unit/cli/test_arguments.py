@@ -122,6 +122,9 @@ def test_memory_without_a_size_asks_plan_to_show_it() -> None:
     assert parse(["plan", "--memory", "--budget", "2"]) == PlanConfig(show_memory=True, budget=2.0)
     assert parse(["plan", "--memory", "2GiB"]) == PlanConfig(memory="2GiB")
     assert parse(["plan", "--memory", "2GiB", "--memory"]) == PlanConfig(memory="2GiB", show_memory=True)
+    assert parse(["plan", "--fates", "keep, offload"]) == PlanConfig(fates="keep, offload")
+    assert PlanConfig(fates="keep, offload").fate_names == ("keep", "offload")
+    assert PlanConfig(update="auto").updates == ("device", "host")
     assert parse(["plan", "--show-memory"]) == PlanConfig(show_memory=True)
 
 
@@ -173,6 +176,11 @@ def test_all_flags_of_fit() -> None:
         ("plan --schedules 1f2b", ["--schedules 1f2b: allowed are gpipe, 1f1b"]),
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
         ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
+        ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
+        ("plan --fates recompute", ["--fates recompute: allowed are keep, recompute, offload, cpu", "always one"]),
+        ("plan --fates keep,drop", ["--fates keep,drop: allowed are keep, recompute, offload, cpu"]),
+        ("plan --check p.json --fates keep", ["--check p.json and --fates keep", "give one of them"]),
+        ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),
         ("fit --gflops 100", ["--gflops and --bandwidth go together", "give both"]),
         ("fit --gflops -1 --bandwidth 2", ["--gflops -1.0: allowed are numbers above 0"]),
         ("fit --memory", ["--memory needs a value"]),
