@@ -204,8 +204,10 @@ def _spare(bodies: dict[Phase, Body], division: Division, early: set[fx.Node] | 
     spared = False
     for phase in sorted(bodies, reverse=True):
         if phase.kind in ("B", "I") and phase.stage in division.remade and division.follows_at_once(phase.stage):
+            kinds: Sequence[PhaseKind] = ("B",) if phase.kind == "B" else ("I", "W")  # W is still to come
+            there = set[fx.Node]().union(*(bodies[Phase(phase.stage + 1, kind)].given for kind in kinds))
             body = bodies[phase] = Body(outputs=bodies[phase].outputs)
-            _fill(body, phase, division, _variant(phase, early), bodies[Phase(phase.stage + 1, phase.kind)].given)
+            _fill(body, phase, division, _variant(phase, early), there)
             spared = True
     return spared
 
