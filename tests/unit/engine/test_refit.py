@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 
 from onebox.cost import store
@@ -18,7 +19,7 @@ from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.problem import KnownTimes, divided_bytes, times_key
 from onebox.engine.refit import Workload, refit
 from onebox.errors import PlanError
-from onebox.plan import Plan, Stage
+from onebox.plan import Plan, Stage, UpdateAt
 from onebox.pool import DeviceInfo, Pool
 
 WIDTH, LAYERS, BATCH, SIZE = 32, 4, 8, 2
@@ -159,3 +160,33 @@ def test_times_that_were_measured_before_are_heeded() -> None:
 def test_when_all_have_gone_that_is_said() -> None:
     with pytest.raises(PlanError, match="every device of the pool has gone"):
         found(staged(((0,),)), set(range(DEVICES)))
+
+
+@functools.cache
+def lively() -> Workload:
+    """Return a model that makes more than it holds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(2 * LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    trained = frozenset(f"model.{name}" for name, _ in model.named_parameters())
+    recipe = Recipe(
+        model=model, loss=nn.functional.mse_loss, metrics={}, precision="fp32", device_type="cpu", trained=trained
+    )
+    x_BD = torch.zeros(2048, WIDTH)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = as_batch(x_BD, x_BD)
+    return Workload(captures=Captures(recipe), optimizer=optimizer, batch=batch, max_norm=0.0, in_flight=1)
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_what_is_left_gets_fates_where_its_memory_is_short(update: UpdateAt) -> None:
+    size = lively().batch.size // 2
+    plan = replace(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=size), update=update)
+    alone = replace(Plan.data_parallel([0], [1.0], micro_batch=size), update=update)
+    peak = lively().peaks(alone, cast(Pool, Left(set())))[0]
+    left = cast(Pool, Left({1, 2, 3}, int(peak * 0.7)))
+    new = refit(plan, lively(), left)
+    assert new.devices == (0,)
+    assert new.update == update
+    assert new.micro_batch == size
+    assert {"recompute", "offload"} & {stage.fate for stage in new.stages}
+    assert lively().peaks(new, left)[0] <= peak * 0.7
