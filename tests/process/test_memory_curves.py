@@ -73,9 +73,9 @@ def test_each_instruction_uses_what_was_predicted(
         assert one.peak_bytes.measured == one.peak_bytes.predicted
     forecast = forecast_curves(name, plan, pool, options.get("clip_grad_norm", 0.0))
     assert list(forecast) == list(curves), "a forecast needs no workers"
-    for one, other in zip(forecast.values(), curves.values(), strict=True):
-        more = other.start_bytes - one.start_bytes
-        assert [use.used_bytes + more for use in one.uses] == [use.used_bytes for use in other.uses]
+    for ahead, seen in zip(forecast.values(), curves.values(), strict=True):
+        more = seen.start_bytes - ahead.start_bytes
+        assert [use.used_bytes + more for use in ahead.uses] == [use.used_bytes for use in seen.uses]
 
 
 def forecast_curves(name: str, plan: Plan, pool: onebox.Pool, max_norm: float) -> dict[int, Curve]:
