@@ -76,7 +76,7 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
         plan = found.plan
         fates = {stage.fate for stage in plan.stages}
         assert fates & {"recompute", "offload"}
-        assert 0.8 * budget <= peak_bytes(plan) <= budget
+        assert 0.6 * budget <= peak_bytes(plan) <= budget
         labels = {one.label: one for one in found.result.candidates}
         assert labels["device 0 alone"].shortfalls
         policies = [one for label, one in labels.items() if label.startswith("device 0 alone, ")]
@@ -84,6 +84,7 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
         assert all(one.step_s >= found.result.candidates[0].step_s for one in policies if not one.shortfalls)
         model = deep()
         optimizer = momentum(model)
+        raise_first([pool.post(0, [Ask("peak")], answer=True)])  # from here on: the device has been measured, too
         with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, check_every=1) as job:
             losses = [float(job.step(*batch)) for batch in batches()]
             tensors = {name.removeprefix("model."): tensor for name, tensor in job.tensors().items()}
