@@ -44,6 +44,7 @@ class Port(NamedTuple):
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +124,28 @@ def _forget_statistics(graph: fx.Graph) -> None:
 
 
 def widen_statistics(graph: fx.Graph) -> None:
-    """Correct the type of the batch statistics of batch norm with inputs in bfloat16 and weights in float32.
+    """Correct the types of statistics that the tracer takes for others than the kernels make.
 
-    The tracer takes it for that of the input; the kernels, on CPUs and GPUs, give that of the weight.
+    Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs.
+    The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
     """
     for node in graph.find_nodes(op="call_function", target=_BATCH_NORM):
         weight = node.args[1]
-        if not isinstance(weight, fx.Node):
-            continue
-        values = list(node.meta["val"])
-        for index in (1, 2):
-            values[index] = values[index].to(weight.meta["val"].dtype)
-        node.meta["val"] = tuple(values)
-        for user in node.users:
-            user.meta["val"] = values[user.args[1]]
+        if isinstance(weight, fx.Node):
+            _make_type(node, (1, 2), weight.meta["val"].dtype)
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        if node.args[0].meta["val"].dtype is torch.float64:
+            _make_type(node, (1,), torch.float64)
+
+
+def _make_type(node: fx.Node, places: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Let outputs of a node be of a type, and the nodes that name them."""
+    values: dict[Any, Any] = dict(enumerate(node.meta["val"]))
+    for place in places:
+        values[place] = values[place].to(dtype)
+    node.meta["val"] = tuple(values.values())
+    for user in node.users:
+        user.meta["val"] = values[user.args[1]]
 
 
 def _input_port(desc: Any, captured: Captured, module: fx.GraphModule, constants: dict[str, Tensor]) -> Port:

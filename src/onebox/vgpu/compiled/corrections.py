@@ -75,9 +75,6 @@ def correct(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         if _kind(node.meta["val"][0].device) != "cuda":
             _leave_out_statistics(node)
-    for node in graph.find_nodes(op="call_function", target=aten._scaled_dot_product_flash_attention_for_cpu.default):
-        if node.meta["val"][0].dtype == torch.float64:  # torch 2.11 traces it as float32
-            _put(node, 1, node.meta["val"][1].to(torch.float64))
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
             _name_type(node)
