@@ -62,7 +62,10 @@ def show_plan(config: PlanConfig) -> None:
             print_memory(seen, console)
         _write_files(config, found, seen, pool, console)
     if found.shortfall:
-        raise UsageError(f"the plan does not fit: {found.shortfall}; smaller micro-batches or more stages need less")
+        raise UsageError(
+            f"the plan does not fit: {found.shortfall}; smaller micro-batches, more stages, and stages that are "
+            f"recomputed or offloaded need less: onebox fit --plan {config.check} finds such plans"
+        )
 
 
 def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:

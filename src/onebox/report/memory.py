@@ -148,7 +148,9 @@ def peak_table(
         allocated: The most that a GPU's allocator has given out in a step.
     """
     allocated = allocated or {}
-    table = Table("device", "peak in", caption="* emulated" if set(curves) & set(emulated) else None)
+    table = Table(
+        "device", "peak in", caption="* emulated" if set(curves) & set(emulated) else None, caption_justify="left"
+    )
     measured = {one.device: one for one in compared}
     headings = ["predicted", *(["measured", "differ by at most"] if measured else [])]
     headings += [*(["by the allocator"] if allocated else []), "budget", ""]
@@ -179,7 +181,9 @@ def fates_table(reasons: Sequence[Reason], plan: Plan, names: Sequence[str], emu
         emulated: Numbers of the emulated devices.
     """
     there = set(plan.devices) & set(emulated)
-    table = Table("stage", "segments", "device", "fate", caption="* emulated" if there else None)
+    table = Table(
+        "stage", "segments", "device", "fate", caption="* emulated" if there else None, caption_justify="left"
+    )
     for heading in ("would keep\nof a micro-batch", "saved", "paid\nin a step"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("why")
