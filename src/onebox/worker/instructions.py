@@ -45,6 +45,7 @@ def instructions() -> Instructions:
     return Instructions(torch.backends.cpu.get_cpu_capability(), _words_of_onednn(), maker(), hardware)
 
 
+@functools.cache
 def words_of_mkl() -> str:
     """Return for which processor MKL says that it computes: empty where this torch has no MKL."""
     if not torch.backends.mkl.is_available():
