@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from common import Peer, finish, show, spread
 from hybrid_models import DATA, WORKLOADS, workload
-from hybrid_plans import Bench, Tried, same
+from hybrid_plans import Bench, Tried, same, told
 from hybrid_rivals import SIDES
 from pipeline_sides import Run, best, in_turn, ratios
 
@@ -123,7 +123,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         times = in_turn(sides, options.rounds, 1, most_s=math.inf)
     table(name, options, bench, times, peaks, budgets, plain)
     for (label, alone), choice in choices.items():
-        what = "nothing fits" if choice.plan is None else choice.plan.describe()
+        what = "nothing fits" if choice.plan is None else told(choice.plan)
         print(f"  {label}{', alone' if alone else ''}: {what}")
     found: dict[str, dict[str, Any]] = {label: {} for label in budgets}
     for (label, alone), choice in choices.items():
@@ -218,7 +218,7 @@ def judged(
         "best_trivial": quickest,
         "ratio_to_recompute_all": over("all recomputed"),
         **{f"ratio_to_torch_{rival}": over(f"torch {rival}") for rival in SIDES},
-        "plan": choice.plan.describe(),
+        "plan": told(choice.plan),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,3 +163,14 @@ def same(one: Plan, other: Plan) -> bool:
     """Tell whether two plans do the same, whatever was predicted of them."""
     bare = [msgspec.structs.replace(plan, predicted=None) for plan in (one, other)]
     return bare[0] == bare[1]
+
+
+def told(plan: Plan) -> str:
+    """Return a plan in a few words: neighbouring stages on the same devices, and their fates."""
+    runs = []
+    for replicas, group in itertools.groupby(plan.stages, key=lambda stage: stage.replicas):
+        stages = list(group)
+        fates = Counter(stage.fate for stage in stages)
+        several = ", ".join(f"{count} {fate}" for fate, count in fates.items())
+        runs.append(f"device {' and '.join(str(replica[0]) for replica in replicas)}: {several}")
+    return f"{'; '.join(runs)}; {plan.schedule}" + (", the optimizer on the host" if plan.update == "host" else "")
