@@ -44,7 +44,10 @@ def faster(operator: Operator, specs: Mapping[int, TensorSpec], device: torch.de
     if any(spec.dtype != "float32" for spec in read):
         return None
     fits, compute = _WAYS[operator.name]
-    return compute if fits(operator, read) else None
+    try:
+        return compute if fits(operator, read) else None
+    except (TypeError, ValueError, IndexError):  # no product at all, which is ATen's to refuse
+        return None
 
 
 def onednn_is_faster() -> bool:
@@ -54,8 +57,8 @@ def onednn_is_faster() -> bool:
 
 
 def _large(left: TensorSpec, right: TensorSpec) -> bool:
-    rows, inner = left.shape
-    return rows >= LEAST_ROWS and rows * inner * right.shape[1] >= LEAST_WORK
+    (rows, inner), (same, columns) = left.shape, right.shape
+    return inner == same and rows >= LEAST_ROWS and rows * inner * columns >= LEAST_WORK
 
 
 def _fits_mm(_: Operator, read: list[TensorSpec]) -> bool:
