@@ -57,6 +57,7 @@ def make_plan(
     fates: Sequence[ChainFate] = FATES,
     update: Sequence[UpdateAt] = ("device",),
     memory: Memory | None = None,
+    preparing: float = 0.0,
     precision: Precision = "fp32",
     budget_s: float = 5.0,
     fresh: bool = False,
@@ -78,6 +79,8 @@ def make_plan(
         update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
         memory: The most bytes that the plan may take of each device, as for :func:`onebox.open`, beside the budgets of
             the pool itself. The plan carries them, and a trainer refuses steps that need more.
+        preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute: where
+            workers of it and that need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         budget_s: The most seconds that the search may take.
         fresh: Measure anew what is known from an earlier time.
@@ -124,6 +127,7 @@ def make_plan(
         schedules=tuple(schedules),
         fates=fates,
         updates=update,
+        preparing=preparing,
     )
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)

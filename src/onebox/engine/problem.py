@@ -20,6 +20,7 @@ from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.pool import DeviceInfo
 from onebox.pool.cores import busy_threads
+from onebox.pool.local import LOCAL_HOST
 
 _SENSIBLE = 32
 """Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
@@ -112,6 +113,7 @@ def make_problem(
     schedules: Sequence[str] = SCHEDULES,
     fates: Sequence[ChainFate] = FATES,
     updates: Sequence[UpdateAt] = ("device",),
+    preparing: float = 0.0,
 ) -> Problem:
     """Return what the planner is given.
 
@@ -124,6 +126,7 @@ def make_problem(
         schedules: Allowed schedules.
         fates: What may become of activations.
         updates: Where the optimizer's state may be.
+        preparing: Cores of this host that the preparation of batches keeps busy.
 
     Raises:
         UsageError: The model has not been measured on a type of device.
@@ -171,6 +174,7 @@ def make_problem(
         schedules=tuple(schedules),
         fates=tuple(fates),
         cores={device.host: device.cores for device in devices if device.cores},
+        preparing={LOCAL_HOST: preparing},
         updates=tuple(updates),
     )
 

@@ -245,6 +245,7 @@ class Costs:
         for host, cores in self.problem.cores.items():
             threads = {device.number: device.threads for device in self.problem.devices if device.host == host}
             busy = sum(count for number, count in threads.items() if number in used)
+            busy += self.problem.preparing.get(host, 0.0)
             found[host] = max(1.0, busy / cores) / max(1.0, sum(threads.values()) / cores)
         return found
 

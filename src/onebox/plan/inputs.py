@@ -189,7 +189,9 @@ class Problem:
         fates: What may become of activations; ``cpu`` stands for a part of a device's stage on its host's processor.
         cores: Of a host, by its name, the cores that its workers share; one that isn't there has enough. Times were
             measured with all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a
-            processor's times in the plan are what was measured, times `max(1, u / cores) / max(1, t / cores)`.
+            processor's times in the plan are what was measured, times
+            `max(1, (u + p) / cores) / max(1, t / cores)` with `p` from ``preparing``.
+        preparing: Of a host, by its name, the cores that the preparation of batches keeps busy there.
         updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
     """
 
@@ -208,6 +210,7 @@ class Problem:
     free_shares: bool = True
     fates: tuple[ChainFate, ...] = FATES
     cores: Mapping[str, float] = field(default_factory=dict)
+    preparing: Mapping[str, float] = field(default_factory=dict)
     updates: tuple[UpdateAt, ...] = ("device",)
 
     def __post_init__(self) -> None:

@@ -265,6 +265,8 @@ def test_workers_that_share_too_few_cores_are_as_slow_as_they_were_measured_only
     assert predict(tight, two := _on(problem, (0, 1)))[0].stages_s[0] == pytest.approx(
         [part_s * (2 / 1.5) / 2 for part_s in predict(roomy, two)[0].stages_s[0]]
     )
+    prepared = replace(tight, preparing={"h": 2.0})  # as busy as with all workers
+    assert predict(prepared, one)[0] == predict(roomy, one)[0]
     every = _on(problem, (0, 1, 2))
     assert predict(tight, every)[0] == predict(roomy, every)[0]
     beside = (*devices[:2], replace(devices[2], processor=False, threads=0.0))
