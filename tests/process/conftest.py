@@ -26,10 +26,12 @@ def pools(shelf: Shelf) -> Iterator[Shelf]:
     shelf.look()
 
 
-@pytest.fixture(autouse=True)
-def nothing_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def nothing_too_small() -> Iterator[None]:
     """The models here are small: let all of their values go to the host that could."""
-    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
+    with pytest.MonkeyPatch.context() as patch:  # a test's own is undone when the test ends, before other fixtures
+        patch.setattr(offloading, "LEAST_BYTES", 1)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ _ATTEMPTS = 3
 """How often a client from outside asks for its server: Ray's proxy gives up one that takes more than 30 s to start, as
 on a busy head; by then its libraries are in memory, and the next is there sooner."""
 
-_LATE = "Proxy failed to Connect to backend"
-"""What Ray's proxy says then."""
+_LATE = ("Proxy failed to Connect to backend", "Starting Ray client server failed")
+"""What Ray's proxy says then, or of one that has not come up at all."""
 
 _log = logging.getLogger("onebox.pool")
 
@@ -123,7 +123,7 @@ def _initialize(ray: Any, address: str) -> None:
             except Exception as error:  # of many types, builtin ones among them
                 with contextlib.suppress(Exception):
                     ray.shutdown()  # else the next attempt of this process goes the same way, whatever the address
-                late = _LATE in str(error)
+                late = any(words in str(error) for words in _LATE)
                 if not late or not left:
                     where = "this machine" if address == "auto" else address
                     raise PoolError(
