@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
 from onebox.plan import Plan, Stage
 from onebox.plan.plan import Fate
 from onebox.report.memory import compare_memory
 from tests.models import FATED, OPTIMIZERS
+from tests.process.fated import captures
 from tests.process.shelf import Shelf
 from tests.reference import Outcome, assert_same, drawing, train
 
@@ -45,17 +45,6 @@ SPOTS: dict[str, tuple[int, Fate]] = {
 
 MOVED: Counter[str] = Counter()
 """How many copies to the host the trainers of a model have made."""
-
-
-@functools.cache
-def captures(name: str) -> Captures:
-    """Return what all trainers of a model share, as it takes longer than all of their steps."""
-    case = FATED[name]
-    model = case.model()
-    trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
-    return Captures(
-        Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
-    )
 
 
 def segments(name: str) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ import torch
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.forecast import forecast_contents
 from onebox.engine.ledger import Contents, host_peak_of, peak_of
 from onebox.engine.results import Event
@@ -25,6 +24,7 @@ from onebox.report.memory import compare_memory
 from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
 from tests.models import FATED, OPTIMIZERS
+from tests.process.fated import captures
 from tests.process.faults.scripts import Script, gone
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED
@@ -33,17 +33,6 @@ from tests.reference import Outcome
 STEPS = 2
 BATCH = 12
 ENDED_S = 5.0
-
-
-@functools.cache
-def captures(name: str) -> Captures:
-    """Return what all trainers of a model share, as it takes longer than all of their steps."""
-    case = FATED[name]
-    model = case.model()
-    trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
-    return Captures(
-        Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
-    )
 
 
 @functools.cache

@@ -1,0 +1,19 @@
+"""Captures of the models that fates are forced on, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+
+from onebox.engine.compiler import Captures, Recipe
+from tests.models import FATED
+
+
+@functools.cache
+def captures(name: str) -> Captures:
+    """Return what all trainers of a model share, as it takes longer than all of their steps."""
+    case = FATED[name]
+    model = case.model()
+    trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
+    return Captures(
+        Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    )
