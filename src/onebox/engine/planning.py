@@ -20,8 +20,8 @@ from onebox.engine.within import search_within
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
-from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import Problem
+from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.search import SearchResult
 from onebox.pool import Pool
 from onebox.sizes import Memory, parse_budgets

@@ -16,8 +16,8 @@ from onebox.engine.state import optimizer_factor
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import SCHEDULES, Links, UpdateAt
-from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
+from onebox.plan.prices import FATES, ChainFate
 from onebox.pool import DeviceInfo
 from onebox.pool.cores import busy_threads
 from onebox.pool.local import LOCAL_HOST

@@ -2,12 +2,12 @@
 
 from onebox.plan.blocks import block_numbers, block_schedule
 from onebox.plan.costs import stage_work
-from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
 from onebox.plan.plan import SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, UpdateAt, as_data
 from onebox.plan.predict import predict
+from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
 from onebox.plan.search import Candidate, SearchResult, search

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import permutations
 
 from onebox.errors import UsageError
-from onebox.plan.fates import FATES, ChainFate
 from onebox.plan.plan import SCHEDULES, UpdateAt
+from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.work import Links
 
 

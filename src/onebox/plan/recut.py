@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from math import inf, isqrt
 
 from onebox.plan.costs import Costs
-from onebox.plan.fates import ChainCosts, ChainFate, FateSpan, Link, choose_fates, least_budget
+from onebox.plan.fates import choose_fates, least_budget
 from onebox.plan.inputs import DeviceSpec, Problem
 from onebox.plan.instance import instance_of
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, Part, single
 from onebox.plan.plan import UpdateAt
+from onebox.plan.prices import ChainCosts, ChainFate, FateSpan, Link
 from onebox.plan.schedules import warm_up
 
 _MOST_LINKS = 64

@@ -13,16 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from onebox.plan.fates import (
-    FATES,
-    ChainCosts,
-    FateSpan,
-    Link,
-    Prices,
-    choose_fates,
-    least_budget,
-    outcome,
-)
+from onebox.plan.fates import choose_fates, least_budget
+from onebox.plan.prices import FATES, ChainCosts, FateSpan, Link, Prices, outcome
 
 _FINE = 4000
 """Buckets for the comparisons: what rounding costs them stands beside."""

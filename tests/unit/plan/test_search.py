@@ -27,7 +27,7 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.plan.fates import FATES, ChainFate
+from onebox.plan.prices import FATES, ChainFate
 
 from .problems import KINDS, exhaustive, links, random_problem, segment
 
