@@ -212,34 +212,50 @@ def draw(pictures: Sequence[Picture], path: Path | str, *, title: str = "", emul
         UsageError: The suffix is another one, or the file cannot be written.
     """
     check_suffix(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     devices = sorted({bar.device for picture in pictures for bar in picture.bars})
     rows = len(devices) * len(pictures)
-    figure = Figure(figsize=(_WIDTH_IN, 1.5 + 0.7 * len(pictures) + _ROW_IN * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = canvas(1.5 + 0.7 * len(pictures) + _ROW_IN * rows, len(pictures))
     stages = 1 + max((bar.stage for picture in pictures for bar in picture.bars if bar.stage is not None), default=0)
-    axes = figure.subplots(len(pictures), 1, sharex=True, squeeze=False)[:, 0]
     longest = max(max(bar.end_s for bar in picture.bars) for picture in pictures)
     for place, picture in zip(axes, pictures, strict=True):
         place.set_xlim(0, longest * 1.01e3)
         _draw_rows(place, picture, devices, stages, emulated, figure)
-    axes[-1].set_xlabel("time in ms", fontsize=_FONT + 1.5)
     _draw_legend(figure, pictures, stages)
-    if title:
-        figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
-    save(figure, path)
+    save(figure, path, title)
 
 
-def save(figure: Figure, path: Path | str) -> None:
+def canvas(height_in: float, places: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return an empty figure, and places for drawings one below the other, which share their time in milliseconds.
+
+    Args:
+        height_in: How high it is, in inches.
+        places: How many drawings.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(places, 1, sharex=True, squeeze=False)[:, 0])
+    axes[-1].set_xlabel("time in ms", fontsize=_FONT + 1.5)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path | str, title: str = "") -> None:
     """Write a figure, without the date, so that the same figure is the same file.
+
+    Args:
+        figure: The figure.
+        path: The file.
+        title: What stands above.
 
     Raises:
         UsageError: The file cannot be written.
     """
     from matplotlib import rc_context
 
+    if title:
+        figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
     metadata: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
         Path(path).suffix.lower(), {}
     )

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan import Simulation
-from onebox.report.figure import COLOURS, MEANINGS, check_suffix, save
+from onebox.report.figure import COLOURS, MEANINGS, canvas, check_suffix, save
 from onebox.report.memory import bytes_text, measured_instructions
 
 if TYPE_CHECKING:  # the engine takes a second to be imported, which figures of simulations do not need
@@ -24,7 +23,6 @@ if TYPE_CHECKING:  # the engine takes a second to be imported, which figures of 
     from onebox.engine import Event
     from onebox.engine.curve import Curve
 
-_WIDTH_IN = 13.0
 _ROW_IN = 2.1
 _FONT = 7.5
 _STRIP = 0.05
@@ -171,19 +169,11 @@ def draw_memory(
         UsageError: The suffix is another one, or the file cannot be written.
     """
     check_suffix(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH_IN, 1.0 + _ROW_IN * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    figure, axes = canvas(1.0 + _ROW_IN * len(rows), len(rows))
     for place, row in zip(axes, rows, strict=True):
         _draw_row(place, row, row.device in emulated)
-    axes[-1].set_xlabel("time in ms", fontsize=_FONT + 1.5)
     _draw_legend(figure, rows)
-    if title:
-        figure.suptitle("\n".join(wrap(title, 150)), fontsize=_FONT + 3, x=0.01, ha="left")
-    save(figure, path)
+    save(figure, path, title)
 
 
 def _row(curve: Curve, moments: Sequence[Moment], budgets: Mapping[int, int | None]) -> MemoryRow:
