@@ -1,0 +1,96 @@
+"""Whatever a user has his data in, as a source or a stream: one function, `as_source`.
+
+Libraries that may be absent (``datasets``, ``torchdata``) are never imported here: an object of theirs is recognised
+by the modules of its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from onebox.errors import UsageError
+from onebox.feed.source import Source, Stream
+from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
+from onebox.feed.sources.torchdata import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
+
+ALLOWED = (
+    "a Source or Stream, a torch Dataset, IterableDataset or DataLoader, a datasets.Dataset or IterableDataset, "
+    "a torchdata.nodes graph, an iterable of batches, or a callable that makes one"
+)
+
+
+def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
+    """Give what samples or batches come from the methods of a source or a stream.
+
+    Args:
+        what: A source or stream (taken as it is); a torch ``Dataset`` (or anything else with ``__getitem__`` and
+            ``__len__`` that is not iterable), ``IterableDataset`` or ``DataLoader``; a Hugging Face ``Dataset`` or
+            ``IterableDataset``; a node or loader of ``torchdata.nodes``; an iterable of batches: a list, an object
+            whose ``__iter__`` begins anew, a generator (good for one epoch), or a callable that makes any of these,
+            asked each epoch, by ``epoch=`` and ``seed=`` if it has such parameters.
+        batched: Whether an iterable or a graph of nodes gives batches (else samples); by default it does.
+
+    Returns:
+        Source | Stream: A source where samples can be read in any order, else a stream.
+
+    Raises:
+        UsageError: It is none of these.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> source = as_source(TensorDataset(torch.arange(3), torch.arange(3) * 2))
+        >>> len(source), source.decode(source.read(2), 2)
+        (3, (tensor(2), tensor(4)))
+    """
+    if (
+        isinstance(what, type)
+        or what is None
+        or isinstance(what, str | bytes | PurePath | Mapping | Tensor | np.ndarray)
+    ):
+        raise _refused(what)
+    if isinstance(what, Source | Stream):
+        return what
+    if isinstance(what, DataLoader):
+        return LoaderStream(what)
+    if isinstance(what, IterableDataset):
+        return IterableDatasetStream(what)
+    if isinstance(what, Dataset):
+        return DatasetSource(what)
+    if _is_of(what, "torchdata.nodes", ("BaseNode", "Loader")):
+        return NodeStream(what, batched=batched is not False)
+    return _as_plain(what, batched=batched is not False)
+
+
+def _as_plain(what: Any, batched: bool) -> Source | Stream:
+    """Of what no library has made."""
+    if isinstance(what, Sequence) and len(what) and all(isinstance(part, Tensor | np.ndarray) for part in what):
+        raise UsageError(
+            f"A {type(what).__name__} of {len(what)} arrays is neither samples nor batches; say "
+            f"torch.utils.data.TensorDataset(inputs, targets)"
+        )
+    if hasattr(what, "__next__"):
+        return OneShotStream(what, batched=batched)
+    if isinstance(what, Iterable):
+        return IterableStream(what, batched=batched)
+    if hasattr(what, "__getitem__") and hasattr(what, "__len__"):
+        return DatasetSource(what)
+    if isinstance(what, Callable):  # type: ignore[arg-type]  # mypy takes it for no class
+        return MadeStream(what, batched=batched)
+    raise _refused(what)
+
+
+def _is_of(what: Any, module: str, names: tuple[str, ...]) -> bool:
+    """Whether an object's class, or one that it inherits from, is of a module and has one of the names."""
+    return any(kind.__module__.startswith(module) and kind.__name__ in names for kind in type(what).__mro__)
+
+
+def _refused(what: Any) -> UsageError:
+    came = f"the class {what.__name__}, not an object of it" if isinstance(what, type) else f"a {type(what).__name__}"
+    return UsageError(f"Data came as {came}; allowed are {ALLOWED}.")

@@ -1,0 +1,39 @@
+"""How sources speak of what they read, and of what went wrong there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from onebox.errors import DataError, OneboxError
+
+
+def kind_of(what: Any) -> str:
+    """Name of a function or class, or of an object's class, for people."""
+    if isinstance(what, functools.partial):
+        return kind_of(what.func)
+    return getattr(what, "__qualname__", type(what).__qualname__)
+
+
+@contextmanager
+def blamed(where: str, index: int, doing: str = "read", path: object = None) -> Iterator[None]:
+    """Let an error of a user's own code name the sample that it came with.
+
+    Args:
+        where: What is read, for people.
+        index: Number of the sample.
+        doing: What is done to it, as a participle.
+        path: The file, where it is known.
+
+    Raises:
+        DataError: In place of any exception that is not onebox's own; that is its cause.
+    """
+    try:
+        yield
+    except OneboxError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise DataError(f"{where} cannot be {doing}: {said}.", path=path, sample=index) from error
