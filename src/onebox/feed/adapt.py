@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from onebox.errors import UsageError
 from onebox.feed.source import Source, Stream
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
-from onebox.feed.sources.torchdata import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
+from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 
 ALLOWED = (
     "a Source or Stream, a torch Dataset, IterableDataset or DataLoader, a datasets.Dataset or IterableDataset, "

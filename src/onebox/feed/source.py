@@ -56,7 +56,7 @@ class Stream(Protocol):
     batched: bool
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
-        """Begin an epoch; the iterator is used by one thread.
+        """Begin an epoch; the iterator is used by one thread, which closes it, if it has ``close``, at the end.
 
         Args:
             epoch: Number of the epoch, from 0.

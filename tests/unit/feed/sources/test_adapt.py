@@ -1,5 +1,6 @@
 """Whatever data come in is a source or a stream: PyTorch's and torchdata's objects, iterables, and what is refused."""
 
+import itertools
 import random
 import threading
 
@@ -114,7 +115,7 @@ def test_a_shuffling_loader_follows_from_seed_and_epoch(workers):
     torch.manual_seed(2)
 
     assert first.batched
-    assert sorted(sum(order, [])) == list(range(50))
+    assert sorted(itertools.chain(*order)) == list(range(50))
     assert ints(second, 3, 7) == order
     assert ints(second, 4, 7) != order
     assert ints(second, 3, 8) != order
@@ -186,7 +187,7 @@ def test_a_generator_has_one_epoch():
     stream = as_source(make())
     assert ints(stream) == [1, 2]
     for epoch in (0, 1):
-        with pytest.raises(UsageError, match=f"epoch {epoch} is asked of a .*make, which .* only once; .* a callable"):
+        with pytest.raises(UsageError, match=rf"epoch {epoch} is asked of a .*make, which .* only once; .* a callable"):
             stream.begin(epoch, 0)
 
 
@@ -207,7 +208,7 @@ def test_a_callable_makes_each_epoch():
 
 
 def test_a_callable_that_wants_more_is_refused():
-    with pytest.raises(UsageError, match="make asks for path; .* given epoch and seed at most"):
+    with pytest.raises(UsageError, match=r"make asks for path; .* given epoch and seed at most"):
 
         def make(path, epoch):
             return [path]
@@ -260,7 +261,7 @@ def test_a_graph_of_nodes_follows_from_seed_and_epoch():
 
     order = ints(first, 2, 5)
     assert first.batched
-    assert sorted(sum(order, [])) == list(range(0, 80, 2))
+    assert sorted(itertools.chain(*order)) == list(range(0, 80, 2))
     assert ints(second, 2, 5) == order
     assert ints(second, 3, 5) != order
     assert ints(second, 2, 5) == order
