@@ -92,6 +92,13 @@ class Arena:
         else:
             free.append(block)
 
+    def empty(self) -> None:
+        """Let go of the pages of all free blocks."""
+        for block in [block for blocks in self._free.values() for block in blocks if block.backed]:
+            self._discard(block.offset, block.size)
+            self.backed_bytes -= block.size
+            block.backed = False
+
 
 def _rounded(size: int) -> int:
     """Return the size of the blocks that so many bytes go into."""

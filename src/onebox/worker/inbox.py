@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from math import prod
 
@@ -27,6 +28,12 @@ from onebox.worker.letters import (
     lane_start,
 )
 from onebox.worker.memory import SLICE_S, Memory, PeerLost
+
+_LENT_FROM_BYTES = 64 << 10
+"""Tensors of so many bytes stay where they came: to copy fewer costs less than to look after them."""
+
+_LENT_SHARE = 4
+"""No more than one part in so many of the writer's span is lent at a time; what comes beyond that is copied."""
 
 
 class _Channel:
@@ -65,10 +72,13 @@ class Inbox:
         self._returned = 0
         self._cell = start + FIRST_CELLS
         self._tail = self._cell + CELL_BYTES
+        self._lent_bytes = 0
+        self._over: deque[Letter] = deque()  # lent ones that are read no more; whichever thread has found that out
         self._channels: dict[int, _Channel] = defaultdict(_Channel)
 
     def expect(self, channel: int) -> Expected:
         """Return the wait for the next letter of a channel that nobody has asked for."""
+        self.settle()
         found = self._channels[channel]
         found.asked += 1
         return Expected(self, channel, found.asked)
@@ -123,16 +133,47 @@ class Inbox:
         ctypes.memmove(made.data_ptr(), self._open().address + letter.offset, made.nbytes)
         return made
 
+    def lend(self, channel: int, order: int, letter: Letter) -> Tensor | None:
+        """Return the elements of a letter where they are: the reader's alone, given back when it forgets them.
+
+        Nobody else reads or writes them until then, and they outlast the writer.
+
+        Returns:
+            The tensor; ``None`` where a copy is cheaper, or too much is lent.
+        """
+        memory, size_bytes = self._open(), letter.spec.size_bytes
+        room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
+        if letter.offset < 0 or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
+            return None
+        view = (ctypes.c_char * size_bytes).from_buffer(memory.map, letter.offset)
+        weakref.finalize(view, _end, memory, self._over, letter).atexit = False
+        self._lent_bytes += size_bytes
+        self._forget(channel, order)
+        return torch.frombuffer(view, dtype=DTYPES[letter.spec.dtype]).view(letter.spec.shape)
+
+    def settle(self) -> None:
+        """Give back what was lent and is read no more."""
+        while self._over:
+            letter = self._over.popleft()
+            self._lent_bytes -= letter.spec.size_bytes
+            if self.memory is not None:
+                self._return(self.memory, letter.cell)
+
     def give_back(self, channel: int, order: int) -> None:
         """Let the writer use the memory of a letter again; one that has not come yet is given back when it does."""
-        found = self._channels[channel]
-        letter = found.letters.pop(order, None)
+        letter = self._forget(channel, order)
         if letter is None:
-            found.forgotten.add(order)
+            self._channels[channel].forgotten.add(order)
         elif self.memory is not None:
             self._return(self.memory, letter.cell)
-        if found.asked == found.came and not found.letters and not found.forgotten:
+
+    def _forget(self, channel: int, order: int) -> Letter | None:
+        """Take a letter out of its channel."""
+        found = self._channels[channel]
+        letter = found.letters.pop(order, None)
+        if letter is not None and found.asked == found.came and not found.letters and not found.forgotten:
             del self._channels[channel]  # counting may begin again
+        return letter
 
     def close(self) -> None:
         """Let go of the writer's memory."""
@@ -199,9 +240,13 @@ class Expected:
         """Return its elements, flat, in the writer's memory; valid until it is given back."""
         return self._inbox.part(letter)
 
-    def copy(self, letter: Letter) -> Tensor:
-        """Return a tensor with its elements."""
-        return self._inbox.copy(letter)
+    def take(self, letter: Letter) -> Tensor:
+        """Return a tensor with its elements, which is the reader's own."""
+        lent = self._inbox.lend(self._channel, self._order, letter)
+        if lent is None:
+            return self._inbox.copy(letter)
+        self._done = True
+        return lent
 
     def give_back(self) -> None:
         """Let the writer use its memory again. Idempotent."""
@@ -211,3 +256,11 @@ class Expected:
 
     def __del__(self) -> None:
         self.give_back()
+
+
+def _end(memory: Memory, over: deque[Letter], letter: Letter) -> None:
+    """Take note, in whatever thread, that a lent letter is read no more; where its writer has left, let go of it."""
+    if memory.words[LEFT]:
+        memory.discard(letter.offset, letter.spec.size_bytes)
+    else:
+        over.append(letter)

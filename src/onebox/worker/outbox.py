@@ -113,11 +113,13 @@ class Outbox:
             self._arena.give(block)
 
     def leave(self) -> None:
-        """Tell all readers that nothing more will come."""
+        """Tell all readers that nothing more will come; only what they have not read, or still use, stays in memory."""
         self._memory.publish(LEFT, 1)
         self._memory.wake(READY)
         for lane in self._lanes:
             self._memory.wake(lane.word + SENT)
+        self._collect()
+        self._arena.empty()
 
     def _cell(self) -> int:
         if not self._cells:

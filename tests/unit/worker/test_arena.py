@@ -63,3 +63,16 @@ def test_after_a_burst_pages_are_given_back() -> None:
     for _ in range(100):
         arena.take(4 * MB)
     assert arena.backed_bytes == 400 * MB
+
+
+def test_pages_of_free_blocks_go_at_the_end() -> None:
+    discarded: list[tuple[int, int]] = []
+    arena = Arena(0, 1 << 40, lambda offset, size: discarded.append((offset, size)))
+    held, free = arena.take(4 * MB), arena.take(5 * MB)
+    arena.give(free)
+    arena.empty()
+    arena.empty()
+    assert discarded == [(free.offset, free.size)]
+    assert arena.backed_bytes == held.size
+    assert arena.take(5 * MB) is free
+    assert arena.backed_bytes == held.size + free.size

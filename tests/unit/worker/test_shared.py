@@ -20,7 +20,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.messages import EmulatedLink
-from onebox.worker.memory import PeerLost, supported
+from onebox.worker.memory import LEAST_BYTES, PeerLost, supported
 from onebox.worker.peers import Finish
 from onebox.worker.shared import SharedGroup
 from tests.unit.ranks import run_ranks
@@ -268,6 +268,105 @@ def test_ranks_and_tensors_that_do_not_travel() -> None:
         assert group.receive(TensorSpec("float32", (1,) * 20), 0, 0)().tensor.sum() == 1  # to oneself
 
     run_ranks(1, rank)
+
+
+# ---- tensors that stay where they came
+
+
+LARGE = TensorSpec("float32", (1 << 16,))
+
+
+def test_what_was_received_is_the_readers_own_until_it_forgets_it() -> None:
+    """However much is sent meanwhile; then its memory is used again."""
+
+    def rank(number: int, group: SharedGroup) -> int:
+        if number == 0:
+            for count in range(60):
+                group.send(torch.full(LARGE.shape, float(count)), 1, 0)
+                group.receive(TensorSpec("bool", ()), 1, 0)()
+            assert group._outbox is not None
+            return group._outbox._arena.backed_bytes
+        kept: list[Tensor] = []
+        for count in range(60):
+            kept.append(group.receive(LARGE, 0, 0)().tensor)
+            assert kept[-1].untyped_storage().nbytes() == LARGE.size_bytes
+            kept[-1][0] += 100  # as an operator of a program of its own may
+            kept = kept[-5:]
+            for age, tensor in enumerate(reversed(kept)):
+                assert tensor[1:].eq(count - age).all()
+                assert tensor[0] == count - age + 100
+            group.send(torch.tensor(True), 0, 0)
+        return 0
+
+    assert max(run_ranks(2, rank)) <= 12 * LARGE.size_bytes
+
+
+def test_what_was_received_outlasts_its_group_and_is_forgotten_in_any_thread() -> None:
+    def rank(number: int, group: SharedGroup) -> Tensor | None:
+        if number == 1:
+            group.send(torch.arange(LARGE.shape[0], dtype=torch.float32), 0, 0)
+            return None
+        return group.receive(LARGE, 1, 0)().tensor
+
+    def maps() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:onebox")
+
+    before = maps()
+    kept = [run_ranks(2, rank)[0]]
+    assert torch.equal(kept[0], torch.arange(LARGE.shape[0], dtype=torch.float32))
+    assert maps() == before + 1
+    thread = threading.Thread(target=kept.clear)
+    thread.start()
+    thread.join()
+    assert maps() == before
+
+
+def test_what_is_forgotten_in_another_thread_is_given_back() -> None:
+    def rank(number: int, group: SharedGroup) -> int:
+        if number == 1:
+            for _ in range(2):
+                kept = [group.receive(LARGE, 0, 0)().tensor]
+                thread = threading.Thread(target=kept.clear)
+                thread.start()
+                thread.join()
+            group.receive(TensorSpec("bool", ()), 0, 0)
+            group.send(torch.tensor(True), 0, 0)
+            group.receive(TensorSpec("bool", ()), 0, 1)()
+            return 0
+        group.send(torch.zeros(LARGE.shape), 1, 0)
+        group.send(torch.zeros(LARGE.shape), 1, 0)
+        group.receive(TensorSpec("bool", ()), 1, 0)()
+        assert group._outbox is not None
+        unread = group._outbox.unread_bytes
+        group.send(torch.tensor(True), 1, 1)
+        return unread
+
+    assert run_ranks(2, rank)[0] < 20_000
+
+
+def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
+    """Where address space is short, what comes beyond that is copied."""
+
+    def rank(number: int, group: SharedGroup) -> int:
+        spec = TensorSpec("uint8", (3 << 20,))
+        if number == 1:
+            for count in range(40):
+                group.send(torch.full(spec.shape, count, dtype=torch.uint8), 0, 0)
+                group.receive(TensorSpec("bool", ()), 0, 0)()
+            return 0
+        kept = []
+        for _ in range(40):
+            kept.append(group.receive(spec, 1, 0)().tensor)
+            assert all(tensor[-1] == place for place, tensor in enumerate(kept))
+            group.send(torch.tensor(True), 1, 0)
+        return group._inboxes[1]._lent_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("onebox.worker.memory.SPAN_BYTES", LEAST_BYTES)
+        patch.setattr("onebox.worker.shared.SPAN_BYTES", LEAST_BYTES)
+        lent = run_ranks(2, rank)[0]
+    assert 12 << 20 < lent <= LEAST_BYTES // 4
 
 
 # ---- the end
