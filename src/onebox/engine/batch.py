@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -26,6 +28,16 @@ class Batch:
     leaves: tuple[Tensor, ...]
     structure: Any
     size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def kept(self) -> Batch:
+        """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""
+        leaves = tuple(torch.empty(leaf.shape, dtype=leaf.dtype).copy_(leaf) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
 
     def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
         """Return the tensors of some samples."""

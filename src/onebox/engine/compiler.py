@@ -226,6 +226,11 @@ class Compiler:
         """Return the routines that train with a batch, which are with the workers; made once for each shape."""
         return self._sent(batch, self._plan, train=True)
 
+    def known(self, batch: Batch) -> Compiled | None:
+        """Return the routines that train with a batch if they are with the workers; callable from any thread."""
+        key = (batch.signature(batch.size), True)
+        return self._compiled[key] if key in self._there else None
+
     def laid_out(self, batch: Batch) -> Compiled:
         """Return the routines that train with a batch, which may not be with the workers yet."""
         return self._compile(batch, self._plan, train=True)
@@ -340,7 +345,10 @@ class Compiler:
 
 
 def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
-    """Return the instruction that uploads tensors into new buffers, their numbers, and copies of their elements."""
+    """Return the instruction that uploads tensors into new buffers, their numbers, and their elements.
+
+    Elements of dense tensors are not copied: they are not to be written to until the worker has them.
+    """
     numbers = tuple(pool.new_number() for _ in leaves)
     specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)
-    return Put(numbers, specs), numbers, [bytes(to_frame(leaf)) for leaf in leaves]
+    return Put(numbers, specs), numbers, [to_frame(leaf) for leaf in leaves]

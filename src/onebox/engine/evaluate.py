@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from onebox.engine.batch import Batch, as_batch
-from onebox.engine.compiler import Compiled, put_leaves
+from onebox.engine.compiler import Compiled
+from onebox.engine.parcels import parts_of
 from onebox.engine.results import Evaluation
 from onebox.errors import UsageError
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire.messages import Instruction, Run
+from onebox.wire.messages import Run
 from onebox.wire.sayings import Scalars
 
 
@@ -68,7 +69,7 @@ def evaluate(
         pending.popleft()
 
     for inputs, targets in batches:
-        batch = as_batch(inputs, targets)
+        batch = as_batch(inputs, targets).kept()
         while len(pending) >= in_flight:
             surely(finish)
         pending.append(_Asked(batch))
@@ -97,33 +98,13 @@ class _Asked:
 
 
 def _post(pool: Pool, batch: Batch, compiled: Compiled) -> list[Future[Answer]]:
+    parts = parts_of(pool, batch, compiled)
     return [
-        pool.post(worker, *step_message(pool, batch, compiled, worker, Run), answer=True)
-        for worker in compiled.routines
+        pool.post(
+            worker, [*part.instructions, Run(compiled.routines[worker].number, part.bindings)], part.frames, answer=True
+        )
+        for worker, part in parts.items()
     ]
-
-
-def step_message(
-    pool: Pool, batch: Batch, compiled: Compiled, worker: int, run: Callable[[int, tuple[int, ...]], Run]
-) -> tuple[list[Instruction], list[Any]]:
-    """Return the instructions that bring a worker its parts of a batch and start its routine, and their frames.
-
-    Args:
-        pool: The pool.
-        batch: The batch.
-        compiled: The routines.
-        worker: The worker.
-        run: Makes the instruction, from the routine's number and its bindings.
-    """
-    routine = compiled.routines[worker]
-    parts = [
-        batch.leaves[leaf][part.start : part.start + part.size]
-        for micro_batch, leaf in routine.leaves
-        for part in (compiled.micro_batches[micro_batch],)
-    ]
-    put, numbers, frames = put_leaves(pool, parts)
-    start = run(routine.number, numbers)
-    return ([put, start] if parts else [start]), frames
 
 
 class _Means:

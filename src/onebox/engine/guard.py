@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -12,7 +11,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-from onebox.engine.batch import Batch
 from onebox.engine.copies import Copies
 from onebox.engine.history import MOST_APART, Cadence, History, Recovery, Restart
 from onebox.engine.launch import Work
@@ -114,10 +112,6 @@ class Guard:
         if history.snapshot is None:
             self._wait(_PATIENCE_S)
             self._remote.forget_first()
-
-    def keep(self, batch: Batch) -> Batch:
-        """Return a batch that stays as it is when the user writes to its tensors."""
-        return dataclasses.replace(batch, leaves=tuple(leaf.clone() for leaf in batch.leaves))
 
     def record(self, work: Work) -> None:
         """Take note of a step that is about to begin."""

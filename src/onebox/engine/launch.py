@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Compiled
-from onebox.engine.evaluate import step_message
 from onebox.engine.holdings import Members
+from onebox.engine.parcels import Parcel
 from onebox.engine.results import StepLoss
+from onebox.engine.upload import Uploads
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, Instruction, Options, Run
+from onebox.wire.messages import Ask, Options, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,19 @@ class Work:
         batch: Its batch.
         options: The optimizer's options of each parameter group.
         loss: What the user got for it.
+        parcel: The batch as it was uploaded ahead, if it was.
     """
 
     number: int
     batch: Batch
     options: tuple[Options, ...]
     loss: StepLoss
+    parcel: Parcel | None = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the batch."""
-        return sum(leaf.nbytes for leaf in self.batch.leaves)
+        return self.batch.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Settings:
 
 def launch(
     pool: Pool,
+    uploads: Uploads,
     settings: Settings,
     work: Work,
     compiled: Compiled,
@@ -69,6 +72,7 @@ def launch(
 
     Args:
         pool: The pool.
+        uploads: What brings batches to the workers.
         settings: What is the same for all steps.
         work: The step.
         compiled: Its routines.
@@ -81,15 +85,11 @@ def launch(
     every = settings.check_every
     check = bool(every) and (work.number + 1) % every == 0
 
-    def run(routine: int, bindings: tuple[int, ...]) -> Run:
-        return Run(routine, bindings, work.number, settings.seed, changed, settings.trace)
-
-    messages: dict[int, tuple[list[Instruction], list[Any]]] = {}
-    for worker in compiled.routines:
-        instructions, frames = step_message(pool, work.batch, compiled, worker, run)
-        asks = [ask for _, ask in checks.get(worker, ())] if check else []
-        messages[worker] = ([*instructions, *asks], frames)
-    return {
-        worker: pool.post(worker, instructions, frames, answer=True)
-        for worker, (instructions, frames) in messages.items()
-    }
+    answers: dict[int, Future[Answer]] = {}
+    with uploads.bringing(work.batch, compiled, work.parcel) as parts:
+        for worker, routine in compiled.routines.items():
+            part = parts[worker]
+            run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace)
+            asks = [ask for _, ask in checks.get(worker, ())] if check else []
+            answers[worker] = pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
+    return answers

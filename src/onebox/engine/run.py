@@ -20,6 +20,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
 from onebox.engine.setup import Ready, Request, set_up
 from onebox.engine.state import options_of
+from onebox.engine.upload import Uploaded, Uploads
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
 from onebox.plan import Plan
 from onebox.pool import Answer, Pool
@@ -41,6 +42,7 @@ class TrainingRun:
         captures: The captured model.
         remote: The state on the workers.
         settings: What is the same for all steps.
+        uploads: What brings batches to the workers.
         recover: Whether to go on after a loss.
         snapshot_every: Steps between snapshots; ``None`` for as many as keep their cost low.
     """
@@ -52,6 +54,7 @@ class TrainingRun:
         captures: Captures,
         remote: RemoteState,
         settings: Settings,
+        uploads: Uploads,
         *,
         recover: bool,
         snapshot_every: int | None,
@@ -67,6 +70,7 @@ class TrainingRun:
         self.captures = captures
         self._remote = remote
         self._settings = settings
+        self.uploads = uploads
         self._ready: Ready | None = None
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
@@ -75,14 +79,15 @@ class TrainingRun:
 
     # ---- steps
 
-    def step(self, batch: Batch) -> StepLoss:
+    def step(self, batch: Batch, uploaded: Uploaded | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
+        parcel = None if uploaded is None else self.uploads.claim(uploaded)
         self.surely(lambda: self.set_up(batch).step(batch))
         self.wait(self._settings.in_flight - 1)
         number, guard = self.steps_done, self.guard
-        kept = guard.keep(batch) if guard else batch
+        kept = self.uploads.kept(batch) if parcel is None else batch
         result = StepLoss(number, self._failed)
-        work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result)
+        work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result, parcel=parcel)
         if guard is None:
             self._post(work)
             self._begun(result)
@@ -117,7 +122,7 @@ class TrainingRun:
         ready = self.set_up(work.batch)
         compiled = ready.compiler.step(work.batch)
         changed = self._remote.changed_options(work.options)
-        answers = launch(self._pool, self._settings, work, compiled, ready.checks, changed)
+        answers = launch(self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed)
         work.loss.expect(list(answers.values()), lambda found: self._finish(work.number, compiled, ready, found))
         return answers
 
@@ -198,6 +203,7 @@ class TrainingRun:
 
     def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
+        self.uploads.use(None)
         if self._ready is not None:
             with contextlib.suppress(OneboxError):
                 self._ready.close()
@@ -247,6 +253,7 @@ class TrainingRun:
             self._ready = ready
             self._first, self.plan = self._first or batch, self._ready.plan
             self._request = dataclasses.replace(self._request, plan=self.plan)
+            self.uploads.use(ready)
         return self._ready
 
     def _keep(self, guard: Guard, ready: Ready) -> None:
@@ -260,6 +267,7 @@ class TrainingRun:
 
     def close(self) -> None:
         """Free everything on the workers."""
+        self.uploads.close()
         if self._ready is not None:
             self._ready.close()
         if self.guard is not None:

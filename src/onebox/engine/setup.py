@@ -104,6 +104,8 @@ class Ready:
         self._strict = strict
         self._fitting: set[Hashable] = set()
         self._groups: dict[Members, int] = {}
+        self.spare_bytes: dict[int, int] = {}
+        """For each worker what is left while a step runs with a batch of any shape so far; only where ``strict``."""
         model, holdings = self.compiler.first(batch)
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
         with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
@@ -151,9 +153,11 @@ class Ready:
         for worker, contents in self.contents(batch).items():
             device = self._pool.devices[worker]
             room_bytes = min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
-            if peak_of(contents) > room_bytes:
+            spare_bytes = room_bytes - peak_of(contents)
+            if spare_bytes < 0:
                 raise no_room(peak_at(worker, contents), device, room_bytes)
         self._fitting.add(shape)
+            self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.

@@ -14,26 +14,26 @@ from torch import Tensor, nn
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Recipe
-from onebox.engine.curve import Curve, curve_of
 from onebox.engine.evaluate import evaluate
 from onebox.engine.history import Recovery
 from onebox.engine.launch import Settings
+from onebox.engine.observed import Observed
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
-from onebox.engine.results import Evaluation, Event, StepLoss
+from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
 from onebox.engine.setup import Request, check_settings, recovers, steps_in_flight
 from onebox.engine.state import OptimizerEntries
+from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import Pool
-from onebox.wire.sayings import Memory
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
 
-class Trainer:
+class Trainer(Observed):
     """Trains a model on the devices of a pool as a plan says, with the result that one device would give.
 
     The loss must be a mean over the samples of its micro-batch; micro-batches are weighted by their samples.
@@ -73,6 +73,8 @@ class Trainer:
             lost, with another one it agrees with that to rounding.
         snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
             time. Who says it wants recovery.
+        ahead_bytes: The most bytes of each device that batches may take which :meth:`upload` has brought there ahead of
+            their steps; never more than steps leave free. 0 for none.
 
     Raises:
         UsageError: An argument is wrong.
@@ -109,6 +111,7 @@ class Trainer:
         trace: bool = True,
         recover: bool | None = None,
         snapshot_every: int | None = None,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
@@ -126,8 +129,7 @@ class Trainer:
         request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync, update=update)
         request.check(pool)
         self._metrics = dict(metrics or {})
-        self._closed = False
-        self._remote = RemoteState(model, loss, optimizer, pool)
+        remote = RemoteState(model, loss, optimizer, pool)
         kinds = {device.kind for device in pool.devices}
         recipe = Recipe(
             model=model,
@@ -135,14 +137,23 @@ class Trainer:
             metrics=self._metrics,
             precision=precision,
             device_type="cuda" if "cuda" in kinds else "cpu",
-            trained=frozenset(self._remote.wanted),
+            trained=frozenset(remote.wanted),
         )
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
         )
-        self._run = TrainingRun(
-            pool, request, Captures(recipe), self._remote, settings, recover=recover, snapshot_every=snapshot_every
+        uploads = Uploads(pool, ahead_bytes)
+        run = TrainingRun(
+            pool,
+            request,
+            Captures(recipe),
+            remote,
+            settings,
+            uploads,
+            recover=recover,
+            snapshot_every=snapshot_every,
         )
+        super().__init__(run, remote)
 
     def __enter__(self) -> Self:
         return self
@@ -154,11 +165,43 @@ class Trainer:
 
     # ---- training
 
-    def step(self, inputs: Any, targets: Any) -> StepLoss:
+    def upload(self, inputs: Any, targets: Any) -> Uploaded:
+        """Begin to bring each worker its part of a batch, ahead of its step; any thread may call this.
+
+        Up to two batches lie at the workers ahead of the steps under way, as far as there is room; what is uploaded
+        beyond them, or before the first step, follows as soon as there is. The client keeps a copy.
+
+        Args:
+            inputs: As for :meth:`step`; copied, so they may be written to afterwards.
+            targets: Likewise.
+
+        Returns:
+            What :meth:`step` takes instead of the batch. Uploads are to be stepped in the order of their making.
+
+        Raises:
+            UsageError: The batch is not one.
+
+        Example:
+            >>> import torch, onebox
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with onebox.open("cpu*2") as pool, onebox.Trainer(
+            ...     model, torch.nn.functional.mse_loss, optimizer, pool=pool
+            ... ) as trainer:
+            ...     uploaded = trainer.upload(torch.ones(8, 4), torch.zeros(8, 1))
+            ...     loss = trainer.step(uploaded)
+            ...     uploaded.size, uploaded.nbytes
+            (8, 160)
+        """
+        self._require_open()
+        return self._run.uploads.add(as_batch(inputs, targets).kept())
+
+    def step(self, inputs: Any, targets: Any = None) -> StepLoss:
         """Start one training step.
 
         Args:
-            inputs: Tensors nested in tuples and dicts; the first dimension of each is the samples.
+            inputs: Tensors nested in tuples and dicts; the first dimension of each is the samples. Or what
+                :meth:`upload` returned, alone.
             targets: Likewise.
 
         Returns:
@@ -171,8 +214,12 @@ class Trainer:
             OneboxError: This or an earlier step failed.
         """
         self._require_open()
-        batch = as_batch(inputs, targets)
-        result = self._run.step(batch)
+        if isinstance(inputs, Uploaded):
+            if targets is not None:
+                raise UsageError("step() was given an upload and targets; an upload has its targets already")
+            result = self._run.step(inputs.parcel.batch, inputs)
+        else:
+            result = self._run.step(as_batch(inputs, targets))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         return result
 
@@ -227,14 +274,15 @@ class Trainer:
         """
         self._require_open()
         self.wait()
-        return evaluate(
-            batches,
-            pool=self.pool,
-            prepare=lambda batch: self._run.set_up(batch).compiler.evaluation(batch),
-            metrics=list(self._metrics),
-            in_flight=self._in_flight,
-            failed=self._run.recover,
-        )
+        with self._run.uploads.out_of_the_way():
+            return evaluate(
+                batches,
+                pool=self.pool,
+                prepare=lambda batch: self._run.set_up(batch).compiler.evaluation(batch),
+                metrics=list(self._metrics),
+                in_flight=self._in_flight,
+                failed=self._run.recover,
+            )
 
     # ---- state
 
@@ -331,40 +379,6 @@ class Trainer:
         trainer._remote.remembered = remembered(checkpoint)
         return trainer
 
-    def memory(self) -> list[Memory]:
-        """Return for each device the bytes used, the peak so far, and the quota."""
-        self._require_open()
-        return self._run.surely(self._remote.memory)
-
-    def predicted_memory(self, inputs: Any, targets: Any) -> dict[int, int]:
-        """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
-
-        Args:
-            inputs: As for :meth:`step`.
-            targets: Likewise.
-        """
-        self._require_open()
-        batch = as_batch(inputs, targets)
-        return self._run.set_up(batch).peaks(batch)
-
-    def predicted_curves(self, inputs: Any, targets: Any) -> dict[int, Curve]:
-        """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
-
-        What it used in fact is in :meth:`events`.
-
-        Args:
-            inputs: As for :meth:`step`.
-            targets: Likewise.
-        """
-        self._require_open()
-        batch = as_batch(inputs, targets)
-        contents = self._run.set_up(batch).contents(batch)
-        return {device: curve_of(device, found) for device, found in contents.items()}
-
-    def events(self) -> list[Event]:
-        """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
-        return [event for trace in self._run.traces for event in trace.events()]
-
     def close(self) -> None:
         """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
         if self._closed:
@@ -372,11 +386,3 @@ class Trainer:
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
             self._run.close()
-
-    # ---- setting up
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise UsageError("this trainer is closed; make another one on the pool")
-        if self._run.error is not None:
-            raise self._run.error

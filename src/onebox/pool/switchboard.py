@@ -63,6 +63,8 @@ class Switchboard:
         self._pending = Pending()
         self._lock = threading.Lock()
         self._numbers = 0
+        self.sent_bytes: dict[int, int] = {}
+        """Bytes of tensors that have been posted to each worker so far."""
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
@@ -113,6 +115,7 @@ class Switchboard:
             self._numbers += 1
             header = encode(Envelope(self._numbers, answer, tuple(instructions)))
             future = self._pending.promise(worker, self._numbers, answer=answer)
+            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
             self._outbox.put((worker, [header, *frames]), time.monotonic())
             os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
         return future

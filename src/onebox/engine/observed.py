@@ -1,0 +1,73 @@
+"""What can be seen of a trainer from outside: memory, used and predicted, what the workers did, and uploads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onebox.engine.batch import as_batch
+from onebox.engine.curve import Curve, curve_of
+from onebox.engine.remote import RemoteState
+from onebox.engine.results import Event
+from onebox.engine.run import TrainingRun
+from onebox.engine.upload import UploadCounters
+from onebox.errors import UsageError
+from onebox.wire.sayings import Memory
+
+
+class Observed:
+    """The part of a trainer that changes nothing.
+
+    Args:
+        run: What it has on the pool.
+        remote: The state on the workers.
+    """
+
+    def __init__(self, run: TrainingRun, remote: RemoteState) -> None:
+        self._run = run
+        self._remote = remote
+        self._closed = False
+
+    def memory(self) -> list[Memory]:
+        """Return for each device the bytes used, the peak so far, and the quota."""
+        self._require_open()
+        return self._run.surely(self._remote.memory)
+
+    def predicted_memory(self, inputs: Any, targets: Any, *, ahead: int = 0) -> dict[int, int]:
+        """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
+
+        Args:
+            inputs: As for :meth:`Trainer.step`.
+            targets: Likewise.
+            ahead: Batches like it that have been uploaded for later steps.
+        """
+        self._require_open()
+        batch = as_batch(inputs, targets)
+        return self._run.set_up(batch).peaks(batch, ahead=ahead)
+
+    def predicted_curves(self, inputs: Any, targets: Any) -> dict[int, Curve]:
+        """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
+
+        What it used in fact is in :meth:`events`.
+
+        Args:
+            inputs: As for :meth:`Trainer.step`.
+            targets: Likewise.
+        """
+        self._require_open()
+        batch = as_batch(inputs, targets)
+        contents = self._run.set_up(batch).contents(batch)
+        return {device: curve_of(device, found) for device, found in contents.items()}
+
+    def events(self) -> list[Event]:
+        """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
+        return [event for trace in self._run.traces for event in trace.events()]
+
+    def upload_counters(self) -> UploadCounters:
+        """Return what bringing batches to the workers took so far, in time of the steps' callers and in bytes."""
+        return self._run.uploads.counters()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this trainer is closed; make another one on the pool")
+        if self._run.error is not None:
+            raise self._run.error

@@ -1,0 +1,73 @@
+"""Parcels: what brings a batch to the workers, to each of them only what its routine reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Compiled, put_leaves
+from onebox.pool import Pool
+from onebox.wire.messages import Instruction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What brings a worker its part of a batch.
+
+    Args:
+        bindings: The buffers that it lies in, as the worker's routine wants them.
+        size_bytes: Its bytes there.
+        instructions: What fills them.
+        frames: The elements that these need.
+    """
+
+    bindings: tuple[int, ...]
+    size_bytes: int
+    instructions: tuple[Instruction, ...] = ()
+    frames: tuple[memoryview | bytes, ...] = ()
+
+
+def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int) -> Part:
+    """Return what brings a worker its part of a batch: what its routine reads of it, and nothing else.
+
+    Args:
+        pool: The pool.
+        batch: The batch; its tensors are not to be written to until the worker has them.
+        compiled: The routines.
+        worker: The worker.
+    """
+    parts = [
+        batch.leaves[leaf][cut.start : cut.start + cut.size]
+        for micro_batch, leaf in compiled.routines[worker].leaves
+        for cut in (compiled.micro_batches[micro_batch],)
+    ]
+    if not parts:
+        return Part(bindings=(), size_bytes=0)
+    put, numbers, frames = put_leaves(pool, parts)
+    size_bytes = sum(len(frame) for frame in frames)
+    return Part(bindings=numbers, size_bytes=size_bytes, instructions=(put,), frames=tuple(frames))
+
+
+def parts_of(pool: Pool, batch: Batch, compiled: Compiled) -> dict[int, Part]:
+    """Return what brings each worker its part of a batch."""
+    return {worker: part_of(pool, batch, compiled, worker) for worker in compiled.routines}
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A batch on its way to the workers.
+
+    Args:
+        batch: The client's copy.
+        compiled: The routines that its parts are for; ``None`` before there are any.
+        parts: Those of each worker.
+        sent: Whether they have been sent.
+        stepped: Whether its step has been asked for.
+    """
+
+    batch: Batch
+    compiled: Compiled | None = None
+    parts: Mapping[int, Part] = field(default_factory=dict)
+    sent: bool = False
+    stepped: bool = False

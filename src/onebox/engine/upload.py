@@ -1,0 +1,284 @@
+"""Uploads: each worker gets the parts of a batch that its routine reads, ahead of the step where there is room.
+
+What lies ahead counts in the workers' memory. It may take no more than steps leave free, and gives way to whatever
+needs the room: the client keeps every batch until its step has begun, and what is not at a worker goes there with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Compiled
+from onebox.engine.parcels import Parcel, Part, parts_of
+from onebox.engine.setup import Ready
+from onebox.errors import OneboxError, UsageError
+from onebox.pool import Pool
+from onebox.wire.messages import Free
+
+AHEAD_STEPS = 2
+"""Batches that lie at the workers beside those of the steps under way."""
+
+AHEAD_BYTES = 256 << 20
+"""Bytes of them on each worker: more than two batches of 256 pictures of ImageNet, of which a byte is a colour."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Uploaded:
+    """A batch on its way to the workers, for :meth:`onebox.Trainer.step`; made by :meth:`onebox.Trainer.upload`.
+
+    What it takes on the workers is freed by its step, by :meth:`close`, or when nobody holds it any more.
+
+    Args:
+        size: Samples.
+        nbytes: Bytes of its tensors.
+    """
+
+    size: int
+    nbytes: int
+    parcel: Parcel = field(repr=False)
+    _drop: Callable[[Parcel], None] = field(repr=False)
+
+    def close(self) -> None:
+        """Free what it takes on the workers, unless its step has begun. Idempotent."""
+        self._drop(self.parcel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadCounters:
+    """What uploading the batches of training steps took so far.
+
+    Args:
+        steps: Steps begun.
+        ahead: Those whose batch had been sent before.
+        caller_s: Seconds that the steps' callers spent in bringing batches on their way.
+        sent_bytes: Bytes of tensors that were sent to all workers: batches, and all else.
+    """
+
+    steps: int
+    ahead: int
+    caller_s: float
+    sent_bytes: int
+
+
+class Uploads:
+    """The batches of a trainer that are on their way to the workers.
+
+    Any thread may add and drop; steps are begun by one.
+
+    Args:
+        pool: The pool.
+        ahead_bytes: The most bytes that batches of later steps may take on a worker.
+    """
+
+    def __init__(self, pool: Pool, ahead_bytes: int) -> None:
+        self._pool = pool
+        self._ahead_bytes = ahead_bytes
+        self._lock = threading.RLock()
+        self._ready: Ready | None = None
+        self._waiting: list[Parcel] = []
+        self._dropped: deque[Parcel] = deque()  # by the garbage collector, which may run anywhere
+        self._held = 0
+        self._closed = False
+        self._steps = self._ahead = 0
+        self._caller_s = 0.0
+
+    # ---- any thread
+
+    def add(self, batch: Batch) -> Uploaded:
+        """Take a batch, and send it ahead where there is room.
+
+        Args:
+            batch: A copy that nobody writes to.
+
+        Raises:
+            UsageError: The trainer is closed.
+        """
+        parcel = Parcel(batch)
+        self._prepare(parcel, self._ready)  # before anybody has to wait for it
+        with self._lock:
+            if self._closed:
+                raise UsageError("this trainer is closed; make another one on the pool")
+            self._waiting.append(parcel)
+            self._send()
+        uploaded = Uploaded(size=batch.size, nbytes=batch.nbytes, parcel=parcel, _drop=self.drop)
+        weakref.finalize(uploaded, self._dropped.append, parcel).atexit = False
+        return uploaded
+
+    def drop(self, parcel: Parcel) -> None:
+        """Free a batch whose step has not begun; others are passed over."""
+        with self._lock:
+            self._remove(parcel)
+            self._send()
+
+    def counters(self) -> UploadCounters:
+        """Return what uploading took so far."""
+        return UploadCounters(
+            steps=self._steps, ahead=self._ahead, caller_s=self._caller_s, sent_bytes=sum(self._pool.sent_bytes)
+        )
+
+    # ---- the thread that begins steps
+
+    def claim(self, uploaded: Uploaded) -> Parcel:
+        """Return a batch whose step is asked for.
+
+        Raises:
+            UsageError: It has been asked for before, or the batch is closed, or another trainer's.
+        """
+        parcel = uploaded.parcel
+        with self._lock:
+            if parcel.stepped or parcel not in self._waiting:
+                raise UsageError(
+                    "this upload has been stepped or closed before, or is another trainer's; each serves one step of "
+                    "the trainer that made it: upload the batch again"
+                )
+            parcel.stepped = True
+        return parcel
+
+    @contextlib.contextmanager
+    def bringing(self, batch: Batch, compiled: Compiled, parcel: Parcel | None) -> Iterator[Mapping[int, Part]]:
+        """Yield what is still to be sent with a step for its batch to be at the workers.
+
+        Until the context is left nothing is sent ahead, so that the workers' memory is what was counted.
+
+        Args:
+            batch: The batch.
+            compiled: The step's routines.
+            parcel: The batch as it was uploaded, if it was.
+        """
+        begin_s = time.perf_counter()
+        with self._lock:
+            parts = None if parcel is None else self._take(parcel, compiled)
+            self._make_room()
+            yield parts_of(self._pool, batch, compiled) if parts is None else parts
+            self._steps += 1
+            self._caller_s += time.perf_counter() - begin_s
+            self._send()
+
+    def kept(self, batch: Batch) -> Batch:
+        """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
+        begin_s = time.perf_counter()
+        copy = batch.kept()
+        self._caller_s += time.perf_counter() - begin_s
+        return copy
+
+    def use(self, ready: Ready | None) -> None:
+        """Take the news of the programs and places that batches are for from now on; ``None`` for none.
+
+        What had been sent before is void, and freed on the workers that are left.
+        """
+        if ready is self._ready:
+            return
+        with self._lock:
+            self._return_all()
+            self._ready = ready
+
+    @contextlib.contextmanager
+    def out_of_the_way(self) -> Iterator[None]:
+        """Let nothing lie ahead at the workers meanwhile."""
+        with self._lock:
+            self._held += 1
+            self._return_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+
+    def close(self) -> None:
+        """Free everything that has not been stepped."""
+        with self._lock:
+            self._closed = True
+            self._return_all()
+            self._waiting.clear()
+
+    # ---- under the lock
+
+    def _take(self, parcel: Parcel, compiled: Compiled) -> Mapping[int, Part] | None:
+        """Take a batch whose step begins; return what of it is to be sent, or ``None`` if it is to be made anew."""
+        if parcel not in self._waiting:  # its step begins again
+            return None
+        self._waiting.remove(parcel)
+        if parcel.compiled is not compiled:
+            self._free(parcel)
+            return None
+        if not parcel.sent:
+            return parcel.parts
+        self._ahead += 1
+        return {
+            worker: Part(bindings=part.bindings, size_bytes=part.size_bytes) for worker, part in parcel.parts.items()
+        }
+
+    def _send(self) -> None:
+        """Send what there is room for, in the order in which it came."""
+        self._clean()
+        sent = [parcel for parcel in self._waiting if parcel.sent]
+        for parcel in self._waiting:
+            if parcel.sent:
+                continue
+            self._prepare(parcel, self._ready)
+            if self._held or parcel.compiled is None or len(sent) >= AHEAD_STEPS or not self._fits([*sent, parcel]):
+                return
+            sent.append(parcel)
+            try:
+                parcel.sent = True
+                for worker, part in parcel.parts.items():
+                    self._pool.post(worker, part.instructions, part.frames)
+            except OneboxError:  # the next step says why, or goes on with those that are left
+                self._free(parcel)
+                return
+
+    def _prepare(self, parcel: Parcel, ready: Ready | None) -> None:
+        """Make the parts of a batch, if the routines for it are there and they have not been made."""
+        compiled = None if ready is None else ready.compiler.known(parcel.batch)
+        if compiled is not parcel.compiled:
+            parcel.parts = {} if compiled is None else parts_of(self._pool, parcel.batch, compiled)
+            parcel.compiled = compiled
+
+    def _fits(self, parcels: list[Parcel]) -> bool:
+        """Tell whether batches fit into what steps leave free."""
+        assert self._ready is not None
+        needed: dict[int, int] = {}
+        for parcel in parcels:
+            for worker, part in parcel.parts.items():
+                needed[worker] = needed.get(worker, 0) + part.size_bytes
+        spare = self._ready.spare_bytes
+        return all(size <= min(self._ahead_bytes, spare.get(worker, 0)) for worker, size in needed.items())
+
+    def _make_room(self) -> None:
+        """Free what lies ahead where it does not fit beside a step any more: a batch of another shape needs more."""
+        self._clean()
+        sent = [parcel for parcel in self._waiting if parcel.sent]
+        while sent and not self._fits(sent):
+            self._free(sent.pop())
+
+    def _clean(self) -> None:
+        while self._dropped:
+            self._remove(self._dropped.popleft())
+
+    def _remove(self, parcel: Parcel) -> None:
+        if parcel in self._waiting:
+            self._waiting.remove(parcel)
+            self._free(parcel)
+        parcel.stepped = True
+
+    def _return_all(self) -> None:
+        self._clean()
+        for parcel in self._waiting:
+            self._free(parcel)
+
+    def _free(self, parcel: Parcel) -> None:
+        """Free what of a batch is at the workers; what is not there is passed over by them."""
+        if not parcel.sent:
+            return
+        parcel.sent = False
+        for worker, part in parcel.parts.items():
+            if worker not in self._pool.gone:
+                with contextlib.suppress(OneboxError):
+                    self._pool.post(worker, [Free(part.bindings)])

@@ -1,0 +1,194 @@
+"""Batches that are uploaded ahead of their steps: each worker its own part, the same results, no memory too many."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import onebox
+from onebox.errors import UsageError
+from onebox.plan import Plan
+from onebox.pool import Pool, raise_first
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
+from tests.models import CASES, sgd
+from tests.process.shelf import Shelf
+from tests.process.stages import staged
+from tests.reference import Outcome, assert_same, train
+
+MICRO_BATCH = 3
+SIZES = [8, 8, 8, 5, 8, 8]
+
+PLANS: dict[str, Plan] = {
+    "two replicas": Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=MICRO_BATCH),
+    "three replicas": Plan.data_parallel([0, 1, 2], [1.0, 2.0, 1.0], micro_batch=MICRO_BATCH),
+    "three stages": staged("mlp", [0, 1, 2], micro_batch=MICRO_BATCH),
+    "two replicas of two stages": staged("mlp", [(0, 1), (2, 3)], micro_batch=MICRO_BATCH),
+}
+
+
+def cut(size: int) -> list[int]:
+    whole, rest = divmod(size, MICRO_BATCH)
+    return [MICRO_BATCH] * whole + [rest] * (rest > 0)
+
+
+def trainer_of(pool: Pool, **options: Any) -> onebox.Trainer:
+    case = CASES["mlp"]
+    model = case.model()
+    return onebox.Trainer(model, case.loss, sgd(model), pool=pool, **{"micro_batch": MICRO_BATCH, **options})
+
+
+def planned(pool: Pool, plan: Plan, **options: Any) -> onebox.Trainer:
+    return trainer_of(pool, plan=plan, **{"micro_batch": None, **options})
+
+
+def finished(trainer: onebox.Trainer, losses: list[onebox.StepLoss]) -> Outcome:
+    return Outcome(
+        losses=[float(loss) for loss in losses],
+        norms=[],
+        tensors={name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()},
+    )
+
+
+def expected(sizes: list[int] = SIZES) -> Outcome:
+    case = CASES["mlp"]
+    model = case.model()
+    return train(model, case.loss, sgd(model), case.batches(sizes), cut)
+
+
+def used(pool: Pool) -> list[int]:
+    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in pool.present])
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_worker_is_sent_what_its_stages_read_and_nothing_else(name: str, pools: Shelf) -> None:
+    plan, size = PLANS[name], 12
+    pool = pools(len(plan.devices))
+    batch = CASES["mlp"].batches([size])[0]
+    input_bytes, target_bytes = (tensor.nbytes // size for tensor in batch)
+    routes = plan.routes(size)
+    wanted = [0] * len(pool)
+    for index, part in enumerate(plan.micro_batches(size)):
+        for stage, a_sample in ((0, input_bytes), (-1, target_bytes)):
+            for worker in routes[stage][index]:
+                wanted[worker] += a_sample * part.size
+    with planned(pool, plan) as trainer:
+        trainer.step(*batch).item()
+        before = pool.sent_bytes
+        trainer.step(*batch).item()
+        between = pool.sent_bytes
+        trainer.step(trainer.upload(*batch)).item()
+        assert [after - first for first, after in zip(before, between, strict=True)] == wanted
+        assert [after - first for first, after in zip(between, pool.sent_bytes, strict=True)] == wanted
+    assert sum(wanted) == sum(tensor.nbytes for tensor in batch)
+
+
+@pytest.mark.parametrize("name", ["three replicas", "two replicas of two stages"])
+@pytest.mark.parametrize("ahead_bytes", [0, 700, 1 << 20])
+def test_what_is_uploaded_ahead_by_another_thread_trains_like_one_process(
+    name: str, ahead_bytes: int, pools: Shelf
+) -> None:
+    plan = PLANS[name]
+    batches = CASES["mlp"].batches(SIZES)
+    with planned(pools(len(plan.devices)), plan, ahead_bytes=ahead_bytes) as trainer:
+        with ThreadPoolExecutor(1) as thread:
+            coming = [thread.submit(trainer.upload, *batch) for batch in batches]
+            losses = [trainer.step(future.result()) for future in coming]
+        assert_same(finished(trainer, losses), expected())
+        counters = trainer.upload_counters()
+        assert counters.steps == len(SIZES)
+        assert (counters.ahead == 0) == (ahead_bytes == 0)
+
+
+def test_the_users_tensors_may_change_as_soon_as_they_are_uploaded(pools: Shelf) -> None:
+    with trainer_of(pools(2)) as trainer:
+        losses = []
+        for inputs, targets in CASES["mlp"].batches(SIZES):
+            uploaded = trainer.upload(inputs, targets)
+            inputs.zero_()
+            targets.zero_()
+            losses.append(trainer.step(uploaded))
+            assert (uploaded.size, uploaded.nbytes) == (len(inputs), inputs.nbytes + targets.nbytes)
+        assert_same(finished(trainer, losses), expected())
+
+
+def test_what_is_never_stepped_is_freed(pools: Shelf) -> None:
+    pool = pools(2)
+    batch = CASES["mlp"].batches([8])[0]
+    with trainer_of(pool) as trainer:
+        trainer.step(*batch).item()
+        idle = used(pool)
+        first, second = trainer.upload(*batch), trainer.upload(*batch)
+        third = trainer.upload(*batch)  # more than lie ahead at a time: it waits at the client
+        assert sum(used(pool)) - sum(idle) == first.nbytes + second.nbytes
+        first.close()
+        first.close()
+        assert sum(used(pool)) - sum(idle) == second.nbytes + third.nbytes
+        trainer.step(second).item()
+        assert sum(used(pool)) - sum(idle) == third.nbytes
+        del second, third
+        gc.collect()
+        trainer.step(*batch).item()
+        assert used(pool) == idle
+        with pytest.raises(UsageError, match="stepped or closed"):
+            trainer.step(first)
+        left = trainer.upload(*batch)
+    assert used(pool) == [0, 0]
+    with pytest.raises(UsageError, match="closed"):
+        trainer.step(left)
+
+
+def test_an_upload_serves_one_step_of_its_own_trainer(pools: Shelf) -> None:
+    batch = CASES["mlp"].batches([8])[0]
+    with trainer_of(pools(2)) as trainer, trainer_of(pools(2)) as other:
+        uploaded = trainer.upload(*batch)
+        with pytest.raises(UsageError, match="another trainer's"):
+            other.step(uploaded)
+        with pytest.raises(UsageError, match="has its targets already"):
+            trainer.step(uploaded, batch[1])
+        trainer.step(uploaded).item()
+        with pytest.raises(UsageError, match="stepped or closed"):
+            trainer.step(uploaded)
+        with pytest.raises(UsageError, match="ahead_bytes"):
+            trainer_of(pools(2), ahead_bytes=-1)
+
+
+def test_a_step_that_just_fits_is_not_pushed_out_by_uploads() -> None:
+    small, large = CASES["mlp"].batches([6, 24])
+    with onebox.open("cpu", threads=1) as pool, trainer_of(pool) as trainer:
+        most = trainer.predicted_memory(*large)[0]
+    spare = sum(tensor.nbytes for tensor in small)
+    quota = most + spare + spare // 2  # constants of both shapes are there, too
+    with onebox.open("cpu", threads=1, memory=quota) as pool, trainer_of(pool) as trainer:
+        trainer.step(*small).item()
+        waiting = [trainer.upload(*small) for _ in range(2)]  # beside a step with the small batch both have room
+        lie = used(pool)[0]
+        trainer.step(*large).item()  # beside this one only one has
+        assert lie - spare <= used(pool)[0] < lie - spare // 2
+        for uploaded in waiting:
+            trainer.step(uploaded).item()
+        trainer.evaluate([large])
+        memory = trainer.memory()[0]
+        assert most <= memory.peak_bytes <= memory.quota_bytes
+
+
+def test_after_a_loss_the_copy_of_the_client_serves() -> None:
+    batches = CASES["mlp"].batches(SIZES)
+    with onebox.open("cpu*2", threads=1) as pool, trainer_of(pool, recover=True) as trainer:
+        losses = [trainer.step(*batches[0])]
+        losses[0].item()
+        uploads = [trainer.upload(*batch) for batch in batches[1:]]
+        os.kill(pool.process_ids[1], signal.SIGKILL)
+        losses += [trainer.step(uploaded) for uploaded in uploads]
+        assert_same(finished(trainer, losses), expected())
+        assert len(trainer.recoveries) == 1
+        held = used(pool)
+        trainer.step(*batches[0]).item()
+        assert used(pool) == held  # what the survivor had of them is not there any more
