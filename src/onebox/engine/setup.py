@@ -16,6 +16,7 @@ from onebox.engine.ledger import Contents, Held, peak_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
 from onebox.errors import DeviceMemoryError, OneboxError, UsageError
+from onebox.graph import Precision
 from onebox.graph.placements import Shard
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import DeviceInfo, Pool
@@ -103,9 +104,9 @@ class Ready:
         self._pool = pool
         self._strict = strict
         self._fitting: set[Hashable] = set()
-        self._groups: dict[Members, int] = {}
         self.spare_bytes: dict[int, int] = {}
         """For each worker what is left while a step runs with a batch of any shape so far; only where ``strict``."""
+        self._groups: dict[Members, int] = {}
         model, holdings = self.compiler.first(batch)
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
         with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
@@ -156,8 +157,8 @@ class Ready:
             spare_bytes = room_bytes - peak_of(contents)
             if spare_bytes < 0:
                 raise no_room(peak_at(worker, contents), device, room_bytes)
-        self._fitting.add(shape)
             self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
+        self._fitting.add(shape)
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.
@@ -272,7 +273,9 @@ def set_up(
     return Ready(plan, pool, captures, remote, batch, max_norm, strict=True)
 
 
-def check_settings(seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int) -> None:
+def check_settings(
+    seed: int, precision: str, clip_grad_norm: float | None, check_every: int, in_flight: int, ahead_bytes: int
+) -> None:
     """Refuse settings of a trainer that cannot be.
 
     Raises:
@@ -280,12 +283,14 @@ def check_settings(seed: int, precision: str, clip_grad_norm: float | None, chec
     """
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise UsageError(f"seed={seed!r}: allowed are whole numbers of 64 bits")
-    if precision not in ("fp32", "bf16"):
-        raise UsageError(f"precision={precision!r}: allowed are 'fp32' and 'bf16'")
+    if precision not in get_args(Precision):
+        raise UsageError(f"precision={precision!r}: allowed are 'fp32', 'bf16' and 'auto'")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UsageError(f"clip_grad_norm={clip_grad_norm}: it must be positive; leave it out for no clipping")
     if check_every < 0 or in_flight < 1:
         raise UsageError(f"check_every={check_every}, in_flight={in_flight}: at least 0 and 1 are allowed")
+    if not isinstance(ahead_bytes, int) or ahead_bytes < 0:
+        raise UsageError(f"ahead_bytes={ahead_bytes!r}: allowed are whole numbers from 0")
 
 
 def steps_in_flight(round_trip_s: float) -> int:

@@ -100,6 +100,12 @@ class Pool:
         present = [self.devices[number] for number in self.present]
         return host_cores(present, LOCAL_HOST, cores())
 
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes of tensors that have been sent to each worker so far, as they travel."""
+        sent = self._switchboard.sent_bytes
+        return tuple(sent.get(worker, 0) for worker in range(len(self.devices)))
+
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in this pool has."""
         return next(self._numbers)
