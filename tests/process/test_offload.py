@@ -85,14 +85,17 @@ RUNS = [
 def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence[int], schedule: str) -> None:
     pool = pools(2)
     kept, kept_bytes, _ = train(pool, name, plan_for(name, devices, "keep", schedule))
-    found, found_bytes, events = train(pool, name, plan_for(name, devices, "offload", schedule))
-    assert found.losses == kept.losses
-    assert found.tensors.keys() == kept.tensors.keys()
-    assert all(torch.equal(tensor, kept.tensors[key]) for key, tensor in found.tensors.items())
-    assert all(a <= b for a, b in zip(found_bytes, kept_bytes, strict=True))
-    assert found_bytes < kept_bytes
-    assert_seen(events)
-    assert untouched(pool)
+    before = kept_bytes
+    for fate in ("offload", "swap"):
+        found, found_bytes, events = train(pool, name, plan_for(name, devices, fate, schedule))
+        assert found.losses == kept.losses
+        assert found.tensors.keys() == kept.tensors.keys()
+        assert all(torch.equal(tensor, kept.tensors[key]) for key, tensor in found.tensors.items())
+        assert all(a <= b for a, b in zip(found_bytes, before, strict=True))
+        assert found_bytes < kept_bytes
+        before = found_bytes
+        assert_seen(events)
+        assert untouched(pool)
 
 
 def assert_seen(events: Sequence[Event]) -> None:

@@ -205,7 +205,7 @@ class PlanConfig(JobConfig):
         schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
             and auto, which is made for the measured times.
         fates: What may become of activations for which a device has no room, such as keep,recompute; without it all:
-            keep, recompute, offload, and cpu for parts that a CPU worker beside the device computes.
+            keep, recompute, offload, swap, and cpu for parts that a CPU worker beside the device computes.
         update: Where the optimizer's state may be: on the device, on its host, or auto for either.
         budget: The most seconds that the search may take, after measuring.
         fresh: Measure even what is known from an earlier time.

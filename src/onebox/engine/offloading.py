@@ -2,8 +2,9 @@
 
 What a stage of fate ``offload`` makes, or is the first on its device to read of what others sent, goes to the host if a
 backward reads it: behind the last forward action that reads it; and it is let go of one action later, so that the copy
-has an action to hide under. It begins to come back one action ahead of the first backward action that reads it. Where
-these are so near to each other that nothing else would happen while it is away, it stays.
+has an action to hide under. It begins to come back one action ahead of the first backward action that reads it. Of fate
+``swap`` it is let go of at once, and comes back when it is read: the step waits for both copies, and nothing of it is
+there meanwhile. Where these are so near to each other that nothing else would happen while it is away, it stays.
 
 Storages go, not buffers: all views of one go together, once.
 """
@@ -35,8 +36,14 @@ LEAST_BYTES = 1 << 14
 """Smaller storages stay: whatever its size, each takes 20 µs of the worker's own time to go and to come back, in which
 memory moves ten times as much. Such are the means and variances of normalisations, many and small."""
 
-COPY_ACTIONS = 1
-"""How many actions a copy to the host, and one back, has to hide under."""
+COPY_ACTIONS: Mapping[Fate, int] = {"offload": 1, "swap": 0}
+"""How many actions a copy to the host, and one back, has to hide under, by the fate of the stage."""
+
+
+_EARLIER, _BEGIN, _AT_ONCE, _BACK = range(4)
+_KINDS = (Evict, Offload, Evict, Prefetch)
+"""What is done between two actions, in order: what was copied before goes, then copies begin, those that are waited for
+go, too, and what is needed comes back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +135,7 @@ def find_absences(
         actions: The worker's row of the schedule, of actions that have instructions.
         fates: The fate of each stage.
     """
-    if "offload" not in (fates[action.stage] for action in actions):
+    if not any(fates[action.stage] in COPY_ACTIONS for action in actions):
         return []
     follower = _Follower(programs)
     for index, step in enumerate(steps):
@@ -167,10 +174,11 @@ def _transfers(absences: Sequence[Absence]) -> Iterator[tuple[int, tuple[Step, L
     """Yield what to do, in order, with the action ahead of which it is: room is made before it is taken."""
     together: dict[tuple[int, int, int, int, int], list[int]] = {}
     for one in absences:
-        for order, place in enumerate((one.evict + 1, one.offload + 1, one.prefetch)):
+        evict = _AT_ONCE if one.evict == one.offload else _EARLIER
+        for order, place in ((evict, one.evict + 1), (_BEGIN, one.offload + 1), (_BACK, one.prefetch)):
             together.setdefault((place, order, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
     for (place, order, _, stage, micro_batch), buffers in sorted(together.items()):
-        kind = (Evict, Offload, Prefetch)[order]
+        kind = _KINDS[order]
         name = f"{kind.__name__.lower()} stage {stage} (micro-batch {micro_batch})"
         yield place, (kind(tuple(buffers)), Label(name, "other" if kind is Evict else "transfer"))
 
@@ -185,10 +193,11 @@ def _absence(storage: _Storage, actions: Sequence[Action], fates: Sequence[Fate]
     first = storage.made if storage.made is not None else min(forward, default=len(actions))
     if not backward or first >= backward[0] or actions[first].kind != "F":
         return None
-    if fates[actions[first].stage] != "offload":
+    distance = COPY_ACTIONS.get(fates[actions[first].stage])
+    if distance is None:
         return None
     last = max([first, *forward])
-    evict, prefetch = last + COPY_ACTIONS, backward[0] - COPY_ACTIONS
+    evict, prefetch = last + distance, backward[0] - distance
     if evict + 1 >= prefetch:
         return None
     return Absence(

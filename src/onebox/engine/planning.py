@@ -74,8 +74,8 @@ def make_plan(
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
             the micro-batch where a model looks at it as a whole, as batch norm does.
         schedules: Allowed schedules.
-        fates: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``, and
-            ``cpu`` for parts of a device's stage on a CPU worker beside it.
+        fates: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``,
+            ``swap``, and ``cpu`` for parts of a device's stage on a CPU worker beside it.
         update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
         memory: The most bytes that the plan may take of each device, as for :func:`onebox.open`, beside the budgets of
             the pool itself. The plan carries them, and a trainer refuses steps that need more.

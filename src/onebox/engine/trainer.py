@@ -48,7 +48,7 @@ class Trainer(Observed):
         pool: From :func:`onebox.open`.
         plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
             says itself what ``micro_batch``, ``sync``, ``shares`` and ``update`` are. Where it has stages recomputed or
-            offloaded, a step takes less memory and more time, and ends with the same bits.
+            offloaded or swapped, a step takes less memory and more time, and ends with the same bits.
         micro_batch: Samples of a micro-batch. The loss curve depends on it (batch norm and dropout see micro-batches)
             but not on how many devices share the micro-batches. ``None`` makes each device's share one micro-batch.
         seed: Seed of everything random in the model, with the step and the micro-batch.

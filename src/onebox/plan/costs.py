@@ -290,9 +290,9 @@ def _held(fate: Fate, stage: int, sizes: Sizes, samples: int, crossing: Crossing
         made, saved, late = saved, crossing.received + crossing.given, 0
         forward = max(0, sizes.again * samples - crossing.given)
         backward = max(0, made + backward - crossing.given)
-    elif fate == "offload":
-        own = max(0, saved + crossing.kept - sum(part.size_bytes for part in crossing.lent))
-        saved, parked = 0, (Parked(stage, own), *crossing.lent)
+    elif fate in ("offload", "swap"):
+        own, waited = max(0, saved + crossing.kept - sum(part.size_bytes for part in crossing.lent)), fate == "swap"
+        saved, parked = 0, (Parked(stage, own, waited), *(part._replace(waited=waited) for part in crossing.lent))
     else:
         saved += crossing.kept
     return {

@@ -8,6 +8,7 @@ A chain of links, in the order of forward, is cut into spans, and each span gets
 - ``offload``: what its backward needs goes to the host while the next span computes forward, and comes back while that
   span computes backward; what of either transfer does not hide there is waited for. Such a span is one link: a longer
   one would only hold more for longer;
+- ``swap``: the same, but that both transfers are waited for, and nothing of it is there meanwhile;
 - ``cpu``: the host's processor computes it. Values and gradients that cross its ends travel, and nothing hides that:
   with several micro-batches others compute meanwhile, which the simulator knows, and this model does not.
 
@@ -18,8 +19,9 @@ what crosses its end goes a span later than the rest, and comes back a span earl
 too; where that is not offloaded, it stays. Every other micro-batch in flight holds what the whole chain holds. A call
 is the price of each further span.
 
-The program is exact for this model but for the rounding of held bytes up to whole buckets. Its states are (end of the
-span, how many offloaded ones end there, bytes held); a test compares it with the same model as an integer program.
+The program is exact for this model but for the rounding of held bytes up to whole buckets. Its states are (end of
+the span, what of the two links before it is away, bytes held); a test compares it with the same model as an integer
+program.
 
 Where the parts come from: segments that are computed again, Chen et al. 2016 (arXiv:1604.06174); dynamic programming
 over (position, memory) on chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020
@@ -35,7 +37,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from onebox.plan.prices import DEEP, FATES, ChainCosts, ChainFate, FateSpan, Prices, deeper, outcome
+from onebox.plan.prices import BESIDE, FATES, ChainCosts, ChainFate, FateSpan, Prices, behind, outcome
 
 _BUCKETS = 1500
 
@@ -119,9 +121,10 @@ class _Program:
         self.count = len(prices.chain.links)
         self.width = max(1, -(-budget // buckets))
         self.size = budget // self.width + 1
-        shape = (self.count + 1, DEEP + 1, self.size)
+        shape = (self.count + 1, len(BESIDE), self.size)
         self.best: NDArray[np.float64] = np.full(shape, np.inf)
         self.best[0, 0, 0] = 0.0
+        self.reached = {(0, 0)}
         self.came: NDArray[np.int32] = np.full(shape, -1, np.int32)
         self.steps: list[tuple[FateSpan, int, int]] = []
 
@@ -131,39 +134,41 @@ class _Program:
             return None
         for start in range(self.count):
             for span in self.prices.spans(start):
-                for offloaded in range(min(start, DEEP) + 1):
-                    self._take(span, offloaded)
+                for beside in BESIDE:
+                    self._take(span, beside)
         top = min(self.most // self.width + 1, self.size)
-        final = self.best[self.count, 0, :top]
+        final = self.best[self.count, 0, :top]  # the last span is never away
         if not len(final) or not np.isfinite(final.min()):
             return None
         return self._back(int(final.argmin()))
 
-    def _take(self, span: FateSpan, offloaded: int) -> None:
+    def _take(self, span: FateSpan, beside: int) -> None:
         """Extend everything that ends where a span starts by that span."""
         prices, start = self.prices, span.start
-        before = FateSpan(start - 1, start, "offload") if offloaded else None
+        if (start, beside) not in self.reached:
+            return
         cost = prices.of(span)
-        room = self.budget - prices.pending_bytes(start, offloaded) - cost.need_bytes
-        shift = -(-prices.kept_bytes(span, offloaded) // self.width)
+        room = self.budget - prices.pending_bytes(start, beside) - cost.need_bytes
+        shift = -(-prices.kept_bytes(span, beside) // self.width)
         fitting = min(room // self.width + 1, self.size - shift)
         if fitting <= 0:
             return
-        old = self.best[start, offloaded, :fitting]
-        price = cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
-        after = deeper(offloaded, span)
+        old = self.best[start, beside, :fitting]
+        price = cost.price_s + prices.waits_s(span, beside)
+        after = behind(beside, span)
         target = self.best[span.end, after, shift : shift + fitting]
         better = old + price < target
         if better.any():
             target[better] = old[better] + price
             self.came[span.end, after, shift : shift + fitting][better] = len(self.steps)
-            self.steps.append((span, offloaded, shift))
+            self.steps.append((span, beside, shift))
+            self.reached.add((span.end, after))
 
     def _back(self, held: int) -> tuple[FateSpan, ...]:
         found: list[FateSpan] = []
-        end, offloaded = self.count, 0
+        end, beside = self.count, 0
         while end:
-            span, before, shift = self.steps[self.came[end, offloaded, held]]
+            span, before, shift = self.steps[self.came[end, beside, held]]
             found.append(span)
-            end, offloaded, held = span.start, before, held - shift
+            end, beside, held = span.start, before, held - shift
         return tuple(reversed(found))

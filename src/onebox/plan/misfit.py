@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onebox.errors import PlanError
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
+from onebox.plan.plan import TOLD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +72,9 @@ def misfit(judge: Judge) -> PlanError:
 
 
 def _fates(verdict: Verdict) -> str:
-    """Say how many stages of a layout are recomputed and offloaded."""
+    """Say how many stages of a layout are recomputed, offloaded and swapped."""
     fates = [part.fate for part in verdict.layout.parts]
-    found = [
-        f"{fates.count(fate)} of them {name}"
-        for fate, name in (("recompute", "recomputed"), ("offload", "offloaded"))
-        if fate in fates
-    ]
+    found = [f"{fates.count(fate)} of them {name}" for fate, name in TOLD.items() if fate in fates]
     return f", {' and '.join(found)}," if found else ""
 
 

@@ -1,7 +1,8 @@
 """What is offloaded along a row of a schedule: when it leaves the device, and when it is back. Private to the folder.
 
 Values begin to go to the host when the last forward that reads them is through, and are gone one action later; they
-begin to come back one action before the first backward that reads them. Where no action lies between, they stay.
+begin to come back one action before the first backward that reads them. Those that the device waits for are gone at
+once, and begin to come back when they are read. Where no action lies between, values stay.
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ class Stay(NamedTuple):
         backward: The place of the backward that needs it.
         size_bytes: How much it is.
         node: The backward's number.
+        waited: Whether the device waits for it.
     """
 
     forward: int
     backward: int
     size_bytes: float
     node: int
+    waited: bool
 
     @property
     def gone(self) -> int:
         """The place before which it has left the device."""
-        return self.forward + 2
+        return self.forward + (1 if self.waited else 2)
 
     @property
     def back(self) -> int:
         """The place before which it begins to come back."""
-        return self.backward - 1
+        return self.backward - (0 if self.waited else 1)
 
 
 def stays(instance: Instance, row: Sequence[Action]) -> list[Stay]:
@@ -49,11 +52,11 @@ def stays(instance: Instance, row: Sequence[Action]) -> list[Stay]:
         places["F" if kind == "F" else "W" if kind == "W" else "B", stage, micro_batch] = place
     found = []
     for kind, stage, micro_batch in row:
-        for reader, size_bytes in stages[stage].parked if kind == "F" else ():
+        for reader, size_bytes, waited in stages[stage].parked if kind == "F" else ():
             ahead, behind = places.get(("F", reader, micro_batch)), places.get(("B", reader, micro_batch))
             if ahead is None or behind is None:
                 continue
-            stay = Stay(ahead, behind, size_bytes * instance.scale[micro_batch], instance.node(row[behind]))
+            stay = Stay(ahead, behind, size_bytes * instance.scale[micro_batch], instance.node(row[behind]), waited)
             if stay.gone < stay.back:
                 found.append(stay)
     return sorted(found)
@@ -77,7 +80,8 @@ class Channels:
         self._back: dict[int, list[Stay]] = {}
         for stay in found:
             self._leave.setdefault(stay.forward + 1, []).append(stay)
-            self._gone.setdefault(stay.gone, []).append(stay)
+            if not stay.waited:
+                self._gone.setdefault(stay.gone, []).append(stay)
             self._back.setdefault(stay.back, []).append(stay)
         self._there: dict[int, float] = {}
         self._free = [0.0, 0.0]
@@ -95,6 +99,8 @@ class Channels:
         for stay in self._leave.get(place, ()):
             self._free[0] = max(self._free[0], now) + stay.size_bytes * self._byte_s
             self._there[stay.forward] = self._free[0]
+            if stay.waited:
+                now = self._free[0]
         for stay in self._back.get(place, ()):
             self._free[1] = max(self._free[1], now) + stay.size_bytes * self._byte_s
             ready[stay.node] = max(ready[stay.node], self._free[1])

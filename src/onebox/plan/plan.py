@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,10 +18,17 @@ from onebox.plan.shares import apportion, deal
 
 Sync = Literal["workers", "client"]
 
-Fate = Literal["keep", "recompute", "offload"]
+Fate = Literal["keep", "recompute", "offload", "swap"]
 """What becomes of the activations of a stage until its backward: they stay on the device; they are dropped, and made
-again from the stage's inputs by its backward; or they go to the host's memory and come back. The two other fates that a
+again from the stage's inputs by its backward; or they go to the host's memory and come back, by ``offload`` beside what
+the device computes, by ``swap`` while it waits, so that nothing of them is there in between. The two other fates that a
 part of a model may have are its place: a stage on a CPU worker, or on another device."""
+
+TOLD: Mapping[Fate, str] = {"recompute": "recomputed", "offload": "offloaded", "swap": "swapped"}
+"""How fates are told of stages, where they are not the usual one."""
+
+StagePrecision = Literal["fp32", "bf16"]
+"""Of a stage's products of matrices and convolutions."""
 
 UpdateAt = Literal["device", "host"]
 """Where the optimizer's state is, and its step is computed."""
@@ -264,7 +271,7 @@ class Plan(_Part, frozen=True):
     def _memory(self) -> list[str]:
         """Return what is said of fates and of the optimizer's place, where these are not the usual ones."""
         told = Counter(stage.fate for stage in self.stages if stage.fate != "keep")
-        said = [f"{count} {'recomputed' if fate == 'recompute' else 'offloaded'}" for fate, count in told.items()]
+        said = [f"{count} {TOLD[fate]}" for fate, count in told.items()]
         return [*said, *(["the optimizer on the host"] if self.update == "host" else [])]
 
     def _where(self, cut: str) -> str:

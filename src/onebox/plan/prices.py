@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-ChainFate = Literal["keep", "recompute", "offload", "cpu"]
+ChainFate = Literal["keep", "recompute", "offload", "swap", "cpu"]
 
-FATES: tuple[ChainFate, ...] = ("keep", "recompute", "offload", "cpu")
+FATES: tuple[ChainFate, ...] = ("keep", "recompute", "offload", "swap", "cpu")
 
-DEEP = 2
-"""So many offloaded spans before another one matter to what that needs."""
+AWAY: frozenset[ChainFate] = frozenset({"offload", "swap"})
+"""The fates of spans of one link whose values go to the host's memory."""
+
+BESIDE = range(5)
+"""What matters of the two spans before another one to what that needs: neither is of the fates in :data:`AWAY`; the one
+before it is offloaded, and the one before that is not, or is; it is swapped, and the one before that is not offloaded,
+or is."""
+_NEITHER, _OFFLOADED, _BOTH, _SWAPPED, _BEHIND_OFFLOADED = BESIDE
 
 
 class Link(NamedTuple):
@@ -122,8 +128,8 @@ class Prices:
                 yield FateSpan(start, end, "keep")
             if "recompute" in self.allowed:
                 yield FateSpan(start, end, "recompute")
-            if "offload" in self.allowed and end == start + 1 < len(links):
-                yield FateSpan(start, end, "offload")
+            if end == start + 1 < len(links):
+                yield from (FateSpan(start, end, fate) for fate in ("offload", "swap") if fate in self.allowed)
             on_cpu = on_cpu and links[end - 1].cpu_forward_s is not None
             if on_cpu:
                 yield FateSpan(start, end, "cpu")
@@ -166,38 +172,47 @@ class Prices:
             self._saved[place + 1] - self._saved[start] + links[place].forward_work_bytes for place in range(start, end)
         )
         kept = saved if fate == "keep" else 0
-        return SpanCosts(call_s, kept, max(ahead, back), forward, backward)
+        waits_s = 2 * saved / self.chain.host_bps if fate == "swap" else 0.0
+        return SpanCosts(call_s + waits_s, kept, max(ahead, back), forward, backward)
 
-    def waits_s(self, before: FateSpan, after: FateSpan) -> float:
-        """Return what does not hide of the transfers of a span under the one after it."""
-        if before.fate != "offload":
+    def waits_s(self, span: FateSpan, before: int) -> float:
+        """Return what does not hide under a span of the transfers of an offloaded one before it.
+
+        Args:
+            span: The span.
+            before: As for :meth:`pending_bytes`.
+        """
+        if before not in (_OFFLOADED, _BOTH):
             return 0.0
-        transfer_s = self.chain.links[before.start].saved_bytes / self.chain.host_bps
-        window = self.of(after)
+        transfer_s = self.chain.links[span.start - 1].saved_bytes / self.chain.host_bps
+        window = self.of(span)
         return max(0.0, transfer_s - window.forward_s) + max(0.0, transfer_s - window.backward_s)
 
     def lent_bytes(self, link: int) -> int:
         """Return what the span after an offloaded link reads of it."""
         return min(self.chain.links[link].saved_bytes, self.chain.links[link].boundary_bytes)
 
-    def pending_bytes(self, start: int, offloaded: int) -> int:
-        """Return what offloaded spans still hold during the forward, and again during the backward, of a span.
+    def pending_bytes(self, start: int, before: int) -> int:
+        """Return what spans that are away still hold during the forward, and again during the backward, of a span.
 
         Args:
             start: Where the span starts.
-            offloaded: How many links before it are offloaded, one after the other; 2 stands for more, too.
+            before: What is before it: one of :data:`BESIDE`.
         """
-        pending = self.chain.links[start - 1].saved_bytes if offloaded else 0
-        return pending + (self.lent_bytes(start - 2) if offloaded == DEEP else 0)
+        if before in (_OFFLOADED, _BOTH):
+            pending = self.chain.links[start - 1].saved_bytes
+        else:
+            pending = self.lent_bytes(start - 1) if before != _NEITHER else 0
+        return pending + (self.lent_bytes(start - 2) if before in (_BOTH, _BEHIND_OFFLOADED) else 0)
 
-    def kept_bytes(self, span: FateSpan, offloaded: int) -> int:
+    def kept_bytes(self, span: FateSpan, before: int) -> int:
         """Return what is held for the backward once a span's forward is through, beside what was before.
 
         Args:
             span: The span.
-            offloaded: As for :meth:`pending_bytes`.
+            before: As for :meth:`pending_bytes`.
         """
-        stays = self.lent_bytes(span.start - 1) if offloaded and span.fate != "offload" else 0
+        stays = self.lent_bytes(span.start - 1) if before != _NEITHER and span.fate not in AWAY else 0
         return self.of(span).kept_bytes + stays
 
 
@@ -222,15 +237,14 @@ def outcome(prices: Prices, spans: Sequence[FateSpan]) -> Outcome:
         prices: What spans cost.
         spans: Spans of the whole chain, in order.
     """
-    held = peak = offloaded = 0
+    held = peak = beside = 0
     extra = 0.0
-    before: FateSpan | None = None
     for span in spans:
         cost = prices.of(span)
-        peak = max(peak, held + prices.pending_bytes(span.start, offloaded) + cost.need_bytes)
-        extra += cost.price_s + (prices.waits_s(before, span) if before is not None else 0.0)
-        held += prices.kept_bytes(span, offloaded)
-        before, offloaded = span, deeper(offloaded, span)
+        peak = max(peak, held + prices.pending_bytes(span.start, beside) + cost.need_bytes)
+        extra += cost.price_s + prices.waits_s(span, beside)
+        held += prices.kept_bytes(span, beside)
+        beside = behind(beside, span)
     return Outcome(extra, peak + (prices.chain.in_flight - 1) * held, held)
 
 
@@ -238,6 +252,11 @@ def _sums(values: Iterator[float]) -> list[float]:
     return [0.0, *accumulate(values)]
 
 
-def deeper(offloaded: int, span: FateSpan) -> int:
-    """Return how many offloaded spans end where a span ends, of which so many ended where it starts."""
-    return min(offloaded + 1, DEEP) if span.fate == "offload" else 0
+def behind(before: int, span: FateSpan) -> int:
+    """Return what is before the end of a span, of :data:`BESIDE`, by what is before its start."""
+    offloaded = before in (_OFFLOADED, _BOTH)
+    if span.fate == "offload":
+        return _BOTH if offloaded else _OFFLOADED
+    if span.fate == "swap":
+        return _BEHIND_OFFLOADED if offloaded else _SWAPPED
+    return _NEITHER

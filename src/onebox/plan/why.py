@@ -82,11 +82,14 @@ class _Reasons:
         device = part.devices[0]
         made = self._costs.sizes(part.segments).saved * self._samples
         fate: Fate | Literal["cpu"] = part.fate if self._beside(stage) is None else "cpu"
-        saved = {"recompute": max(0, made - work.saved_bytes), "offload": work.parked_bytes, "keep": 0, "cpu": made}[
-            fate
-        ]
-        again, wait = work.forward_s[device] * turns, self._wait_s(stage, made) * turns
-        paid = {"recompute": again, "offload": wait, "keep": 0.0, "cpu": self._slower_s(stage) * turns}[fate]
+        parked = work.parked_bytes
+        saved = {
+            "recompute": max(0, made - work.saved_bytes), "offload": parked, "swap": parked, "keep": 0, "cpu": made,
+        }[fate]  # fmt: skip
+        again, wait = work.forward_s[device] * turns, self._wait_s(stage, made, hidden=fate != "swap") * turns
+        paid = {
+            "recompute": again, "offload": wait, "swap": wait, "keep": 0.0, "cpu": self._slower_s(stage) * turns,
+        }[fate]  # fmt: skip
         return Reason(
             stage=stage,
             device=device,
@@ -119,12 +122,18 @@ class _Reasons:
         work, own = self._work.stages[stage], part.devices[0]
         return work.forward_s[own] + work.input_s[own] + work.weight_s[own] - there
 
-    def _wait_s(self, stage: int, size_bytes: int) -> float:
-        """Return what does not hide of copies to the host and back, under what the device does next and last."""
+    def _wait_s(self, stage: int, size_bytes: int, *, hidden: bool) -> float:
+        """Return what of copies to the host and back does not hide under what the device does next and last.
+
+        Args:
+            stage: The stage.
+            size_bytes: Of each copy.
+            hidden: Whether anything may hide.
+        """
         device = self._layout.parts[stage].devices[0]
         transfer = size_bytes / self._problem.device[device].host_bps
         later = [n for n in range(stage + 1, len(self._layout.parts)) if device in self._layout.parts[n].devices]
-        if not later:
+        if not later or not hidden:
             return 2 * transfer
         work = self._work.stages[later[0]]
         back = work.input_s[device] + work.weight_s[device]
@@ -136,7 +145,7 @@ def _text(fate: str, *, saved: int, made: int, again_s: float, wait_s: float, pa
     again, copy = f"{_time(again_s)} to make again", f"the copies would wait {_time(wait_s)}"
     if fate == "recompute":
         return f"{again}, {size_text(saved)} less; {copy}"
-    if fate == "offload":
+    if fate in ("offload", "swap"):
         hidden = f"the copies wait {_time(wait_s)}" if wait_s > 0 else "the copies hide under other work"
         return f"{hidden}, {size_text(saved)} less; it would take {again}"
     if fate == "cpu":

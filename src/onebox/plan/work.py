@@ -11,15 +11,17 @@ class Parked(NamedTuple):
     """What a stage makes that is in the host's memory until a backward reads it.
 
     It leaves while the action after the last forward that reads it runs, and comes back while the action before the
-    first backward that reads it runs.
+    first backward that reads it runs; or the device waits for both.
 
     Args:
         reader: The stage whose forward reads it last, and whose backward first; often the stage itself.
         size_bytes: How much it is.
+        waited: Whether the device waits.
     """
 
     reader: int
     size_bytes: int
+    waited: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from onebox.plan import Candidate, Kind, Plan, Simulation, Stage
+from onebox.plan.plan import TOLD
 from onebox.report.comparison import Comparison, Pair
 from onebox.report.tables import rate_text, time_text
 from onebox.sizes import size_text
 
-_FREED = {"recompute": "recomputed", "offload": "offloaded"}
 _LONG_RUN = 4
 """So many consecutive stages on the same devices are told as one."""
 
@@ -167,7 +167,7 @@ def _where(plan: Plan) -> str:
     runs = [(text, len(list(group))) for text, group in groupby(stages)]
     where = ", ".join(f"{text} × {count}" if count >= _LONG_RUN else ", ".join([text] * count) for text, count in runs)
     fates = [stage.fate for stage in plan.stages]
-    freed = [f"{fates.count(fate)} {_FREED[fate]}" for fate in dict.fromkeys(fates) if fate in _FREED]
+    freed = [f"{fates.count(fate)} {TOLD[fate]}" for fate in dict.fromkeys(fates) if fate in TOLD]
     return "; ".join([f"{len(plan.stages)} on {where}", *freed])
 
 

@@ -27,7 +27,7 @@ LEAST = 100
 """What is smaller stays, so that values of the net go."""
 
 SPEC = TensorSpec("float64", (32, 8))
-FATES: list[Fate] = ["offload", "offload", "keep", "recompute"]
+FATES: list[Fate] = ["offload", "swap", "offload", "keep", "recompute"]
 TRANSFERS = (Offload, Evict, Prefetch)
 
 
@@ -93,6 +93,34 @@ def test_transfers_are_where_they_belong_and_say_what_they_are() -> None:
     tracks = {label.track for step, label in zip(made, labels, strict=True) if isinstance(step, Offload | Prefetch)}
     assert tracks == {"transfer"}
     assert [step for step in made if not isinstance(step, TRANSFERS)] == steps
+
+
+def test_what_is_swapped_goes_at_once_and_comes_back_when_it_is_read() -> None:
+    actions, steps, bounds = chain(4)
+    absences = find_absences(steps, PROGRAMS, bounds, actions, ["swap"] * 4)
+    assert times(absences) == {(10,): (1, 1, 7, 7), (20,): (2, 2, 6, 6), (30,): (3, 3, 5, 5)}
+    whose = [Label(f"{action.kind}{action.stage}") for action in actions]
+    made, labels = with_transfers(steps, whose, bounds, absences)
+    assert [label.name for label in labels if " " not in label.name or label.name.startswith("offload")] == [
+        "F0", "F1", "offload stage 0 (micro-batch 0)", "F2", "offload stage 1 (micro-batch 0)", "F3",
+        "offload stage 2 (micro-batch 0)", "B3", "B2", "B1", "B0",
+    ]  # fmt: skip
+    kinds = [type(step) for step in made]
+    assert [kinds[place + 1] for place, kind in enumerate(kinds) if kind is Offload] == [Evict] * 3
+    assert [made[place + 1] for place, kind in enumerate(kinds) if kind is Prefetch] == steps[5:]
+
+
+def test_both_may_be_beside_each_other() -> None:
+    """What is swapped ends ahead of what comes back meanwhile, and behind the copies that begin."""
+    actions, steps, bounds = chain(5)
+    absences = find_absences(steps, PROGRAMS, bounds, actions, ["offload", "swap", "offload", "swap", "keep"])
+    assert times(absences) == {(10,): (1, 2, 8, 9), (20,): (2, 2, 8, 8), (30,): (3, 4, 6, 7), (40,): (4, 4, 6, 6)}
+    _, labels = with_transfers(steps, [Label("") for _ in steps], bounds, absences)
+    assert [label.name.split(" (")[0] for label in labels if label.name] == [
+        "offload stage 0", "evict stage 0", "offload stage 1", "evict stage 1", "offload stage 2", "evict stage 2",
+        "offload stage 3", "evict stage 3", "prefetch stage 3", "prefetch stage 2", "prefetch stage 1",
+        "prefetch stage 0",
+    ]  # fmt: skip
 
 
 def test_nothing_hides_under_actions_without_instructions() -> None:
@@ -224,9 +252,10 @@ def assert_in_order(lowered: Lowered, worker: int) -> None:
     assert not where
 
 
+@pytest.mark.parametrize("fate", ["offload", "swap"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
-def test_a_row_of_one_device_offloads_in_every_schedule(schedule: str) -> None:
-    stages = [stage(letter, 0, fate="offload") for letter in "abcd"]
+def test_a_row_of_one_device_offloads_in_every_schedule(schedule: str, fate: Fate) -> None:
+    stages = [stage(letter, 0, fate=fate) for letter in "abcd"]
     lowered = lower(plan(*stages, schedule=schedule, micro_batch=SAMPLES), 3 * SAMPLES)
     kinds = [type(step) for step in steps_of(lowered, 0)]
     counts = [kinds.count(kind) for kind in TRANSFERS]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from onebox.plan.fates import choose_fates, least_budget
-from onebox.plan.prices import FATES, ChainCosts, FateSpan, Link, Prices, outcome
+from onebox.plan.prices import AWAY, FATES, ChainCosts, ChainFate, FateSpan, Link, Prices, outcome
 
 _FINE = 4000
 """Buckets for the comparisons: what rounding costs them stands beside."""
@@ -65,8 +65,8 @@ class _IntegerProgram:
     """The same model as an integer program, for one micro-batch.
 
     A variable for each span with a fate says whether it is chosen; the chosen ones are a path through the chain. A
-    second set of variables, one for each link that may be offloaded, takes the waits, a third one whether what it lends
-    to the next span stays.
+    second set of variables, one for each link that may be away, takes the waits, a third one whether what it lends to
+    the next span stays.
 
     Args:
         prices: What spans cost.
@@ -79,6 +79,11 @@ class _IntegerProgram:
         self.spans = [span for start in range(len(self.links)) for span in prices.spans(start)]
         self.number = {span: turn for turn, span in enumerate(self.spans)}
         self.offloads = [span for span in self.spans if span.fate == "offload"]
+        self.aways = {
+            start: [n for span, n in self.number.items() if span.start == start and span.fate in AWAY]
+            for start in range(len(self.links))
+        }
+        self.aways = {start: found for start, found in self.aways.items() if found}
         self.waits = {span.start: len(self.spans) + turn for turn, span in enumerate(self.offloads)}
         self.stays = {start: place + len(self.offloads) for start, place in self.waits.items()}
         self.rows: list[tuple[np.ndarray, float, float]] = []
@@ -110,8 +115,8 @@ class _IntegerProgram:
     def _row(self) -> np.ndarray:
         return np.zeros(len(self.spans) + 2 * len(self.offloads))
 
-    def _offload(self, link: int) -> int:
-        return self.number[FateSpan(link, link + 1, "offload")]
+    def _one(self, link: int, fate: ChainFate) -> int:
+        return self.number[FateSpan(link, link + 1, fate)]
 
     def _path(self) -> None:
         for place in range(len(self.links) + 1):
@@ -124,7 +129,7 @@ class _IntegerProgram:
     def _waits(self) -> None:
         for before in self.offloads:
             for span in self.prices.spans(before.end):
-                wait, row = self.prices.waits_s(before, span), self._row()
+                wait, row = self.prices.waits_s(span, 1), self._row()
                 row[self.waits[before.start]] = 1.0
                 row[self.number[before]] -= wait
                 row[self.number[span]] -= wait
@@ -133,9 +138,9 @@ class _IntegerProgram:
     def _staying(self) -> None:
         for start, place in self.stays.items():
             row = self._row()
-            row[place], row[self._offload(start)] = 1.0, -1.0
-            if start + 1 in self.stays:
-                row[self._offload(start + 1)] = 1.0
+            row[place] = 1.0
+            row[self.aways[start]] = -1.0
+            row[self.aways.get(start + 1, [])] = 1.0
             self.rows.append((row, 0.0, np.inf))
 
     def _memory(self, span: FateSpan) -> None:
@@ -149,12 +154,13 @@ class _IntegerProgram:
                 row[place] += prices.lent_bytes(link)
         row[self.number[span]] += prices.of(span).need_bytes + slack
         if start - 1 in self.stays:
-            row[self._offload(start - 1)] += prices.pending_bytes(start, 1)
+            row[self._one(start - 1, "offload")] += self.links[start - 1].saved_bytes
+            row[self._one(start - 1, "swap")] += prices.lent_bytes(start - 1)
         self.rows.append((row, -np.inf, self.budget + slack))
-        if start - 2 in self.stays:  # both links before it are offloaded
+        if start - 2 in self.stays:  # the first of both links before it is offloaded, the second away
             deep, lent = row.copy(), prices.lent_bytes(start - 2)
-            deep[self._offload(start - 1)] += lent
-            deep[self._offload(start - 2)] += lent
+            deep[self.aways[start - 1]] += lent
+            deep[self._one(start - 2, "offload")] += lent
             self.rows.append((deep, -np.inf, self.budget + slack + lent))
 
 
@@ -259,6 +265,20 @@ def test_a_transfer_that_hides_beats_computing_again_and_one_that_does_not_loses
         spans = choose_fates(ChainCosts(links=links, host_bps=bandwidth), 450)
         assert spans is not None
         assert {span.fate for span in spans} == {"keep", fate}
+
+
+def test_a_transfer_is_waited_for_where_one_that_hides_needs_too_much() -> None:
+    links = tuple(Link(1.0, 2.0, 100, 10, 0, 50) for _ in range(6))
+    chain = ChainCosts(links=links, host_bps=1000.0)
+    loose, tight = (least_budget(chain, ("keep", fate)) for fate in ("offload", "swap"))
+    assert loose == pytest.approx(260, abs=4)  # all of a link, of the one before it, and what that has lent
+    assert tight == pytest.approx(160, abs=4)  # of the one before it only what the link reads
+    for budget, fates in ((265, {"keep", "offload"}), (255, {"keep", "offload", "swap"}), (165, {"keep", "swap"})):
+        spans = choose_fates(chain, budget, ("keep", "offload", "swap"))
+        assert spans is not None
+        assert {span.fate for span in spans} == fates
+    waits = outcome(Prices(chain), tuple(FateSpan(n, n + 1, "swap" if n < 5 else "keep") for n in range(6))).extra_s
+    assert waits == pytest.approx(5 * 2 * 100 / 1000.0)
 
 
 @given(seed=st.integers(0, 10**6))
