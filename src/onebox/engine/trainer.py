@@ -57,7 +57,10 @@ class Trainer(Observed):
             whose memory is larger: on a GPU gradients go there and new parameters come back, and the step lasts longer.
         shares: Each device's part of the batch: ``auto`` (equal for devices that are alike, else measured),
             ``equal``, ``measured``, or weights.
-        precision: ``bf16`` runs model and loss under autocast; parameters stay as they are.
+        precision: ``bf16`` runs model and loss under autocast; parameters stay as they are. With ``auto`` the products
+            of each stage are of float32 or bf16 as the plan says; without a plan the model is measured both ways first,
+            on devices that have instructions for bf16, and the faster way is taken. Stages of a plan with a precision
+            of their own have it with ``fp32``, too.
         clip_grad_norm: The most that the 2-norm of all gradients may be; ``None`` for no clipping.
         metrics: For :meth:`evaluate`: each maps (outputs, targets) to a scalar, a mean over samples.
         check_every: Every so many steps replicas compare a hash of all parameters and buffers; 0 for never.
@@ -114,7 +117,7 @@ class Trainer(Observed):
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
-        check_settings(seed, precision, clip_grad_norm, check_every, in_flight)
+        check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
         recover = recovers(pool, recover, snapshot_every)
         self.model = model
         self.loss = loss
