@@ -21,6 +21,7 @@ from onebox.feed.advice import choose
 from onebox.feed.checks import require_int
 from onebox.feed.counters import CONSUMER, StageCounters, Tally, between, size_of
 from onebox.feed.flow import Flow, Task
+from onebox.feed.processes import Nursery
 from onebox.feed.stages import Failure, StageSpec, failure, hang
 
 __all__ = ["Pipeline", "StageSpec"]
@@ -77,8 +78,6 @@ class Pipeline:
         names = [spec.name for spec in stages]
         if not names or len(set(names)) < len(names):
             raise UsageError(f"The stages are {names}; there has to be one at least, and each with a name of its own.")
-        if any(spec.by == "processes" for spec in stages):
-            raise UsageError("Stages by processes are not there yet; use threads.")
         self._items = items
         self._iterator: Iterator[Any] | None = None
         self._specs = tuple(stages)
@@ -91,6 +90,7 @@ class Pipeline:
         self._tallies = [*(Tally(spec.name, spec.by) for spec in stages), Tally(CONSUMER)]
         self._workers = [0] * len(limits)
         self._threads: list[threading.Thread] = []
+        self._nurseries: dict[int, Nursery] = {}
         self._entered = self._closed = self._drained = False
         self._looked: tuple[float, tuple[StageCounters, ...]] = (0.0, ())
 
@@ -102,6 +102,9 @@ class Pipeline:
         self._entered = True
         self._looked = time.perf_counter(), self.counters()
         try:
+            for index, spec in enumerate(self._specs):  # before there are threads of its own
+                if spec.by == "processes":
+                    self._nurseries[index] = Nursery(spec.work)
             self._start_workers()
         except BaseException:
             self.close()
@@ -160,6 +163,8 @@ class Pipeline:
             self._flow.clear()
             self._tallies[-1].switch(self, None, time.perf_counter())
             self._wake()
+        for nursery in self._nurseries.values():
+            nursery.close()
         end_s = time.monotonic() + STOP_S
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
@@ -230,7 +235,7 @@ class Pipeline:
         """Be a worker of a stage."""
         me = threading.get_ident()
         try:
-            with contextlib.nullcontext(self._specs[index].work) as work:
+            with self._worker(index) as work:
                 while (task := self._take(index, me)) is not None:
                     self._put_down(index, task, self._make(index, task, work))
                     del task
@@ -241,6 +246,12 @@ class Pipeline:
                 is_last = index == 0 and self._workers[0] == 0
             if is_last and isinstance(self._iterator, Generator):
                 self._iterator.close()
+
+    def _worker(self, index: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        """Return who does the work of a stage: this thread, or a process."""
+        if index in self._nurseries:
+            return contextlib.closing(self._nurseries[index].child())
+        return contextlib.nullcontext(self._specs[index].work)
 
     def _take(self, index: int, me: int) -> Task | None:
         """Wait for an item, and for room for what it becomes; ``None`` if this worker is to leave."""
@@ -275,12 +286,9 @@ class Pipeline:
 
     def _pull(self) -> Any:
         """Take an item from the iterator; nobody else does meanwhile."""
-        try:
-            if self._iterator is None:
-                self._iterator = iter(self._items)
-            item = next(self._iterator)
-        except BaseException:
-            raise  # with the iterator kept: nobody is to go on with it
+        if self._iterator is None:
+            self._iterator = iter(self._items)
+        item = next(self._iterator)  # an error is the end of the items: nobody pulls again
         with self._lock:
             self._flow.pulled()
             self._wake()

@@ -59,7 +59,8 @@ def failure(stage: str, number: int, error: BaseException) -> Failure:
     if isinstance(error, OneboxError):
         error.add_note(where)
         return Failure(error)
-    told = DataError(f"{where}: {type(error).__name__}: {error}", sample=number)
+    kind = getattr(error, "kind", type(error).__name__)  # what it was in a process of its own
+    told = DataError(": ".join(part for part in (where, kind, str(error)) if part), sample=number)
     told.__cause__ = error
     return Failure(told)
 
