@@ -21,6 +21,7 @@ from onebox.engine.timetable import forward_only, make_schedule
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.graph.formats import with_channels_last
+from onebox.graph.front import OnDevice
 from onebox.graph.placements import Placement
 from onebox.plan import MicroBatch, Plan, block_numbers
 from onebox.pool import Pool
@@ -45,6 +46,7 @@ class Recipe:
         precision: ``bf16`` for autocast.
         device_type: The device type that the graph is for.
         trained: Parameters whose gradients are wanted.
+        on_device: Tensor code in front of the model.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class Recipe:
     precision: Precision
     device_type: str
     trained: frozenset[str]
+    on_device: OnDevice | None = None
 
 
 class Captures:
@@ -108,6 +111,7 @@ class Captures:
             metrics=recipe.metrics,
             precision=recipe.precision,
             device_type=recipe.device_type,
+            on_device=recipe.on_device,
         )
         return TracedModel(captured, backward=train, trained=recipe.trained, halves=halves)
 

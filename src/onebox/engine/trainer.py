@@ -27,6 +27,7 @@ from onebox.engine.state import OptimizerEntries
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
+from onebox.graph.front import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import Pool
 
@@ -76,6 +77,10 @@ class Trainer(Observed):
             lost, with another one it agrees with that to rounding.
         snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
             time. Who says it wants recovery.
+        on_device: Tensor code in front of the model, captured with it and run on the workers, in training and
+            evaluation: maps the inputs of a micro-batch, as they were given to :meth:`step`, to those of the model, so
+            that for example bytes travel and floats are made of them there. What it draws at random is drawn by the
+            run's own seeds. A module is in training mode when the model is. It is in no checkpoint.
         ahead_bytes: The most bytes of each device that batches may take which :meth:`upload` has brought there ahead of
             their steps; never more than steps leave free. 0 for none.
 
@@ -114,6 +119,7 @@ class Trainer(Observed):
         trace: bool = True,
         recover: bool | None = None,
         snapshot_every: int | None = None,
+        on_device: OnDevice | None = None,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
@@ -141,6 +147,7 @@ class Trainer(Observed):
             precision=precision,
             device_type="cuda" if "cuda" in kinds else "cpu",
             trained=frozenset(remote.wanted),
+            on_device=on_device,
         )
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
+from onebox.graph.front import Front, OnDevice
 from onebox.graph.host import HostDevices, on_host
 from onebox.graph.locate import explain, node_refusal
 from onebox.graph.portable import bfloat16_autocast, portable_operators
@@ -45,21 +46,32 @@ class Wrapper(nn.Module):
             arguments, anything else is its one argument.
         loss: Maps (outputs, targets) to a scalar.
         metrics: Each maps (outputs, targets) to a scalar; ``None`` for training.
-        precision: ``bf16`` for autocast.
+        precision: ``bf16`` for autocast; any other one leaves the model as it is.
+        on_device: Maps inputs to those of the model; no part of it.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, metrics: Metrics | None, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        metrics: Metrics | None,
+        precision: Precision,
+        on_device: OnDevice | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.precision = precision
 
+        self._front = None if on_device is None else Front(on_device)
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
         try:
-            with HostDevices(), self._autocast(), _assignments_written(self):
-                return self._compute(inputs, targets)
+            with HostDevices(), _assignments_written(self):
+                given = inputs if self._front is None else self._front.run(inputs, training=self.model.training)
+                with self._autocast():
+                    return self._compute(given, targets)
         except CaptureError:
             raise
         except Exception as error:  # here, because the exporter prints the graph of an error that reaches it
@@ -140,6 +152,7 @@ def capture(
     precision: Precision = "fp32",
     device_type: str = "cpu",
 ) -> Captured:
+    on_device: OnDevice | None = None,
     """Export a model and its loss for inputs of one shape.
 
     Args:
@@ -152,11 +165,12 @@ def capture(
         precision: ``bf16`` runs the model and the loss under autocast.
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
 
+        on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
     Raises:
         CaptureError: The model depends on the values of tensors in a way that no graph can hold, or the loss is not
             a scalar; the message names the line.
     """
-    wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision)
+    wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, on_device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_mode(wrapper, mode))
         stack.enter_context(on_host(wrapper))
