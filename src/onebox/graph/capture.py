@@ -63,8 +63,8 @@ class Wrapper(nn.Module):
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.precision = precision
-
         self._front = None if on_device is None else Front(on_device)
+
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
         try:
@@ -151,8 +151,8 @@ def capture(
     metrics: Metrics | None = None,
     precision: Precision = "fp32",
     device_type: str = "cpu",
-) -> Captured:
     on_device: OnDevice | None = None,
+) -> Captured:
     """Export a model and its loss for inputs of one shape.
 
     Args:
@@ -164,8 +164,8 @@ def capture(
         metrics: With ``evaluate``, more scalars of (outputs, targets).
         precision: ``bf16`` runs the model and the loss under autocast.
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
-
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
+
     Raises:
         CaptureError: The model depends on the values of tensors in a way that no graph can hold, or the loss is not
             a scalar; the message names the line.
