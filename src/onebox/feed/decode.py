@@ -1,0 +1,167 @@
+"""Pictures from bytes to tensors, and nothing in the bytes trusted.
+
+Only formats of an allow-list are tried, the size that a header states is looked at before anything of that size is
+allocated, and whatever is wrong is a DataError that names the sample.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from onebox.errors import DataError, UsageError
+from onebox.feed.checks import require_int
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "GIF", "TIFF")
+"""What is tried; none of Pillow's decoders that start other programs, as that of EPS does, is among them."""
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".pbm", ".gif", ".tif", ".tiff")
+"""Endings of names, in small letters, that files of these formats have."""
+
+MODES = ("RGB", "L", "RGBA")
+EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+MAX_PIXELS = 89_478_485  # from where Pillow warns of decompression bombs: 256 MiB of RGB
+REFUSED = (
+    OSError, SyntaxError, ValueError, TypeError, EOFError, LookupError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error,
+)  # fmt: skip
+"""What decoders are known to raise for damaged files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDecoder:
+    """How pictures become tensors.
+
+    Args:
+        mode: ``RGB``, ``L`` (grey) or ``RGBA``; pictures of other modes are converted. Transparency is dropped, not
+            blended; of 16 bits a channel the upper 8 are kept.
+        size: Height and width in pixels that every picture gets: resized (bilinear, with antialiasing) until it
+            covers that, and cut at its centre. None leaves pictures as large as they are.
+        upright: Turn pictures by the orientation that a camera noted in EXIF. Off by default, as in most loaders:
+            pixels come as they are stored.
+        formats: Formats that are tried, by Pillow's names.
+        max_pixels: A picture with more is refused before it is decoded.
+        library: ``pillow``, or ``torchvision`` (where it is installed) for JPEG and PNG that are not resized. Never
+            chosen by itself: two decoders may differ in the last bit, and a run has to see the same everywhere.
+
+    Raises:
+        UsageError: A setting outside of what is allowed, or torchvision is not installed.
+
+    Example:
+        >>> stream = io.BytesIO()
+        >>> Image.new("RGB", (4, 3), (1, 2, 3)).save(stream, "PNG")
+        >>> ImageDecoder(mode="RGB").decode(stream.getvalue(), where="red.png").shape
+        torch.Size([3, 3, 4])
+    """
+
+    mode: Literal["RGB", "L", "RGBA"] = "RGB"
+    size: tuple[int, int] | None = None
+    upright: bool = False
+    formats: Sequence[str] = FORMATS
+    max_pixels: int = MAX_PIXELS
+    library: Literal["pillow", "torchvision"] = "pillow"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"mode is {self.mode!r}; allowed are {', '.join(MODES)}.")
+        for number in self.size or ():
+            require_int("A number in size", number, least=1)
+        if self.size is not None and len(self.size) != 2:
+            raise UsageError(f"size is {self.size!r}; it has to be (height, width).")
+        unknown = sorted(set(self.formats) - set(FORMATS))
+        if unknown or not self.formats:
+            raise UsageError(f"formats are {list(self.formats)}; allowed are {', '.join(FORMATS)}.")
+        require_int("max_pixels", self.max_pixels, least=1)
+        if self.library not in ("pillow", "torchvision"):
+            raise UsageError(f"library is {self.library!r}; allowed are pillow and torchvision.")
+        if self.library == "torchvision":
+            _torchvision()
+
+    def decode(self, raw: bytes, *, where: str, path: object = None, sample: object = None) -> Tensor:
+        """Decode a picture.
+
+        Args:
+            raw: The content of the file.
+            where: What it is, for people; it begins the message of an error.
+            path: The file, for the error.
+            sample: Number or name of the sample, for the error.
+
+        Returns:
+            Tensor: ``uint8 [C, H, W]``, contiguous, C being 3, 1 or 4 by the mode.
+
+        Raises:
+            DataError: It is no picture of the allowed formats, is cut off or damaged, or has too many pixels.
+        """
+        try:
+            with Image.open(io.BytesIO(raw), formats=list(self.formats)) as image:
+                if image.width * image.height > self.max_pixels:
+                    came = f"{where} has {image.width} x {image.height} pixels"
+                    raise _bad(f"{came}; allowed are {self.max_pixels} in all (max_pixels)", path, sample)
+                if self.library == "torchvision" and not self.size and image.format in ("JPEG", "PNG"):
+                    return self._by_torchvision(raw)
+                return self._by_pillow(image)
+        except Unsuitable as error:
+            raise _bad(f"{where} {error}", path, sample) from error
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise _bad(f"{where} has too many pixels ({error})", path, sample) from error
+        except UnidentifiedImageError as error:
+            raise _bad(f"{where} is no picture; allowed are {', '.join(self.formats)}", path, sample) from error
+        except REFUSED as error:
+            raise _bad(f"{where} is a damaged picture ({error})", path, sample) from error
+
+    def _by_pillow(self, image: Image.Image) -> Tensor:
+        picture: Image.Image = image
+        if self.upright:
+            picture = ImageOps.exif_transpose(picture)
+        picture = _in_mode(picture, self.mode)
+        if self.size is not None:
+            height, width = self.size
+            picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+        pixels = np.array(picture)
+        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1).contiguous()
+
+    def _by_torchvision(self, raw: bytes) -> Tensor:
+        vision = _torchvision()
+        modes = {"RGB": "RGB", "L": "GRAY", "RGBA": "RGB_ALPHA"}
+        data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        decoded = vision.decode_image(data, vision.ImageReadMode[modes[self.mode]], self.upright)
+        return decoded.contiguous() if decoded.dtype == torch.uint8 else (decoded >> 8).to(torch.uint8)
+
+
+class Unsuitable(Exception):
+    """A picture that has no meaning as 8 bits a channel."""
+
+
+def _in_mode(picture: Image.Image, mode: str) -> Image.Image:
+    """The picture in a mode of 8 bits a channel."""
+    if picture.mode == mode:
+        return picture
+    if picture.mode.startswith("I;16"):
+        picture = Image.fromarray((np.asarray(picture).astype(np.uint16) >> 8).astype(np.uint8))
+    if picture.mode not in EIGHT_BITS:
+        raise Unsuitable(f"has pixels of Pillow's mode {picture.mode!r}; allowed are 8 or 16 bits a channel")
+    if picture.mode == "P" and "transparency" in picture.info:
+        picture = picture.convert("RGBA")  # Pillow warns of the direct way
+    return picture.convert(mode)
+
+
+def _torchvision() -> Any:
+    try:
+        from torchvision import io as vision
+    except (ImportError, RuntimeError, OSError) as error:  # it raises the others where it is for another torch
+        todo = "install the version that belongs to your torch, or say library='pillow'"
+        raise UsageError(f"library is 'torchvision', which cannot be imported ({error}); {todo}.") from error
+    return vision
+
+
+def _bad(said: str, path: object, sample: object) -> DataError:
+    return DataError(f"{said}.", path=path, sample=sample)

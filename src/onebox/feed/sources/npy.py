@@ -1,0 +1,82 @@
+"""NumPy's file format (.npy), read strictly: its header is held against the size of the file, objects are refused.
+
+The format is NEP 1's, "A Simple File Format for NumPy Arrays". Nothing that a file says is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.lib import format as npy_format
+from torch import Tensor
+
+KINDS = "?bhilqBHILQefdFD"
+"""NumPy's type codes that PyTorch has a type for, in the byte order of the machine or the other."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of its array.
+
+    Args:
+        dtype: Type of the values, as stored.
+        shape: Sizes of the dimensions.
+        offset: Where the values begin, in bytes from the start.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes of all values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: BinaryIO) -> Header:
+    """Read the header of an array.
+
+    Raises:
+        ValueError: It is no such file, or its array has a type or an order that is not allowed.
+    """
+    version = npy_format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"it is of version {version[0]}.{version[1]} of the format; allowed are 1.0 and 2.0")
+    read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+    try:
+        shape, fortran, dtype = read(file)
+    except (TypeError, SyntaxError, KeyError, RecursionError, MemoryError) as error:
+        raise ValueError(f"its header is damaged ({error})") from error
+    if dtype.char not in KINDS:
+        raise ValueError(f"it has values of type {dtype}; allowed are numbers that PyTorch has a type for")
+    if fortran and len(shape) > 1:
+        raise ValueError("it is in Fortran's order; save np.ascontiguousarray(array)")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"its header says shape {list(shape)}")
+    return Header(dtype, tuple(shape), file.tell())
+
+
+def parse_npy(content: bytes) -> Tensor:
+    """The array of a whole file as a tensor of the same type and shape.
+
+    Raises:
+        ValueError: It is no such file, or not exactly one array.
+    """
+    header = read_header(io.BytesIO(content))
+    came = len(content) - header.offset
+    if came != header.values_bytes:
+        said = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
+        raise ValueError(f"{said}, and {came} came")
+    return to_tensor(content[header.offset :], header.dtype, header.shape)
+
+
+def to_tensor(values: bytes, dtype: np.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Values as they are stored as a tensor that shares no memory with them."""
+    array = np.frombuffer(values, dtype).reshape(shape)
+    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=True))
