@@ -58,11 +58,12 @@ class ThreadWorker:
     Args:
         place: Where the worker is.
         config: What it is to be.
+        nursery: Who would fork its process.
     """
 
     address = "127.0.0.1"
 
-    def __init__(self, place: Place, config: WorkerConfig) -> None:
+    def __init__(self, place: Place, config: WorkerConfig, *, nursery: object) -> None:
         self.place = place
         self.pid = os.getpid()
         self.error: BaseException | None = None

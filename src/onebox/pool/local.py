@@ -1,4 +1,4 @@
-"""Workers of this machine: children of this process, which end with it."""
+"""Workers of this machine, which end with this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from onebox.pool.dealing import Cores
 from onebox.pool.discover import DeviceRequest
 from onebox.pool.failures import Place
 from onebox.pool.member import Member, end_all
+from onebox.pool.nursery import OWN
 from onebox.pool.process import SocketFolder, WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig
@@ -18,7 +19,7 @@ LOCAL_HOST = "localhost"
 
 
 class LocalSource:
-    """Workers that are started as children of this process; a :class:`~onebox.pool.member.Source`.
+    """Workers that this process starts, by its nursery where it can; a :class:`~onebox.pool.member.Source`.
 
     Their sockets lie in a folder that only this user can enter, and that is gone once all are connected to: nobody else
     is to come, and nothing is left if this process is killed.
@@ -97,7 +98,7 @@ class LocalSource:
             cores=self._cores[number - self._first],
         )
         place = Place(worker=number, host=LOCAL_HOST, device=request.device)
-        worker = WorkerProcess(place, config)
+        worker = WorkerProcess(place, config, nursery=OWN)
         worker.address = self._address
         return worker, pair.public
 

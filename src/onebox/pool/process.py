@@ -19,6 +19,7 @@ import msgspec
 from onebox.errors import PoolError, WorkerDied
 from onebox.pool.account import Account
 from onebox.pool.failures import AFTERWARDS, Place
+from onebox.pool.nursery import Bearer, Forked
 from onebox.worker import Ports, WorkerConfig
 
 START_S = 90.0
@@ -81,6 +82,7 @@ class WorkerProcess:
         place: Where the worker is, for messages.
         config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
         account: Whom it runs as; this process's own user where ``None``.
+        nursery: Who may fork it from a process that has imported all; without it a worker is started from nothing.
     """
 
     address = "127.0.0.1"
@@ -89,24 +91,32 @@ class WorkerProcess:
     command = (sys.executable, "-P", "-m", "onebox.worker")
     """What is run; with -P nothing is imported from the current folder."""
 
-    def __init__(self, place: Place, config: WorkerConfig, account: Account | None = None) -> None:
+    def __init__(
+        self, place: Place, config: WorkerConfig, account: Account | None = None, nursery: Bearer | None = None
+    ) -> None:
         self.place = place
         self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
-        self._process = subprocess.Popen(
-            list(self.command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=_environment(config.threads) | ({} if account is None else {"HOME": account.home}),
-            **({} if account is None else account.options()),
-            start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
-        )
+        environment = worker_environment(config.threads, account)
+        forked = None if nursery is None else nursery.bear(environment, self._stderr, account)
+        self._process: subprocess.Popen[bytes] | Forked = forked or self._start(environment, account)
+        self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(config) + b"\n")
             self._process.stdin.flush()
-        self.descriptor = os.pidfd_open(self._process.pid)
         self._said = b""
+
+    def _start(self, environment: dict[str, str], account: Account | None) -> subprocess.Popen[bytes]:
+        """Start the process from nothing."""
+        return subprocess.Popen(
+            list(self.command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            **({} if account is None else account.options()),
+            start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
+        )
 
     @property
     def pid(self) -> int:
@@ -207,7 +217,7 @@ def how_it_ended(status: int | None) -> str:
     return f"was ended by signal {-status}, {signal.Signals(-status).name}{memory}"
 
 
-def _environment(threads: int) -> dict[str, str]:
+def worker_environment(threads: int, account: Account | None = None) -> dict[str, str]:
     """Return the environment of a worker: what libraries ask for, its share of threads, an allocator that keeps what it
     has; nothing else of ours, which may hold secrets.
 
@@ -217,6 +227,7 @@ def _environment(threads: int) -> dict[str, str]:
     """
     source = Path(__file__).resolve().parent.parent.parent
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    own = {} if account is None else {"HOME": account.home}
     return {
         **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
         "PYTHONPATH": path,
@@ -226,4 +237,5 @@ def _environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
         "MALLOC_TOP_PAD_": str(64 << 20),
+        **own,
     }

@@ -57,7 +57,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
         speed: Fraction of its full speed that a CPU works at; of ``sim``, what costs are divided by.
         first_port: The first of the TCP ports that it may bind, with ``last_port``; 0 for any.
         last_port: The last.
-        owner: The process that started it and with which it ends; 0 for whichever its parent is.
+        owner: The process that wanted it and with which it ends; 0 for whichever its parent is.
         cores: The cores that its operators run on; none for any.
     """
 
@@ -280,15 +280,20 @@ class Server:
             self.say(Reply(self._number, (), failure))
 
 
-def main() -> None:
-    """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives."""
+def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
+    """Run a worker; its configuration comes on standard input, which then stays open as long as its owner lives.
+
+    Args:
+        owner: The process that wanted it; its parent where that is 0.
+        watched: Descriptors of processes with which it ends; its parent's where there are none.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
     faulthandler.enable()  # a crash in a library says where
     wake_with_owner()
-    owner = os.pidfd_open(os.getppid())  # a fork of the owner holds standard input open
-    lifelines = (sys.stdin.fileno(), owner)
+    owner = owner or os.getppid()
+    lifelines = (sys.stdin.fileno(), *(watched or (os.pidfd_open(owner),)))  # a fork of the owner holds the first open
     config = msgspec.json.decode(_first_line(lifelines[0]), type=WorkerConfig)
-    if config.owner not in (0, os.getppid()):
+    if config.owner not in (0, owner):
         raise SystemExit(f"process {config.owner}, which started this worker, has ended")
     # Before there are other threads, which it would not hold.
     memory_bytes = 0 if config.device == "sim" else config.quota_bytes

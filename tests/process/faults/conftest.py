@@ -16,6 +16,7 @@ import pytest
 
 import onebox
 from onebox.pool import open_pool
+from onebox.pool.nursery import OWN
 from tests.process.faults.training import batch, parts
 
 SETTLE_S = 2.0
@@ -40,12 +41,15 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Look what this process holds."""
+    """Look what this process holds, but for nurseries without workers, which stay a while for the next pool."""
+    found = OWN._nurseries._found.values()
+    nurseries = {nursery.pid for nursery in found}
+    theirs = {str(number) for nursery in found for number in (nursery.channel, nursery._words.fileno())}
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
     return Belongings(
-        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)),
+        children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - nurseries,
         threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
-        descriptors=frozenset(_descriptors()),
+        descriptors=frozenset(each for each in _descriptors() if each[0] not in theirs),
         files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),
     )
 

@@ -13,6 +13,7 @@ import onebox
 from onebox.pool import local as local_module
 from onebox.pool.failures import Place
 from onebox.pool.liveness import SILENCE_S
+from onebox.pool.nursery import Bearer
 from onebox.pool.process import WorkerProcess
 from onebox.worker import Ports, WorkerConfig
 from tests.process.faults.proxy import Network
@@ -30,17 +31,17 @@ class Far:
     network: Network
     configs: list[WorkerConfig] = field(default_factory=list)
 
-    def start(self, place: Place, config: WorkerConfig) -> WorkerProcess:
+    def start(self, place: Place, config: WorkerConfig, *, nursery: Bearer | None = None) -> WorkerProcess:
         """Start a worker that listens on TCP ports; stands in for the class of worker processes."""
         self.configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
-        return FarWorker(place, self.configs[-1], self.network)
+        return FarWorker(place, self.configs[-1], self.network, nursery)
 
 
 class FarWorker(WorkerProcess):
     """A worker process that is connected to through a network."""
 
-    def __init__(self, place: Place, config: WorkerConfig, network: Network) -> None:
-        super().__init__(place, config)
+    def __init__(self, place: Place, config: WorkerConfig, network: Network, nursery: Bearer | None) -> None:
+        super().__init__(place, config, nursery=nursery)
         self._network = network
 
     def ports(self) -> Ports:

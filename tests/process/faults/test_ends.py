@@ -41,22 +41,23 @@ def test_ctrl_c_while_training(tmp_path: Path) -> None:
         assert gone(script.workers, 0)
 
 
-def test_ctrl_c_while_opening(tmp_path: Path) -> None:
-    body = """
+@pytest.mark.parametrize("processes", [1, 3], ids=["the nursery is there", "workers are there"])
+def test_ctrl_c_while_opening(tmp_path: Path, processes: int) -> None:
+    body = f"""
 import psutil, threading
 def interrupt():
-    while len(psutil.Process().children()) < 2:
-        time.sleep(0.01)
-    time.sleep(0.2)
+    while len(psutil.Process().children(recursive=True)) < {processes}:
+        time.sleep(0.002)
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
-    open_pool("cpu*2", threads=1)
+    with open_pool("cpu*2", threads=1):
+        time.sleep({START_S})
 except KeyboardInterrupt:
-    print("interrupted", len(psutil.Process().children()))
+    print("interrupted", len(psutil.Process().children(recursive=True)))  # the nursery is there for the next
 """
     with Script(tmp_path, body) as script:
-        assert script.end(START_S) == (0, "interrupted 0\n", "")
+        assert script.end(START_S) == (0, "interrupted 1\n", "")
 
 
 @pytest.mark.parametrize(

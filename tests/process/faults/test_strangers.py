@@ -63,9 +63,9 @@ def opened() -> Iterator[Open]:
     """A pool of two workers that listen on TCP ports, as workers of another host do."""
     configs: list[WorkerConfig] = []
 
-    def start(place: Any, config: WorkerConfig) -> Any:
+    def start(place: Any, config: WorkerConfig, **options: Any) -> Any:
         configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
-        return process(place, configs[-1])
+        return process(place, configs[-1], **options)
 
     process = local_module.WorkerProcess
     with pytest.MonkeyPatch.context() as patch:
@@ -268,12 +268,12 @@ def opening(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Look at the folders that workers are told to bind their sockets in."""
     seen = Seen(set(), set(), set())
 
-    def start(place: Any, config: WorkerConfig) -> Any:
+    def start(place: Any, config: WorkerConfig, **options: Any) -> Any:
         folder = Path(config.address)
         seen.folders.add(folder)
         seen.modes.add(stat.S_IMODE(folder.stat().st_mode))
         seen.owners.add(folder.stat().st_uid)
-        return process(place, config)
+        return process(place, config, **options)
 
     process = local_module.WorkerProcess
     monkeypatch.setattr(local_module, "WorkerProcess", start)

@@ -1,0 +1,389 @@
+"""Nurseries of this process: helpers that have imported what workers need, and fork them; see
+:mod:`onebox.worker.nursery`.
+
+To import torch is nearly all of what it takes to start a worker. A process that starts workers of its own has one
+nursery for each environment that they would inherit, because a fork has what its nursery has: whoever has given up
+rights since, has moved to another network namespace or has set a variable that a library reads when it is loaded gets
+workers of another nursery. A nursery ends with its client, and a minute after its last worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+
+from onebox.pool.account import Account
+from onebox.worker.births import (
+    LONGEST,
+    STATUS_BYTES,
+    Answer,
+    Birth,
+    Born,
+    Ready,
+    Refused,
+    decode_answer,
+    encode,
+    read_status,
+)
+
+COMMAND = (sys.executable, "-P", "-m", "onebox.worker.nursery")
+"""What is run; with -P nothing is imported from the current folder."""
+
+READY_S = 60.0
+"""How long a nursery may take until it has imported all; then workers are started without it."""
+
+BIRTH_S = 20.0
+"""How long it may take to fork a worker: a hundredth of a second, and more on a loaded machine."""
+
+MOST = 4
+"""How many environments have a nursery at the same time; those of others get processes of their own."""
+
+_STATUS_S = 2.0
+_END_S = 2.0
+
+_LOG = logging.getLogger("onebox")
+
+
+class NoBirth(Exception):
+    """A nursery forks no worker; why."""
+
+
+class Ended(Exception):
+    """A nursery has ended."""
+
+
+class Bearer(Protocol):
+    """Who may have a worker at hand that need not be started from nothing."""
+
+    def bear(self, environment: Mapping[str, str], stderr: IO[bytes], account: Account | None) -> Forked | None:
+        """Start a worker that writes its last words there; ``None`` where it has to be started otherwise."""
+
+
+class Forked:
+    """A worker that a nursery has forked; what ``subprocess.Popen`` is for one that was started from nothing.
+
+    Args:
+        pid: The process.
+        descriptor: Of that process, whichever other may get its number later; the owner of this object closes it.
+        stdin: What it reads.
+        stdout: What it says.
+        status: Where the nursery says how it ended; closed without a word where the nursery has ended before.
+    """
+
+    def __init__(self, pid: int, descriptor: int, stdin: IO[bytes], stdout: IO[bytes], status: int) -> None:
+        self.pid = pid
+        self.descriptor = descriptor
+        self.stdin = stdin
+        self.stdout = stdout
+        self._status = status
+        self._found: int | None = None
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end.
+
+        Returns:
+            The exit status, below 0 the number of a signal; ``None`` where nobody is left who knows.
+
+        Raises:
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        if not _readable(self.descriptor, timeout):
+            raise subprocess.TimeoutExpired(COMMAND, timeout or 0.0)
+        with self._lock:
+            if self._status >= 0:
+                if _readable(self._status, _STATUS_S):
+                    self._found = read_status(os.read(self._status, STATUS_BYTES))
+                os.close(self._status)
+                self._status = -1
+            return self._found
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+
+
+class Nursery:
+    """A nursery, with the environment and the rights that it was started with. Its methods may be called by any thread.
+
+    Args:
+        environment: Of it and of its workers.
+        account: Whom it runs as; this process's own user where ``None``.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self, environment: Mapping[str, str], account: Account | None = None) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._ready = False
+        self._words: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    list(COMMAND),
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._words,
+                    env=dict(environment),
+                    **({} if account is None else account.options()),
+                    start_new_session=True,  # Ctrl-C is for the client
+                )
+            except BaseException:
+                self._channel.close()
+                self._words.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def channel(self) -> int:
+        """A descriptor that is readable when it has something to say, or has ended."""
+        return self._channel.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until it has imported all; return whether it has in that time.
+
+        Raises:
+            Ended: It has ended instead.
+            NoBirth: It said something else.
+        """
+        with self._lock:
+            return self._await_ready(time.monotonic() + timeout_s)
+
+    def bear(self, stderr: IO[bytes]) -> Forked:
+        """Fork a worker.
+
+        Args:
+            stderr: Where it writes its last words.
+
+        Raises:
+            Ended: The nursery has ended.
+            NoBirth: It does not, or takes too long.
+        """
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            (heard, stdin), (stdout, says), (status, tells) = (os.pipe() for _ in range(3))
+            for end in (heard, says, tells):
+                theirs.callback(os.close, end)
+            for end in (stdin, stdout, status):
+                ours.callback(os.close, end)
+            with self._lock:
+                if not self._await_ready(time.monotonic() + READY_S):
+                    raise NoBirth(f"it is not ready after {READY_S:.0f} s{self._last_words()}")
+                pid, descriptor = self._ask((heard, says, stderr.fileno(), tells))
+            ours.pop_all()
+        return Forked(pid, descriptor, open(stdin, "wb"), open(stdout, "rb", buffering=0), status)
+
+    def close(self) -> None:
+        """End it, and with it its workers. Idempotent."""
+        with self._lock:
+            self._channel.close()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._words.close()
+
+    def disown(self) -> None:
+        """Let go of it in a fork of its client: it is the client's."""
+        self._channel.close()
+        self._words.close()
+        self._process.returncode = 0  # it is no child of this process, which is not to look for it
+
+    def _ask(self, descriptors: Sequence[int]) -> tuple[int, int]:
+        """Wish for a worker; return its process, and a descriptor of that."""
+        self._number += 1
+        birth = Birth(self._number, tuple(sorted(os.sched_getaffinity(0))))
+        try:
+            socket.send_fds(self._channel, [encode(birth)], descriptors)
+        except OSError as error:
+            raise Ended(str(error)) from None
+        end_s = time.monotonic() + BIRTH_S
+        while True:
+            answer, given = self._hear(end_s)
+            if answer is None:
+                raise NoBirth(f"no worker was forked within {BIRTH_S:.0f} s")
+            if isinstance(answer, Born) and answer.number == self._number and len(given) == 1:
+                return answer.process, given[0]
+            for descriptor in given:  # the answer to a question that was interrupted
+                os.close(descriptor)
+            if isinstance(answer, Refused) and answer.number == self._number:
+                raise NoBirth(answer.why)
+
+    def _await_ready(self, end_s: float) -> bool:
+        while not self._ready:
+            answer, _ = self._hear(end_s)
+            if answer is None:
+                return False
+            self._ready = isinstance(answer, Ready)
+        return True
+
+    def _hear(self, end_s: float) -> tuple[Answer | None, list[int]]:
+        """Wait for what it says, until a time; ``None`` where that passes first."""
+        if not _readable(self._channel.fileno(), max(0.0, end_s - time.monotonic())):
+            return None, []
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST, 1, socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError:
+            packet, descriptors = b"", []
+        if not packet:
+            raise Ended(f"it has ended{self._last_words()}")
+        try:
+            return decode_answer(packet), descriptors
+        except msgspec.DecodeError:
+            raise NoBirth(f"it said {packet[:200]!r}") from None
+
+    def _last_words(self) -> str:
+        text = os.pread(self._words.fileno(), LONGEST, 0).decode(errors="replace").strip()
+        return f"; its last words:\n{text}" if text else ""
+
+
+class Nurseries:
+    """The nurseries of this process, which are started when the first worker of their kind is wanted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[object, Nursery] = {}
+        self._broken: set[object] = set()
+
+    def bear(self, environment: Mapping[str, str], stderr: IO[bytes], account: Account | None = None) -> Forked | None:
+        """Start a worker, and a nursery before where there is none; see :class:`Bearer`."""
+        key = (account, inheritance(environment))
+        for _ in range(2):  # the nursery that is found may be about to end
+            nursery = self._nursery(key, environment, account)
+            if nursery is None:
+                return None
+            try:
+                return nursery.bear(stderr)
+            except Ended as error:
+                why = f"{error}"
+                self._forget(key)
+            except NoBirth as error:
+                why = f"{error}"
+                break
+        with self._lock:
+            self._broken.add(key)
+        _LOG.warning("workers are started one by one, which takes them a second longer: their nursery: %s", why)
+        return None
+
+    def close(self) -> None:
+        """End them all, and with them their workers."""
+        with self._lock:
+            found, self._found = list(self._found.values()), {}
+        for nursery in found:
+            nursery.close()
+
+    def disown(self) -> None:
+        """Let go of them all, in a fork of the process whose they are."""
+        for nursery in self._found.values():
+            nursery.disown()
+
+    def _nursery(self, key: object, environment: Mapping[str, str], account: Account | None) -> Nursery | None:
+        with self._lock:
+            for each, nursery in list(self._found.items()):
+                if nursery.ended:
+                    self._found.pop(each).close()
+            if key in self._broken:
+                return None
+            if key not in self._found:
+                if len(self._found) >= MOST:
+                    return None
+                self._found[key] = Nursery(environment, account)
+            return self._found[key]
+
+    def _forget(self, key: object) -> None:
+        with self._lock:
+            nursery = self._found.pop(key, None)
+        if nursery is not None:
+            nursery.close()
+
+
+_STATUS = ("Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+"""What a process inherits of its parent's rights, as ``/proc`` names it; a filter of system calls counts as one."""
+
+
+def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """Return what a process that this thread starts would inherit, as a key; the cores that it runs on are not in it.
+
+    Args:
+        environment: The variables that it is given.
+    """
+    own = Path("/proc/thread-self")
+    status = [line for line in _text(own / "status").splitlines() if line.startswith(_STATUS)]
+    spaces = []
+    with contextlib.suppress(OSError):
+        spaces = [os.readlink(each) for each in sorted((own / "ns").iterdir())]
+    limits = _text(own / "limits"), _text(own / "cgroup"), os.getpriority(os.PRIO_PROCESS, 0)
+    return tuple(sorted(environment.items())), tuple(status), tuple(spaces), *limits
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _readable(descriptor: int, timeout_s: float | None) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+
+class _Own:
+    """The nurseries of whichever process this is: a fork of it gets its own."""
+
+    def __init__(self) -> None:
+        self._nurseries = Nurseries()
+        self._strange: list[Nurseries] = []
+
+    def bear(self, environment: Mapping[str, str], stderr: IO[bytes], account: Account | None = None) -> Forked | None:
+        """Start a worker; see :class:`Bearer`."""
+        return self._nurseries.bear(environment, stderr, account)
+
+    def close(self) -> None:
+        """End them; workers that are started later get others."""
+        self._nurseries.close()
+
+    def leave(self) -> None:
+        """Leave them to the process of which this is a fork."""
+        self._nurseries.disown()
+        self._strange.append(self._nurseries)
+        self._nurseries = Nurseries()
+
+
+OWN = _Own()
+"""Those of this process."""
+
+os.register_at_fork(after_in_child=OWN.leave)
+atexit.register(OWN.close)  # before any pool registers its own end, which therefore comes first
+
+
+__all__ = ["OWN", "Bearer", "Ended", "Forked", "NoBirth", "Nurseries", "Nursery", "inheritance"]
