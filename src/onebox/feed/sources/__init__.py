@@ -1,17 +1,23 @@
 """What the feed can read: data files in their usual layouts, and the data sets and loaders of other libraries."""
 
+from onebox.feed.sources.arrays import Arrays
+from onebox.feed.sources.cifar10 import Cifar10
 from onebox.feed.sources.image_folder import ImageFolder
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
+from onebox.feed.sources.mnist import Mnist
 from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 from onebox.feed.sources.tars import Tars
 
 __all__ = [
+    "Arrays",
+    "Cifar10",
     "DatasetSource",
     "ImageFolder",
     "IterableDatasetStream",
     "IterableStream",
     "LoaderStream",
     "MadeStream",
+    "Mnist",
     "NodeStream",
     "OneShotStream",
     "Tars",

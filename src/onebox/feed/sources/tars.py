@@ -147,7 +147,7 @@ class Tars:
         if any(ending in IMAGE_ENDINGS for ending in endings):
             if "cls" in endings:
                 return (IMAGES, "cls")
-            if posixpath.dirname(self._keys[0]):
+            if _folder_of(self._keys[0]):
                 return (IMAGES, FOLDER)
         came = f"{self.name(0)} has the fields {', '.join(endings)}, which do not tell what input and target are"
         raise UsageError(f"{came}; say fields=..., such as fields=('{endings[0]}', '{endings[-1]}').")
@@ -156,8 +156,7 @@ class Tars:
         """The names of the folders that samples lie in, if classes are by folder."""
         if (FOLDER,) not in self._fields:
             return None
-        names = {posixpath.basename(posixpath.dirname(key)) for key in self._keys} - {""}
-        return tuple(sorted(names)) or None
+        return tuple(sorted({_folder_of(key) for key in self._keys} - {""})) or None
 
     def _read_field(self, index: int, field: tuple[str, ...], there: dict[str, int]) -> tuple[str, bytes]:
         if field == (FOLDER,):
@@ -197,7 +196,7 @@ class Tars:
             raise self._bad(index, f"{where} has a damaged {ending}: {error}") from error
 
     def _class_number(self, index: int) -> int:
-        name = posixpath.basename(posixpath.dirname(self._keys[index]))
+        name = _folder_of(self._keys[index])
         if name not in self._numbers:
             came = f"{self.name(index)} lies in folder {name!r}" if name else f"{self.name(index)} lies in no folder"
             raise self._bad(index, f"{came}; the classes are {', '.join(list(self._numbers)[:20])}")
@@ -214,3 +213,9 @@ class Tars:
 
     def _bad(self, index: int, said: str) -> DataError:
         return DataError(f"{said}.", path=self._path(index), sample=index)
+
+
+def _folder_of(key: str) -> str:
+    """Name of the folder that a sample lies in, or nothing."""
+    name = posixpath.basename(posixpath.dirname(key))
+    return "" if name in (".", "..") else name
