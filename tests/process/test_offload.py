@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import onebox
+from onebox.engine import offloading
 from onebox.engine.batch import as_batch
 from onebox.engine.forecast import forecast_contents
 from onebox.engine.ledger import Contents, host_peak_of, peak_of
@@ -96,6 +98,21 @@ def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence
         before = found_bytes
         assert_seen(events)
         assert untouched(pool)
+
+
+def test_gradients_wait_where_the_optimizer_is(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the optimizer on the host they are on the device only while a backward adds to them."""
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
+    pool, found = pools(2), {}
+    for fate in ("keep", "swap"):
+        plan = replace(plan_for("unet", (0, 0, 0, 0, 1, 1, 0, 0), fate, "zb-h1"), update="host")
+        found[fate] = train(pool, "unet", plan)
+        assert untouched(pool)
+    kept, swapped = found["keep"], found["swap"]
+    assert swapped[0].losses == kept[0].losses
+    assert all(torch.equal(tensor, kept[0].tensors[key]) for key, tensor in swapped[0].tensors.items())
+    parameters = sum(tensor.nbytes for _, tensor in FATED["unet"].model().named_parameters())
+    assert sum(kept[1]) - sum(swapped[1]) > parameters, (kept[1], swapped[1], parameters)
 
 
 def assert_seen(events: Sequence[Event]) -> None:

@@ -139,6 +139,15 @@ class WorkerGradients:
             self._builder.call(zeros(specs), [], [self._shared.sums[name] for name in empty], Label("zero"))
         return tuple(self._shared.sums[name] for name in bucket)
 
+    @property
+    def own(self) -> frozenset[int]:
+        """The buffers of the gradients that nobody reads but the optimizer of this worker."""
+        if self._shared.max_norm:
+            return frozenset()
+        buckets = [bucket for members, own in self._shared.buckets.items() if self._worker in members for bucket in own]
+        shared = {name for bucket in buckets for name in bucket}
+        return frozenset(self._shared.sums[name] for name in self._held if name not in shared)
+
     # ---- backward
 
     def run(

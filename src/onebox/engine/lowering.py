@@ -8,7 +8,7 @@ replicas share).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchanges
@@ -75,7 +75,8 @@ class Lowering:
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
             row.run(gradients, statistics)
-            row.offload()
+            row.offload(gradients.own if self._plan.update == "host" else ())
+            rounding.finish()
             exchanges.finish()
             statistics.finish()
             gradients.finish()
@@ -200,12 +201,16 @@ class _Row:
                 statistics.after(action)
         self._bounds.append(len(self.builder.steps))
 
-    def offload(self) -> None:
-        """Let what is to be on the host between forward and backward be there."""
+    def offload(self, gradients: Collection[int]) -> None:
+        """Let what is to be on the host between forward and backward be there.
+
+        Args:
+            gradients: The buffers of gradients that may be there, too.
+        """
         fates = [stage.fate for stage in self._plan.stages]
         builder = self.builder
         given = builder.steps, builder.labels, builder.programs
-        builder.steps, builder.labels = offloaded(*given, self._bounds, self.actions, fates)
+        builder.steps, builder.labels = offloaded(*given, self._bounds, self.actions, fates, gradients)
 
     def answer(self) -> None:
         """Add the answer: the results, and the end of what is left."""

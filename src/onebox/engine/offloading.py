@@ -6,13 +6,16 @@ has an action to hide under. It begins to come back one action ahead of the firs
 ``swap`` it is let go of at once, and comes back when it is read: the step waits for both copies, and nothing of it is
 there meanwhile. Where these are so near to each other that nothing else would happen while it is away, it stays.
 
+Where the optimizer is on the host, the gradients of a stage of fate ``swap`` are there, too, between the backwards that
+add to them, and behind the last one until the optimizer has read them there.
+
 Storages go, not buffers: all views of one go together, once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.cost import owners
@@ -57,8 +60,8 @@ class Absence:
         micro_batch: The micro-batch.
         offload: Its copy begins behind this action of the worker's row.
         evict: It is let go of behind this one.
-        prefetch: It begins to come back ahead of this one.
-        read: The first action that reads it again.
+        prefetch: It begins to come back ahead of this one; ``None`` where it never does.
+        read: The first action that reads it again, or the number of actions where that is what comes behind them.
     """
 
     buffers: tuple[int, ...]
@@ -67,7 +70,7 @@ class Absence:
     micro_batch: int
     offload: int
     evict: int
-    prefetch: int
+    prefetch: int | None
     read: int
 
 
@@ -102,6 +105,7 @@ def offloaded(
     bounds: Sequence[int],
     actions: Sequence[Action],
     fates: Sequence[Fate],
+    gradients: Collection[int] = (),
 ) -> tuple[list[Step], list[Label]]:
     """Return instructions and what they are, with those that let be away what is offloaded.
 
@@ -112,11 +116,12 @@ def offloaded(
         bounds: The first instruction of each action, and behind the last one the first of what comes then.
         actions: The worker's row of the schedule.
         fates: The fate of each stage.
+        gradients: The buffers of gradients that may be away, because nobody but the host's optimizer reads them.
     """
     # Under an action without instructions, as the weight gradients of a recomputed stage are, nothing would hide.
     busy = [place for place in range(len(actions)) if bounds[place] < bounds[place + 1]]
     row, starts = [actions[place] for place in busy], [*(bounds[place] for place in busy), bounds[-1]]
-    return with_transfers(steps, labels, starts, find_absences(steps, programs, starts, row, fates))
+    return with_transfers(steps, labels, starts, find_absences(steps, programs, starts, row, fates, gradients))
 
 
 def find_absences(
@@ -125,6 +130,7 @@ def find_absences(
     bounds: Sequence[int],
     actions: Sequence[Action],
     fates: Sequence[Fate],
+    gradients: Collection[int] = (),
 ) -> list[Absence]:
     """Return what is to be away when.
 
@@ -134,13 +140,17 @@ def find_absences(
         bounds: The first instruction of each action, and behind the last one the first of what comes then.
         actions: The worker's row of the schedule, of actions that have instructions.
         fates: The fate of each stage.
+        gradients: The buffers of gradients that may be away.
     """
     if not any(fates[action.stage] in COPY_ACTIONS for action in actions):
         return []
     follower = _Follower(programs)
     for index, step in enumerate(steps):
         follower.follow(step, max(0, bisect_right(bounds, index) - 1))
-    found = (_absence(storage, actions, fates) for storage in follower.storages)
+    found = (
+        _absence(storage, actions, fates) or _absence_of_gradient(storage, actions, fates, gradients)
+        for storage in follower.storages
+    )
     return sorted((one for one in found if one is not None), key=lambda one: (one.offload, one.read, one.buffers))
 
 
@@ -176,7 +186,8 @@ def _transfers(absences: Sequence[Absence]) -> Iterator[tuple[int, tuple[Step, L
     for one in absences:
         evict = _AT_ONCE if one.evict == one.offload else _EARLIER
         for order, place in ((evict, one.evict + 1), (_BEGIN, one.offload + 1), (_BACK, one.prefetch)):
-            together.setdefault((place, order, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
+            if place is not None:
+                together.setdefault((place, order, one.read, one.stage, one.micro_batch), []).extend(one.buffers)
     for (place, order, _, stage, micro_batch), buffers in sorted(together.items()):
         kind = _KINDS[order]
         name = f"{kind.__name__.lower()} stage {stage} (micro-batch {micro_batch})"
@@ -209,6 +220,31 @@ def _absence(storage: _Storage, actions: Sequence[Action], fates: Sequence[Fate]
         evict=evict,
         prefetch=prefetch,
         read=backward[0],
+    )
+
+
+def _absence_of_gradient(
+    storage: _Storage, actions: Sequence[Action], fates: Sequence[Fate], gradients: Collection[int]
+) -> Absence | None:
+    """Return when a storage is away that holds gradients of a swapped stage; ``None`` where it stays."""
+    made = storage.made
+    if made is None or made >= len(actions) or actions[made].kind == "F" or storage.size_bytes < LEAST_BYTES:
+        return None
+    buffers = storage.behind(made)
+    if fates[actions[made].stage] != "swap" or not buffers or not set(buffers) <= set(gradients):
+        return None
+    read = min((place for place in storage.readers if place > made), default=len(actions))
+    if read <= made + 1:
+        return None
+    return Absence(
+        buffers=buffers,
+        size_bytes=storage.size_bytes,
+        stage=actions[made].stage,
+        micro_batch=actions[made].micro_batch,
+        offload=made,
+        evict=made,
+        prefetch=read if read < len(actions) else None,
+        read=read,
     )
 
 

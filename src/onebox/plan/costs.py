@@ -209,6 +209,7 @@ class Costs:
         by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
         tied = self._tied_s(layout, stage)
         again = self._again(layout, stage)
+        streamed = self.streamed_bytes(part, on_host=on_host)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):
             device = self.problem.device[number]
@@ -221,19 +222,28 @@ class Costs:
             times[3][number] = found.update_s / speed + tied
             if on_host:  # gradients go there, parameters come back
                 times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps)
+            if streamed:  # away between two backwards
+                times[1][number] += 2 * streamed / device.host_bps
             if part.fate == "recompute":  # the whole backward is in its first half
                 fixed, each = self.seconds(again)[device.type][0] if again else (0.0, 0.0)
                 times[1][number] += (fixed + each * own) * (largest / own) / speed + times[2][number]
                 times[2][number] = 0.0
+        held = _held(part.fate, stage, sizes, largest, crossing)
+        held["backward_work_bytes"] += 2 * streamed  # those of this micro-batch, and those that they are added to
         return StageWork(
             forward_s=times[0],
             input_s=times[1],
             weight_s=times[2],
             update_s=times[3],
-            state_bytes=sizes.state - on_host * sizes.optimizer,
+            state_bytes=sizes.state - on_host * sizes.optimizer - streamed,
             gradient_bytes=sizes.parameter,
-            **_held(part.fate, stage, sizes, largest, crossing),
+            **held,
         )
+
+    def streamed_bytes(self, part: Part, *, on_host: bool) -> int:
+        """Return the bytes of the gradients of a stage that are with the host's optimizer, and not on the device."""
+        alone = len(part.devices) == 1 and not self.ties(part.segments)
+        return self.sizes(part.segments).parameter if part.fate == "swap" and on_host and alone else 0
 
     def crowding(self, used: Collection[int]) -> dict[str, float]:
         """Return by how much processors are slower than they were measured, by host, while only some devices work.

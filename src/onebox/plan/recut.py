@@ -182,7 +182,11 @@ def tightest(judge: Judge, device: int, samples: int) -> Verdict:
     spans = choose_fates(chain.costs, least_budget(chain.costs, fates), fates)
     update: UpdateAt | None = "host" if "host" in problem.updates and problem.updates[0] != "host" else None
     parts = chain.parts(spans) if spans is not None else [chain.part]
-    return judge.judge(Layout(tuple(parts), samples, "1f1b", update))
+    found = judge.judge(Layout(tuple(parts), samples, "1f1b", update))
+    if "swap" in problem.fates and len(chain.links) > 1:
+        swapped = Layout(tuple(chain.parts(_even(chain, 1, "swap"))), samples, "1f1b", update)
+        found = min(found, judge.judge(swapped), key=lambda verdict: verdict.rank)
+    return found
 
 
 def _several(layout: Layout) -> bool:
@@ -218,7 +222,12 @@ def _fitted(judge: Judge, base: Layout, chains: Sequence[Chain], less: dict[int,
             parts.append(chain.part)
             continue
         allowed = tuple(fate for fate in problem.fates if fate != "cpu" or chain.processor is not None)
-        spans = choose_fates(chain.costs, min(caps) - work.state_bytes, allowed)
+        room = min(caps) - work.state_bytes
+        spans = choose_fates(chain.costs, room, allowed)
+        if spans is None and (base.update or problem.updates[0]) == "host" and "swap" in allowed:
+            # Gradients of what is swapped do not lie there; those of what is not are missed, and found by judging.
+            away = judge.costs.streamed_bytes(chain.part._replace(fate="swap"), on_host=True)
+            spans = choose_fates(chain.costs, room + away, ("keep", "swap"))
         if spans is None:
             return None
         parts += chain.parts(spans)
@@ -232,14 +241,16 @@ def policies(problem: Problem, device: int) -> Iterator[tuple[str, Policy]]:
     """Yield the policies that need no planner, for the whole model on one device, each by what it is called.
 
     They are: each segment computed again; segments computed again in spans of the root of their number, which takes
-    least memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded; and, where a processor
-    is beside the device, the first segments on it, as many as in turn one eighth to seven eighths.
+    least memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded, or swapped; and, where
+    a processor is beside the device, the first segments on it, as many as in turn one eighth to seven eighths.
     """
     if "recompute" in problem.fates:
         yield "recompute all, each segment", lambda chain: _even(chain, 1, "recompute")
         yield "recompute all, in spans of the root", lambda chain: _even(chain, _root(chain), "recompute")
     if "offload" in problem.fates:
         yield "offload all", lambda chain: _even(chain, 1, "offload")
+    if "swap" in problem.fates:
+        yield "swap all", lambda chain: _even(chain, 1, "swap")
     if "cpu" in problem.fates and processor_of(problem, device) is not None:
         count = len(problem.segments)
         for first in sorted({max(1, count * turn // 8) for turn in range(1, 8)} - {count}):

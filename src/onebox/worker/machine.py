@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of
+from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
 from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.messages import (
     Ask,
@@ -251,8 +251,13 @@ class Machine:
         return self._device.optimizer(spec, parameters, state, self.host)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        for number, spec in zip(put.buffers, put.specs, strict=True):
-            self.store.put(number, self._device.fill(spec, next(frames)))
+        packed = put.packed or ("",) * len(put.specs)
+        for number, spec, codec in zip(put.buffers, put.specs, packed, strict=True):
+            frame = next(frames)
+            if codec:
+                self.store.reserve(spec.size_bytes)  # before it takes memory
+                frame = unpack(codec, frame, spec.size_bytes)
+            self.store.put(number, self._device.fill(spec, frame))
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -324,7 +329,8 @@ class Machine:
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         optimizer = self._definition(step.optimizer, NativeOptimizer)
-        gradients: list[Tensor] = [self.store.get(resolve(reference)) for reference in step.gradients]
+        read = self._offloader.gradient if optimizer.on_host else self.store.get
+        gradients: list[Tensor] = [read(resolve(reference)) for reference in step.gradients]
         self._trace.ready()
         start_ns = time.monotonic_ns()
         if self._run.options:

@@ -40,6 +40,13 @@ class Moved(Protocol):
             RuntimeError: It failed.
         """
 
+    def finish(self) -> None:
+        """Wait until it is made, on the host.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+
     def order(self) -> None:
         """Let nothing that the device does next overtake the copy, which may have failed."""
 
@@ -119,6 +126,9 @@ class _Due:
         wait_until(self._at_ns, self._progress)
         return self._at_ns
 
+    def finish(self) -> None:
+        self.wait()
+
     def order(self) -> None:
         pass
 
@@ -138,6 +148,9 @@ class _Job:
         if self.failure:
             raise RuntimeError(f"a copy between the device and the host's memory failed: {self.failure}")
         return self.at_ns
+
+    def finish(self) -> None:
+        self.wait()
 
     def order(self) -> None:
         pass  # copies keep what they read and write alive, and are made in their order
@@ -219,6 +232,9 @@ class _Event:
     def wait(self) -> int:
         self.order()
         return time.monotonic_ns()
+
+    def finish(self) -> None:
+        self._event.synchronize()
 
     def order(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)

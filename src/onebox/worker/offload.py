@@ -126,6 +126,11 @@ class _Copy:
         """Wait until it is there."""
         self._done(self._moved.wait())
 
+    def read(self, number: int) -> Tensor:
+        """Return a buffer as it lies in the host's memory, to be read there."""
+        self._moved.finish()
+        return self.views[number].over(self.block)
+
     def drop(self, number: int) -> None:
         """Forget a buffer; with the last one the block is free."""
         del self.views[number]
@@ -196,6 +201,18 @@ class Offloader:
                 self._evict(numbers)
             case Prefetch():
                 self._prefetch(numbers, trace)
+
+    def gradient(self, number: int) -> Tensor:
+        """Return a buffer for an optimizer on the host, from wherever it is.
+
+        Raises:
+            Poisoned: It is void.
+            WireError: It is not there.
+        """
+        away = self._store.away(number)
+        if away is None or self._store.here(number):
+            return self._store.get(number)
+        return self._copy(number).read(number)
 
     def settle(self) -> None:
         """Let what is written to in place wait for copies that may still read it."""

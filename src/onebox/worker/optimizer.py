@@ -151,6 +151,11 @@ class NativeOptimizer:
         """Bytes of the state's tensors on the device, as of the last step; none where it is on the host."""
         return self._charged_bytes
 
+    @property
+    def on_host(self) -> bool:
+        """Whether it steps on the host."""
+        return self._host is not None
+
     def close(self) -> None:
         """Give back what is counted as the host's memory. Idempotent."""
         if self._host is not None:

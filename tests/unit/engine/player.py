@@ -137,6 +137,7 @@ class _Player:
         self.tapes = {n: Tape(what.program, CPU) for n, what in definitions.items() if isinstance(what, StoredProgram)}
         self.store: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.away: dict[int, Tensor] = {}
+        self.read_away: set[int] = set()  # gradients that the optimizer has read on the host
         self.turns: dict[int, int] = {}
         state = state_of(build())
         numbers = lowered.numbers.state
@@ -185,6 +186,9 @@ class _Player:
                 self._call(step)
             case Free():
                 for number in step.buffers:
+                    if number in self.read_away:
+                        del self.away[number]
+                        continue
                     assert number not in self.away, f"worker {self.worker} frees {number}, which is on the host"
                     gone = self.store.pop(number, None) is None
                     assert not gone or number < 0, f"worker {self.worker} frees {number} twice"  # leaves may be gone
@@ -202,7 +206,10 @@ class _Player:
                 self._answer([float(self._get(number)) for number in step.buffers])
             case OptimizerStep():
                 held = self.lowered.holdings.held_by(self.worker, self.lowered.trained)
-                found = dict(zip(held, map(self._get, step.gradients), strict=True))
+                self.read_away = {number for number in step.gradients if number not in self.store}
+                assert not self.read_away or self.lowered.plan.update == "host"
+                read = [self.away[n] if n in self.read_away else self._get(n) for n in step.gradients]
+                found = dict(zip(held, read, strict=True))
                 self.played.gradients[self.worker] = found
                 if step.square_norm:
                     self.played.norms[self.worker] = float(self._get(step.square_norm))

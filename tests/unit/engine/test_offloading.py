@@ -14,9 +14,21 @@ from onebox.engine import offloading
 from onebox.engine.ledger import Ledger
 from onebox.engine.offloading import Absence, find_absences, offloaded, with_transfers
 from onebox.engine.routine import Label
-from onebox.plan import Action, Fate, Plan
+from onebox.plan import Action, Fate, Plan, UpdateAt
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import Ask, Call, Evict, Free, Offload, Prefetch, Receive, Send, Step, references
+from onebox.wire.messages import (
+    Ask,
+    Call,
+    Evict,
+    Free,
+    Offload,
+    OptimizerStep,
+    Prefetch,
+    Receive,
+    Send,
+    Step,
+    references,
+)
 from tests.unit.engine.nets import Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, steps_of
 from tests.unit.engine.test_lowering import check
@@ -216,7 +228,7 @@ def plans(draw: st.DrawFn) -> Plan:
         devices = draw(st.permutations(range(2)))[: draw(st.sampled_from([1, 1, 1, 2]))]
         made.append(stage("abcd"[start:end], *devices, fate=draw(st.sampled_from(FATES))))
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"]))
-    return plan(*made, schedule=schedule, micro_batch=SAMPLES)
+    return plan(*made, schedule=schedule, micro_batch=SAMPLES, update=draw(st.sampled_from(["device", "host"])))
 
 
 @given(plans(), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -234,6 +246,7 @@ def test_any_plan_gives_what_one_process_gives(made: Plan, parts: int, random: A
 def assert_in_order(lowered: Lowered, worker: int) -> None:
     """Require that each instruction comes once, in order, and nothing reads what is away or writes what is copied."""
     where: dict[int, str] = {}
+    read_there: set[int] = set()  # gradients that the optimizer has read on the host
     for step in steps_of(lowered, worker):
         match step:
             case Offload():
@@ -244,6 +257,12 @@ def assert_in_order(lowered: Lowered, worker: int) -> None:
                 where |= dict.fromkeys(step.buffers, "there")
             case Prefetch():
                 assert {where.pop(number) for number in step.buffers} == {"there"}
+            case OptimizerStep() if lowered.plan.update == "host":
+                read_there = {number for number in step.gradients if where.get(number) == "there"}
+                assert not any(where.get(number) == "both" for number in step.gradients)
+            case Free() if read_there.intersection(step.buffers):
+                for number in read_there:
+                    del where[number]
             case Call():
                 assert not any(where.get(number) == "there" for number in step.inputs)
                 assert not any(number in where for number in step.outputs)
@@ -262,6 +281,29 @@ def test_a_row_of_one_device_offloads_in_every_schedule(schedule: str, fate: Fat
     assert len(set(counts)) == 1
     assert counts[0] >= 3, "each micro-batch has something that goes"
     check(lowered, play(lowered, batch(3 * SAMPLES)))
+
+
+@pytest.mark.parametrize(
+    ("update", "fate", "gone"), [("host", "swap", 5), ("device", "swap", 0), ("host", "offload", 0)]
+)
+def test_gradients_wait_on_the_host_for_the_optimizer_there(update: UpdateAt, fate: Fate, gone: int) -> None:
+    """Those that are large enough: of d, b and a between two backwards, and behind the last one of d and b."""
+    stages = [stage(letter, 0, fate=fate) for letter in "abcd"]
+    lowered = lower(plan(*stages, micro_batch=SAMPLES, update=update), 2 * SAMPLES)
+    sums = {number: name for name, number in lowered.gradients.sums.items()}
+    steps = steps_of(lowered, 0)
+    found = [[n for n in step.buffers if n in sums] for step in steps if isinstance(step, Evict)]
+    assert len([names for names in found if names]) == gone, [[sums[n] for n in names] for names in found]
+    back = [n for step in steps if isinstance(step, Prefetch) for n in step.buffers if n in sums]
+    assert len(back) < sum(map(len, found)) or not gone, "the last time they are read where they are"
+    check(lowered, play(lowered, batch(2 * SAMPLES)))
+
+
+def test_gradients_of_which_the_norm_is_asked_stay() -> None:
+    stages = [stage(letter, 0, fate="swap") for letter in "abcd"]
+    lowered = lower(plan(*stages, micro_batch=SAMPLES, update="host"), 2 * SAMPLES, max_norm=1.0)
+    sums = set(lowered.gradients.sums.values())
+    assert not any(sums & set(step.buffers) for step in steps_of(lowered, 0) if isinstance(step, Evict))
 
 
 def test_nothing_goes_where_nothing_is_offloaded() -> None:

@@ -114,6 +114,28 @@ def test_the_optimizer_goes_to_the_host_where_its_state_does_not_fit() -> None:
     assert {stage.fate for stage in only.plan.stages} == {"keep"}
 
 
+def test_where_gradients_do_not_fit_beside_parameters_they_are_with_the_optimizer() -> None:
+    """A chain of which state without the optimizer's is more than there is: only swapped stages can do with less."""
+    problem = alone(3, 1.0)
+    made = tuple(
+        replace(one, parameter_bytes=one.state_bytes // 3, optimizer_bytes=one.state_bytes // 3)
+        for one in problem.segments
+    )
+    held = sum(one.state_bytes - one.optimizer_bytes for one in made)
+    room = DeviceSpec(number=0, type="quick", capacity_bytes=int(held * 0.9), host_bps=1e6)
+    problem = replace(problem, segments=made, devices=(room,), micro_batches=(1,), updates=("device", "host"))
+    loose = tuple(fate for fate in problem.fates if fate != "swap")
+    with pytest.raises(PlanError, match="no plan fits"):
+        search(replace(problem, fates=loose), budget_s=HOUR_S)
+    plan = search(problem, budget_s=HOUR_S).plan
+    assert plan.update == "host"
+    assert "swap" in {stage.fate for stage in plan.stages}
+    predicted, _ = predict(problem, plan)
+    assert predicted.peak_bytes[0] <= held * 0.9
+    slower, _ = predict(replace(problem, devices=(replace(room, host_bps=1e5),)), plan)
+    assert slower.step_s > predicted.step_s, "the way of gradients has its price"
+
+
 def test_a_limit_of_fates_is_kept() -> None:
     for fates in (("keep", "recompute"), ("keep", "offload")):
         plan = search(alone(3, 0.7, fates=fates), budget_s=HOUR_S).plan
