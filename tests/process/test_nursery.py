@@ -22,11 +22,13 @@ from torch import nn
 import onebox
 from onebox.errors import WorkerDied
 from onebox.pool import local as local_module
-from onebox.pool import nursery as module
+from onebox.pool import nurseries as nurseries_module
+from onebox.pool import nursery as nursery_module
 from onebox.pool import open_pool
 from onebox.pool.account import Account, worker_account
 from onebox.pool.failures import Place
-from onebox.pool.nursery import Ended, Forked, Nurseries, Nursery, inheritance
+from onebox.pool.nurseries import Nurseries, inheritance
+from onebox.pool.nursery import Ended, Forked, Nursery
 from onebox.pool.process import WorkerProcess, worker_environment
 from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
@@ -184,7 +186,7 @@ def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_
 def test_a_nursery_that_cannot_import_says_why(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
-    monkeypatch.setattr(module, "COMMAND", (sys.executable, "-P", "-c", "raise ImportError('no torch here')"))
+    monkeypatch.setattr(nursery_module, "COMMAND", (sys.executable, "-P", "-c", "raise ImportError('no torch here')"))
     made = Nurseries()
     with caplog.at_level(logging.WARNING, "onebox"), worker(made) as started:
         assert isinstance(started._process, subprocess.Popen), "it works all the same"
@@ -266,7 +268,7 @@ def inheritance_with(mask: int, environment: dict[str, str]) -> tuple[object, ..
 def test_more_environments_than_are_kept_get_processes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
 ) -> None:
-    monkeypatch.setattr(module, "MOST", 0)
+    monkeypatch.setattr(nurseries_module, "MOST", 0)
     assert Nurseries().bear(worker_environment(1), words) is None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from subprocess import SubprocessError
 
 from onebox.agent.demand import Share
+from onebox.agent.nursing import LeaseNursery
 from onebox.errors import PoolError
 from onebox.pool.account import Account
 from onebox.pool.dealing import Cores
@@ -89,6 +90,7 @@ News = Ready | NotStarted | Died | Gone
 class _Crew:
     lease: int
     until_s: float
+    nursery: LeaseNursery
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
@@ -137,18 +139,21 @@ class Workers:
             Why that failed at once; None if it did not.
         """
         cores = self._dealer.deal([share.threads if share.device == "cpu" else 0 for share in shares])
-        crew = _Crew(lease, now_s + START_S, client_key, speed, deque(shares), cores=cores)
+        nursery = LeaseNursery(shares, self._account)
+        crew = _Crew(lease, now_s + START_S, nursery, client_key, speed, deque(shares), cores=cores)
         self._crews[lease] = crew
         return self._start_some(crew)
 
     @property
     def pressed(self) -> bool:
         """Whether :meth:`attend` has more to do at once."""
-        return any(crew.to_start for crew in self._crews.values())
+        return any(crew.to_start and not crew.nursery.descriptors() for crew in self._crews.values())
 
     def descriptors(self) -> Iterator[int]:
         """Yield the file descriptors that become readable when there is something to attend to."""
         for crew in self._crews.values():
+            if crew.to_start:
+                yield from crew.nursery.descriptors()
             for worker in crew.workers:
                 if not worker.ended:
                     yield worker.descriptor
@@ -158,7 +163,7 @@ class Workers:
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
         """End the workers of a lease: wait for their own end for a while, then kill them; :class:`Gone` follows, also
         where there are none."""
-        crew = self._crews.setdefault(lease, _Crew(lease, now_s))
+        crew = self._crews.setdefault(lease, _Crew(lease, now_s, LeaseNursery((), None)))
         crew.ending = True
         crew.to_start.clear()
         crew.until_s = now_s + grace_s
@@ -195,6 +200,7 @@ class Workers:
                 self._kill(crew)
             if crew.ending and all(worker.ended for worker in crew.workers):
                 self._dealer.give_back([core for own in crew.cores for core in own])
+                crew.nursery.close()
                 del self._crews[crew.lease]
                 news.append(Gone(crew.lease))
         return news
@@ -207,14 +213,19 @@ class Workers:
         for crew in crews:
             for worker in crew.workers:
                 worker.close(grace_s=CLOSE_S)
+            crew.nursery.close()
         self._dealer.close()
 
     def _start_some(self, crew: _Crew) -> str | None:
         """Start the next workers of a lease, a few: each takes the thread of everybody else's clients some time.
 
+        None is started while there is a nursery that is not ready.
+
         Returns:
             Why that failed; None if it did not.
         """
+        if crew.to_start and not crew.nursery.attend():
+            return None
         for _ in range(min(len(crew.to_start), STARTS)):
             share = crew.to_start.popleft()
             keys = new_keys()
@@ -234,7 +245,7 @@ class Workers:
             )
             place = Place(worker=len(crew.workers), host=self._host, device=share.device)
             try:
-                crew.workers.append(LeasedWorker(place, config, self._account))
+                crew.workers.append(LeasedWorker(place, config, self._account, crew.nursery))
             except (OSError, SubprocessError) as error:  # the latter is of what comes between fork and exec
                 crew.to_start.clear()
                 crew.failed = True

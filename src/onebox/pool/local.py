@@ -9,7 +9,7 @@ from onebox.pool.dealing import Cores
 from onebox.pool.discover import DeviceRequest
 from onebox.pool.failures import Place
 from onebox.pool.member import Member, end_all
-from onebox.pool.nursery import OWN
+from onebox.pool.nurseries import OWN
 from onebox.pool.process import SocketFolder, WorkerProcess
 from onebox.wire import new_keys
 from onebox.worker import Fault, WorkerConfig

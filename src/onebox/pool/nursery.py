@@ -1,17 +1,12 @@
-"""Nurseries of this process: helpers that have imported what workers need, and fork them; see
-:mod:`onebox.worker.nursery`.
+"""A nursery as its client sees it: a process that has imported what workers need, and forks them when they are wanted.
 
-To import torch is nearly all of what it takes to start a worker. A process that starts workers of its own has one
-nursery for each environment that they would inherit, because a fork has what its nursery has: whoever has given up
-rights since, has moved to another network namespace or has set a variable that a library reads when it is loaded gets
-workers of another nursery. A nursery ends with its client, and a minute after its last worker.
+To import torch is nearly all of what it takes to start a worker. What the nursery does is in
+:mod:`onebox.worker.nursery`; it ends with its client, and a minute after its last worker.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -22,7 +17,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
@@ -50,13 +44,8 @@ READY_S = 60.0
 BIRTH_S = 20.0
 """How long it may take to fork a worker: a hundredth of a second, and more on a loaded machine."""
 
-MOST = 4
-"""How many environments have a nursery at the same time; those of others get processes of their own."""
-
 _STATUS_S = 2.0
 _END_S = 2.0
-
-_LOG = logging.getLogger("onebox")
 
 
 class NoBirth(Exception):
@@ -140,7 +129,7 @@ class Nursery:
             try:
                 self._process = subprocess.Popen(
                     list(COMMAND),
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=self._words,
                     env=dict(environment),
@@ -177,11 +166,12 @@ class Nursery:
         with self._lock:
             return self._await_ready(time.monotonic() + timeout_s)
 
-    def bear(self, stderr: IO[bytes]) -> Forked:
+    def bear(self, stderr: IO[bytes], *, within_s: float = BIRTH_S) -> Forked:
         """Fork a worker.
 
         Args:
             stderr: Where it writes its last words.
+            within_s: How long the nursery may take for it once it is ready.
 
         Raises:
             Ended: The nursery has ended.
@@ -196,16 +186,16 @@ class Nursery:
             with self._lock:
                 if not self._await_ready(time.monotonic() + READY_S):
                     raise NoBirth(f"it is not ready after {READY_S:.0f} s{self._last_words()}")
-                pid, descriptor = self._ask((heard, says, stderr.fileno(), tells))
+                pid, descriptor = self._ask((heard, says, stderr.fileno(), tells), within_s)
             ours.pop_all()
         return Forked(pid, descriptor, open(stdin, "wb"), open(stdout, "rb", buffering=0), status)
 
-    def close(self) -> None:
-        """End it, and with it its workers. Idempotent."""
+    def close(self, *, grace_s: float = _END_S) -> None:
+        """End it, and with it its workers: wait for its own end for a while, then kill it. Idempotent."""
         with self._lock:
             self._channel.close()
             try:
-                self._process.wait(_END_S)
+                self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -217,7 +207,7 @@ class Nursery:
         self._words.close()
         self._process.returncode = 0  # it is no child of this process, which is not to look for it
 
-    def _ask(self, descriptors: Sequence[int]) -> tuple[int, int]:
+    def _ask(self, descriptors: Sequence[int], within_s: float) -> tuple[int, int]:
         """Wish for a worker; return its process, and a descriptor of that."""
         self._number += 1
         birth = Birth(self._number, tuple(sorted(os.sched_getaffinity(0))))
@@ -225,11 +215,11 @@ class Nursery:
             socket.send_fds(self._channel, [encode(birth)], descriptors)
         except OSError as error:
             raise Ended(str(error)) from None
-        end_s = time.monotonic() + BIRTH_S
+        end_s = time.monotonic() + within_s
         while True:
             answer, given = self._hear(end_s)
             if answer is None:
-                raise NoBirth(f"no worker was forked within {BIRTH_S:.0f} s")
+                raise NoBirth(f"no worker was forked within {within_s:g} s")
             if isinstance(answer, Born) and answer.number == self._number and len(given) == 1:
                 return answer.process, given[0]
             for descriptor in given:  # the answer to a question that was interrupted
@@ -265,125 +255,10 @@ class Nursery:
         return f"; its last words:\n{text}" if text else ""
 
 
-class Nurseries:
-    """The nurseries of this process, which are started when the first worker of their kind is wanted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[object, Nursery] = {}
-        self._broken: set[object] = set()
-
-    def bear(self, environment: Mapping[str, str], stderr: IO[bytes], account: Account | None = None) -> Forked | None:
-        """Start a worker, and a nursery before where there is none; see :class:`Bearer`."""
-        key = (account, inheritance(environment))
-        for _ in range(2):  # the nursery that is found may be about to end
-            nursery = self._nursery(key, environment, account)
-            if nursery is None:
-                return None
-            try:
-                return nursery.bear(stderr)
-            except Ended as error:
-                why = f"{error}"
-                self._forget(key)
-            except NoBirth as error:
-                why = f"{error}"
-                break
-        with self._lock:
-            self._broken.add(key)
-        _LOG.warning("workers are started one by one, which takes them a second longer: their nursery: %s", why)
-        return None
-
-    def close(self) -> None:
-        """End them all, and with them their workers."""
-        with self._lock:
-            found, self._found = list(self._found.values()), {}
-        for nursery in found:
-            nursery.close()
-
-    def disown(self) -> None:
-        """Let go of them all, in a fork of the process whose they are."""
-        for nursery in self._found.values():
-            nursery.disown()
-
-    def _nursery(self, key: object, environment: Mapping[str, str], account: Account | None) -> Nursery | None:
-        with self._lock:
-            for each, nursery in list(self._found.items()):
-                if nursery.ended:
-                    self._found.pop(each).close()
-            if key in self._broken:
-                return None
-            if key not in self._found:
-                if len(self._found) >= MOST:
-                    return None
-                self._found[key] = Nursery(environment, account)
-            return self._found[key]
-
-    def _forget(self, key: object) -> None:
-        with self._lock:
-            nursery = self._found.pop(key, None)
-        if nursery is not None:
-            nursery.close()
-
-
-_STATUS = ("Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
-"""What a process inherits of its parent's rights, as ``/proc`` names it; a filter of system calls counts as one."""
-
-
-def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that this thread starts would inherit, as a key; the cores that it runs on are not in it.
-
-    Args:
-        environment: The variables that it is given.
-    """
-    own = Path("/proc/thread-self")
-    status = [line for line in _text(own / "status").splitlines() if line.startswith(_STATUS)]
-    spaces = []
-    with contextlib.suppress(OSError):
-        spaces = [os.readlink(each) for each in sorted((own / "ns").iterdir())]
-    limits = _text(own / "limits"), _text(own / "cgroup"), os.getpriority(os.PRIO_PROCESS, 0)
-    return tuple(sorted(environment.items())), tuple(status), tuple(spaces), *limits
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _readable(descriptor: int, timeout_s: float | None) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
-class _Own:
-    """The nurseries of whichever process this is: a fork of it gets its own."""
-
-    def __init__(self) -> None:
-        self._nurseries = Nurseries()
-        self._strange: list[Nurseries] = []
-
-    def bear(self, environment: Mapping[str, str], stderr: IO[bytes], account: Account | None = None) -> Forked | None:
-        """Start a worker; see :class:`Bearer`."""
-        return self._nurseries.bear(environment, stderr, account)
-
-    def close(self) -> None:
-        """End them; workers that are started later get others."""
-        self._nurseries.close()
-
-    def leave(self) -> None:
-        """Leave them to the process of which this is a fork."""
-        self._nurseries.disown()
-        self._strange.append(self._nurseries)
-        self._nurseries = Nurseries()
-
-
-OWN = _Own()
-"""Those of this process."""
-
-os.register_at_fork(after_in_child=OWN.leave)
-atexit.register(OWN.close)  # before any pool registers its own end, which therefore comes first
-
-
-__all__ = ["OWN", "Bearer", "Ended", "Forked", "NoBirth", "Nurseries", "Nursery", "inheritance"]
+__all__ = ["Bearer", "Ended", "Forked", "NoBirth", "Nursery"]

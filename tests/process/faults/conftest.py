@@ -16,7 +16,7 @@ import pytest
 
 import onebox
 from onebox.pool import open_pool
-from onebox.pool.nursery import OWN
+from onebox.pool.nurseries import OWN
 from tests.process.faults.training import batch, parts
 
 SETTLE_S = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,8 @@ class Fake:
     part = False
     """Whether it says something, but not all."""
 
-    def __init__(self, place: Place, config: WorkerConfig, account: Account | None) -> None:
+    def __init__(self, place: Place, config: WorkerConfig, account: Account | None, nursery: FakeNursery) -> None:
+        assert nursery.ready, "nobody waits for it"
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
         self.place, self.config = place, config
@@ -61,12 +62,38 @@ class Fake:
         self.ended = True
 
 
+class FakeNursery:
+    """Stands in for the nursery of a lease."""
+
+    ready = True
+    made: list[FakeNursery]
+
+    def __init__(self, shares: Sequence[Share], account: Account | None) -> None:
+        self.descriptor = os.eventfd(0)
+        self.closed = False
+        self.made.append(self)
+
+    def descriptors(self) -> list[int]:
+        return [] if self.ready else [self.descriptor]
+
+    def attend(self) -> bool:
+        return self.ready
+
+    def close(self) -> None:
+        self.closed = True
+
+
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(Fake, "made", [], raising=False)
     monkeypatch.setattr(Fake, "most", 3)
     monkeypatch.setattr(module, "LeasedWorker", Fake)
+    monkeypatch.setattr(FakeNursery, "made", [], raising=False)
+    monkeypatch.setattr(FakeNursery, "ready", True)
+    monkeypatch.setattr(module, "LeaseNursery", FakeNursery)
     yield Fake.made
+    for nursery in FakeNursery.made:
+        os.close(nursery.descriptor)
     for fake in Fake.made:
         os.close(fake.descriptor)
         os.close(fake.outlet)
@@ -182,8 +209,39 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
     assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [Gone(1)] and len(fakes) == STARTS
 
 
+def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake]) -> None:
+    FakeNursery.ready = False
+    workers = started(2)
+    (nursery,) = FakeNursery.made
+    assert not fakes and not workers.pressed
+    assert list(workers.descriptors()) == [nursery.descriptor]
+    assert workers.attend(set(), 1.0) == []
+    FakeNursery.ready = True
+    assert workers.pressed
+    assert workers.attend({nursery.descriptor}, 2.0) == []
+    assert len(fakes) == 2 and nursery.descriptor not in workers.descriptors()
+    workers.end(1, 0.0, 3.0)
+    assert not nursery.closed
+    assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [Gone(1)]
+    assert nursery.closed
+
+
+def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -> None:
+    FakeNursery.ready = False
+    workers = started(2)
+    assert workers.attend(set(), START_S - 1) == []
+    (news,) = workers.attend(set(), START_S + 1)
+    assert isinstance(news, NotStarted) and "within 90 s" in news.why
+    assert not list(workers.descriptors()), "that it is ready later is no news"
+    FakeNursery.ready = True
+    assert workers.attend(set(), START_S + 2) == [] and not fakes
+    workers.end(1, 0.0, START_S + 3)
+    assert workers.attend(set(), START_S + 3) == [Gone(1)]
+
+
 def test_closing_ends_all(fakes: list[Fake]) -> None:
     workers = started(2)
     workers.close()
+    assert all(nursery.closed for nursery in FakeNursery.made)
     workers.close()
     assert all(fake.ended and fake.killed == 1 for fake in fakes)
