@@ -11,6 +11,7 @@ import torch
 from onebox.wire import TensorSpec
 from onebox.wire.messages import FormGroup
 from onebox.worker.links import Wires
+from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost
 from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
@@ -49,7 +50,7 @@ class Folder:
 def join(folder: Path, rank: int) -> SharedGroup:
     """Join a group of two."""
     form = FormGroup(1, rank, 2, "gloo", "127.0.0.1", 60.0, True)
-    return SharedGroup(form, Folder(folder), torch.device("cpu"), Progress(), Wires())
+    return SharedGroup(form, meet(form, Folder(folder)), torch.device("cpu"), Progress(), Wires())
 
 
 def to_text(spec: TensorSpec | None) -> torch.Tensor:

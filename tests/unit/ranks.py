@@ -13,6 +13,7 @@ from onebox.pool.rendezvous import KeyValues
 from onebox.wire.messages import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Left, Lookup
 from onebox.worker.links import Wires
+from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost
 from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
@@ -112,7 +113,11 @@ def run_ranks(
     def one(number: int) -> Any:
         own = tuple((links or {}).get(number, ()))
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
-        group = SharedGroup(form, keys, devices[number] if devices else CPU, Progress(), Wires())
+        met = meet(form, keys)
+        if len(met.memories) < size:
+            raise PeerLost(f"only ranks {sorted(met.memories)} share memory")
+        group = SharedGroup(form, met, devices[number] if devices else CPU, Progress(), Wires())
+        del met
         try:
             return rank(number, group)
         finally:

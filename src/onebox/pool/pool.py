@@ -23,6 +23,7 @@ from onebox.pool.local import LOCAL_HOST
 from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
+from onebox.pool.ways import shares_memory
 from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
 
 __all__ = ["GROUP_S", "DeviceInfo", "Pool"]
@@ -55,6 +56,8 @@ class Pool:
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
+        self.shared = shares_memory()
+        """Whether groups that are formed from now on use memory that workers of one host share, where they can."""
         self.round_trip_s = 0.0
         """How long a question to the furthest worker took when the pool was opened; 0 where all are of this machine."""
         self.gone: frozenset[int] = frozenset()
@@ -128,8 +131,8 @@ class Pool:
 
         Args:
             workers: Members; their order gives the ranks.
-            via: ``workers`` for transfers from worker to worker (shared memory among the CPU and ``sim`` devices of one
-                host, NCCL among CUDA devices, else Gloo), ``client`` for sums that are made at the client.
+            via: ``workers`` for transfers from worker to worker: through memory where they find that they can share it,
+                by NCCL among CUDA devices, else by Gloo. ``client`` for sums that are made at the client.
             aside: Whether it is for what travels in the background, between the memories of the hosts.
 
         Raises:
@@ -149,7 +152,7 @@ class Pool:
             )
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        same_host = len({self.devices[worker].host for worker in workers}) == 1 and (aside or kinds <= EMULATED_KINDS)
+        shared = (self.shared or "sim" in kinds or any(links)) and (aside or kinds <= EMULATED_KINDS)
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
@@ -161,7 +164,7 @@ class Pool:
             joined = [
                 self.post(
                     worker,
-                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, same_host, links[rank], aside)],
+                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
                     answer=True,
                 )
                 for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))

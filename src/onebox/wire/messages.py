@@ -26,7 +26,7 @@ from onebox.wire.eager import (
 from onebox.wire.program import Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
@@ -308,8 +308,9 @@ class FormGroup(Message, frozen=True, tag="form"):
         backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
         address: The address of this host that the group's sockets bind.
         timeout_s: Bound of every wait inside the group.
-        same_host: Whether all members are processes of one host without accelerators, which share memory.
-        links: This worker's emulated links to other ranks; only with ``same_host``.
+        shared: Whether what goes between members that are on one host is to go through memory that they share, as far
+            as they find that they can.
+        links: This worker's emulated links to other ranks; only where all share memory.
         aside: Whether it is for what travels in the background, from memory of the host to memory of the host.
     """
 
@@ -319,7 +320,7 @@ class FormGroup(Message, frozen=True, tag="form"):
     backend: Literal["gloo", "nccl", "client"]
     address: str
     timeout_s: float
-    same_host: bool = False
+    shared: bool = False
     links: tuple[EmulatedLink, ...] = ()
     aside: bool = False
 

@@ -20,7 +20,9 @@ from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import FormGroup, Rendezvous
 from onebox.wire.sayings import Contribution, Lookup
 from onebox.worker.interfaces import NoAddress, is_foreign
+from onebox.worker.joint import JointGroup
 from onebox.worker.links import Wires
+from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost, supported
 from onebox.worker.peers import Arrived, ClientChannel, Finish, Group
 from onebox.worker.shared import SharedGroup
@@ -166,6 +168,9 @@ class ClientGroup:
         """Raise: the client does not hand tensors on."""
         raise WireError("a group at the client has no way from worker to worker")
 
+    def interrupt(self) -> None:
+        """Nothing: the client answers, or says that nothing will come."""
+
     def close(self) -> None:
         """Nothing is open."""
 
@@ -190,13 +195,30 @@ def form_group(
         return ClientGroup(form, channel, device)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
-        if form.same_host and supported():
-            return SharedGroup(form, store, device, progress, wires)
-        if form.links:
-            raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
-        if form.backend == "gloo" and is_foreign(form.address):
-            raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
+        met = meet(form, store) if form.shared and supported() else None
+        near = SharedGroup(form, met, device, progress, wires) if met is not None else None
+        if near is not None and met is not None and len(met.memories) == form.size:
+            return near
         try:
-            return TorchGroup(form, store, device, progress)
-        except RuntimeError as error:
-            raise PeerLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error
+            whole = _by_sockets(form, store, device, progress)
+        except BaseException:
+            if near is not None:
+                near.close()
+            raise
+        if near is None or met is None:
+            return whole
+        if len(met.memories) == 1:
+            near.close()
+            return whole
+        return JointGroup(near, whole, tuple(met.memories))
+
+
+def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: Progress) -> TorchGroup:
+    if form.links:
+        raise WireError("links can be emulated in groups of one Linux host with x86-64 only")
+    if form.backend == "gloo" and is_foreign(form.address):
+        raise NoAddress(f"this host has no address {form.address} of its own, where other workers would connect to")
+    try:
+        return TorchGroup(form, store, device, progress)
+    except RuntimeError as error:
+        raise PeerLost(f"the group could not be formed: {str(error).splitlines()[0]}") from error

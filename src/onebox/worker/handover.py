@@ -14,8 +14,6 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from onebox.worker.memory import PeerLost
-
 _SLICE_MS = 20
 """How long one look for what has come takes at most; somebody's queue may have room again by then."""
 
@@ -32,7 +30,7 @@ class Post:
         self.name: str = bytes(name[1:]).hex() if isinstance(name, bytes) else name[1:].encode().hex()
 
     def exchange(
-        self, own: int, peers: Mapping[int, str], wanted: Mapping[int, int], check: Callable[[int], None]
+        self, own: int, peers: Mapping[int, str], wanted: Mapping[int, int], waiting: Callable[[int], bool]
     ) -> dict[int, int]:
         """Send a descriptor to all peers and receive one from each.
 
@@ -40,16 +38,15 @@ class Post:
             own: The descriptor; it stays open.
             peers: Names of the peers' sockets.
             wanted: Inode of the file that is to come from each peer.
-            check: Called with a peer that is waited for, again and again; raises when it cannot come any more.
+            waiting: Called with a peer that is waited for, again and again: whether it may still come.
 
         Returns:
-            A descriptor for each peer, which the caller closes.
-
-        Raises:
-            PeerLost: One has gone without sending its own.
+            The descriptors that came, by their peers, which the caller closes. That of a peer which has gone without
+            sending it, cannot be reached, or took too long is not among them.
         """
+        device = os.fstat(own).st_dev  # a file of that inode elsewhere is another
         unsent = dict(peers)
-        missing = {inode: peer for peer, inode in wanted.items()}
+        missing = {(device, inode): peer for peer, inode in wanted.items()}
         came: dict[int, int] = {}
         try:
             while unsent or missing:
@@ -58,15 +55,16 @@ class Post:
                     if peer not in gone and self._send(peers[peer], own):
                         del unsent[peer]
                 for descriptor in self._receive():
-                    sender = missing.pop(os.fstat(descriptor).st_ino, None)
+                    found = os.fstat(descriptor)
+                    sender = missing.pop((found.st_dev, found.st_ino), None)
                     if sender is None:
                         os.close(descriptor)
                     else:
                         came[sender] = descriptor
                 for peer in {*unsent, *missing.values()}:
-                    if peer in gone:  # one that has all it needs goes, too, but has sent its own before
-                        raise PeerLost(f"rank {peer} has closed its memory")
-                    check(peer)
+                    if peer in gone or not waiting(peer):  # one that has all it needs goes, but has sent its own before
+                        unsent.pop(peer, None)
+                        missing = {file: other for file, other in missing.items() if other != peer}
         except BaseException:
             for descriptor in came.values():
                 os.close(descriptor)

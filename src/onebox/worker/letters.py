@@ -19,9 +19,9 @@ from typing import NamedTuple
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
 
-LEFT, READY, FREE = 0, 8, 16
-"""Words of the control page, each in a cache line of its own: the rank has left; it has mapped everybody's memory; from
-here on they are free for the user."""
+LEFT, FREE = 0, 8
+"""Words of the control page, each in a cache line of its own: the rank has left; from here on they are free for the
+user."""
 
 TYPE_NAMES = list(DTYPES)
 TYPE_CODES = {name: code for code, name in enumerate(TYPE_NAMES)}

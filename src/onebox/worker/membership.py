@@ -74,6 +74,9 @@ class Memberships:
     def interrupt(self, number: int) -> None:
         """Let nobody wait in a group any more for somebody who is silent; callable from any thread."""
         self._sockets.shut(number)
+        group = self._groups.get(number)
+        if group is not None:
+            group.interrupt()
 
     def abandon(self, number: int, failure: Failure) -> None:
         """Leave a group in which this worker cannot do its part, unless it has done so before."""

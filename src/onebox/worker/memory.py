@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import platform
@@ -29,6 +30,8 @@ SLICE_S = 0.1
 
 LEAST_BYTES = 1 << 26
 """No memory is smaller."""
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
@@ -91,9 +94,10 @@ class Memory:
         """Make new memory, smaller than :data:`SPAN_BYTES` where the address space of this process is limited."""
         size = SPAN_BYTES
         while True:
-            descriptor = os.memfd_create("onebox", os.MFD_CLOEXEC)
+            descriptor = os.memfd_create("onebox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.ftruncate(descriptor, size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             except OSError:
                 os.close(descriptor)
                 raise
@@ -120,11 +124,12 @@ class Memory:
         """Map the memory of another process by a descriptor that came from there, which is closed.
 
         Raises:
-            PeerLost: It is smaller than was said.
+            PeerLost: It is smaller than was said, or could become so.
         """
-        if os.fstat(descriptor).st_size < size:  # a page beyond its end would end this process
+        # A page beyond its end would end this process.
+        if os.fstat(descriptor).st_size < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             os.close(descriptor)
-            raise PeerLost(f"a memory of fewer than {size} bytes came from another worker")
+            raise PeerLost(f"a memory of fewer than {size} bytes, or not for good, came from another worker")
         memory = cls(descriptor, size)
         memory.seal()
         return memory

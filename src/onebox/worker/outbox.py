@@ -18,7 +18,6 @@ from onebox.worker.letters import (
     LEFT,
     NEXT_RETURNED,
     NUMBER,
-    READY,
     RETURNED,
     SENT,
     TYPE_CODES,
@@ -115,7 +114,6 @@ class Outbox:
     def leave(self) -> None:
         """Tell all readers that nothing more will come; only what they have not read, or still use, stays in memory."""
         self._memory.publish(LEFT, 1)
-        self._memory.wake(READY)
         for lane in self._lanes:
             self._memory.wake(lane.word + SENT)
         self._collect()

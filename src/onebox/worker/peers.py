@@ -49,6 +49,12 @@ class Group(Protocol):
     def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
         """Start to receive a tensor from a rank: the next of a channel that nobody has asked for."""
 
+    def interrupt(self) -> None:
+        """Let nobody wait here for other ranks any longer, as far as shutting down sockets does not do it.
+
+        Callable from any thread.
+        """
+
     def close(self) -> None:
         """Leave the group. What was sent can still be received; who waits for more hears of it at once."""
 

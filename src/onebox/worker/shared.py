@@ -11,11 +11,8 @@ get tensors without elements, at the same times.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from struct import Struct
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,37 +24,31 @@ from onebox.wire.messages import FormGroup
 from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block
 from onebox.worker.collective import Collective, is_sum, of_sum
-from onebox.worker.handover import Post
 from onebox.worker.inbox import Expected, Inbox
-from onebox.worker.letters import FREE, LEFT, READY, Letter, check_dimensions
+from onebox.worker.letters import Letter, check_dimensions
 from onebox.worker.links import Ring, Speed, Wires
-from onebox.worker.memory import LEAST_BYTES, SPAN_BYTES, Memory, PeerLost, ProcessWatch, sleep_until, wake_on_time
+from onebox.worker.meeting import Met
+from onebox.worker.memory import PeerLost, sleep_until, wake_on_time
 from onebox.worker.outbox import Outbox
-from onebox.worker.peers import Arrived, Finish, Keys
+from onebox.worker.peers import Arrived, Finish
 from onebox.worker.tape import Progress
 
 _COLLECTIVES = -1 << 62
 """The channel of sums and gathers."""
 
-_SPEED = Struct("=2d")
-"""The slowest of a rank's links, in the free words of its control page."""
-
 
 class SharedGroup:
-    """A group of this worker and others of its host.
+    """A group of this worker and others of its host, or the part of a group that is there.
 
     Args:
         form: This worker's place in it.
-        keys: The group's key-value store.
+        met: The memories of the ranks that are there. Only with those of all ranks there are sums and gathers.
         device: ``cpu``, or ``meta`` for a worker that does not compute.
         progress: Marked during waits.
         wires: What is under way on this worker's emulated links.
-
-    Raises:
-        PeerLost: Another rank did not come.
     """
 
-    def __init__(self, form: FormGroup, keys: Keys, device: torch.device, progress: Progress, wires: Wires) -> None:
+    def __init__(self, form: FormGroup, met: Met, device: torch.device, progress: Progress, wires: Wires) -> None:
         self._rank = form.rank
         self._size = form.size
         self._timeout_s = form.timeout_s
@@ -65,15 +56,15 @@ class SharedGroup:
         self._progress = progress
         self._wires = wires
         self._links = {link.peer: (link.link, Speed.of(link)) for link in form.links}
-        self._watches: dict[int, ProcessWatch] = {}
+        self._watches = met.watches
         self._order = 0
         self._timed = 0  # collectives whose end on the ring is known
         self._running: WeakValueDictionary[int, Collective] = WeakValueDictionary()
-        memories = self._meet(keys)
-        self._outbox: Outbox | None = Outbox(memories[self._rank], self._size)
-        self._inboxes = [Inbox(memory, rank, self._rank, self._watch) for rank, memory in enumerate(memories)]
-        offset = 8 * FREE
-        self._ring = Ring([Speed(*_SPEED.unpack_from(memory.map, offset)) for memory in memories])
+        self._interrupted = False
+        self._outbox: Outbox | None = Outbox(met.memories[self._rank], self._size)
+        ranks = sorted(met.memories)
+        self._inboxes = {rank: Inbox(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
+        self._ring = Ring(met.speeds)
         wake_on_time()
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> int:
@@ -128,8 +119,12 @@ class SharedGroup:
         if self._outbox is not None:
             self._outbox.leave()
             self._outbox = None
-            for inbox in self._inboxes:
+            for inbox in self._inboxes.values():
                 inbox.close()
+
+    def interrupt(self) -> None:
+        """Let nobody wait here any longer; callable from any thread, and heard of within :data:`SLICE_S`."""
+        self._interrupted = True
 
     # ---- collectives
 
@@ -152,7 +147,8 @@ class SharedGroup:
             outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
         own = Letter(0, code, -1 if block is None else block.offset, now_ns, spec)
         expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in peers}
-        collective = Collective(order, self._rank, own, block, self._inboxes, expected, self._drop)
+        inboxes = [self._inboxes[rank] for rank in range(self._size)]
+        collective = Collective(order, self._rank, own, block, inboxes, expected, self._drop)
         if self._ring.emulated:
             self._running[order] = collective
 
@@ -186,7 +182,7 @@ class SharedGroup:
     def _member(self, peer: int) -> Outbox:
         if self._outbox is None:
             raise PeerLost("the group has been left")
-        if not 0 <= peer < self._size:
+        if peer not in self._inboxes:
             raise WireError(f"rank {peer} of a group of {self._size}; allowed are 0 to {self._size - 1}")
         return self._outbox
 
@@ -207,81 +203,10 @@ class SharedGroup:
         watch = self._watches.get(rank)
         if watch is not None and watch.ended():
             raise PeerLost(f"rank {rank} has ended: process {watch.process} is gone")
+        if self._interrupted:
+            raise PeerLost(f"rank {rank} is waited for no longer: the group is given up")
         if time.monotonic() > begin_s + self._timeout_s:
             raise PeerLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
-
-    # ---- the beginning
-
-    def _meet(self, keys: Keys) -> list[Memory]:
-        """Return the memories of all ranks, each mapped by everybody."""
-        own = Memory.make()
-        speed = Speed.slowest([speed for _, speed in self._links.values()])
-        _SPEED.pack_into(own.map, 8 * FREE, speed.latency_ns, speed.ns_per_byte)
-        try:
-            memories = self._exchange(own, keys)
-            own.publish(READY, 1)
-            for rank, memory in enumerate(memories):
-                begin_s = time.monotonic()
-                while not memory.words[READY]:
-                    if memory.words[LEFT]:
-                        raise PeerLost(f"rank {rank} has left the group")
-                    if memory.sleep(READY, 0):
-                        self._watch(rank, begin_s)
-        except BaseException:
-            Outbox(own, self._size).leave()
-            raise
-        finally:
-            own.seal()
-        return memories
-
-    def _exchange(self, own: Memory, keys: Keys) -> list[Memory]:
-        """Let the others map this rank's memory, and map theirs."""
-        post = Post()
-        try:
-            keys.set(f"memory/{self._rank}", f"{os.getpid()}:{len(own.map)}:{own.inode}:{post.name}")
-            others = {rank: _Named.of(keys.get(f"memory/{rank}")) for rank in range(self._size) if rank != self._rank}
-            self._watches = {rank: ProcessWatch(other.process) for rank, other in others.items()}
-            names = {rank: other.post for rank, other in others.items()}
-            inodes = {rank: other.inode for rank, other in others.items()}
-            begin_s = time.monotonic()
-            came = post.exchange(own.descriptor, names, inodes, lambda rank: self._watch(rank, begin_s))
-        finally:
-            post.close()
-        memories = {self._rank: own}
-        try:
-            for rank, other in others.items():
-                memories[rank] = Memory.of(came.pop(rank), other.size)
-        finally:
-            for descriptor in came.values():
-                os.close(descriptor)
-        return [memories[rank] for rank in range(self._size)]
-
-
-@dataclass(frozen=True)
-class _Named:
-    """Another rank's memory, as it is named in the keys: by process, bytes, inode, and the name of a :class:`Post`."""
-
-    process: int
-    size: int
-    inode: int
-    post: str
-
-    @classmethod
-    def of(cls, text: bytes) -> _Named:
-        """Read such a name.
-
-        Raises:
-            WireError: It is none.
-        """
-        try:
-            process, size, inode, post = text.decode("ascii").split(":")
-            bytes.fromhex(post)
-            named = cls(int(process), int(size), int(inode), post)
-        except ValueError:
-            raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
-        if not LEAST_BYTES <= named.size <= SPAN_BYTES or named.size % 8 or not post:
-            raise WireError(f"a memory of {named.size} bytes; allowed are {LEAST_BYTES} to {SPAN_BYTES}")
-        return named
 
 
 def _load(letters: Sequence[Letter]) -> tuple[int, int]:

@@ -117,6 +117,9 @@ class TorchGroup:
         work = self._guard(lambda: self._group.recv([tensor], peer, channel))
         return self._finish(work, lambda: tensor.to(self._device))
 
+    def interrupt(self) -> None:
+        """Nothing: waits end when the group's sockets are shut down (:mod:`onebox.worker.sockets`)."""
+
     def close(self) -> None:
         """Leave the group when what was sent has been taken, or after a while; peers that wait then fail at once."""
         if self._group is None:

@@ -30,13 +30,13 @@ from tests.unit.ranks import Hub
 
 
 def run(
-    size: int, rank: Callable[[int, Group, Progress], Any], *, same_host: bool, address: str = "127.0.0.1"
+    size: int, rank: Callable[[int, Group, Progress], Any], *, shared: bool, address: str = "127.0.0.1"
 ) -> list[Any]:
     """Form a group of threads and run a function in each."""
     hub = Hub()
 
     def one(number: int) -> Any:
-        form = FormGroup(3, number, size, "gloo", address, 20.0, same_host)
+        form = FormGroup(3, number, size, "gloo", address, 20.0, shared)
         progress = Progress()
         progress.waiting = False
         group = form_group(form, hub.channel(number), CPU, progress, Wires())
@@ -51,7 +51,7 @@ def run(
         return [future.result(60) for future in futures]
 
 
-both = pytest.mark.parametrize("same_host", [False, True], ids=["sockets", "shared memory"])
+both = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
 
 
 def listening() -> list[tuple[str, str]]:
@@ -82,21 +82,21 @@ def test_sockets_of_a_group_are_bound_to_the_address_of_its_pool() -> None:
         together.wait()
         return found
 
-    found = {each for sockets in run(2, rank, same_host=False, address="127.0.0.2") for each in sockets} - before
+    found = {each for sockets in run(2, rank, shared=False, address="127.0.0.2") for each in sockets} - before
     local = bytes([2, 0, 0, 127] if sys.byteorder == "little" else [127, 0, 0, 2]).hex().upper()
     assert len(found) >= 2 and {address for _, address in found} == {local}
 
 
 @both
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_of_several_buckets(size: int, same_host: bool) -> None:
+def test_sums_of_several_buckets(size: int, shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> list[Tensor]:
         one = group.reduce([torch.full((2, 2), float(number)), torch.tensor(10.0)])
         other = group.reduce([torch.arange(3, dtype=torch.float64) * number])
         return [one().tensor, other().tensor]
 
     total = sum(range(size))
-    for one, other in run(size, rank, same_host=same_host):
+    for one, other in run(size, rank, shared=shared):
         assert one.tolist() == [total] * 4 + [10.0 * size]
         assert other.tolist() == [0.0, total, 2.0 * total]
 
@@ -112,7 +112,7 @@ def test_sums_of_several_buckets(size: int, same_host: bool) -> None:
     ],
     ids=["types", "zeros", "order", "halves"],
 )
-def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list[Tensor], same_host: bool) -> None:
+def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list[Tensor], shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> str:
         finish = group.reduce([mine, other][number])
         try:
@@ -121,7 +121,7 @@ def test_ranks_that_mean_different_sums_get_none(mine: list[Tensor], other: list
             return str(error)
         return ""
 
-    found = run(2, rank, same_host=same_host)
+    found = run(2, rank, shared=shared)
     assert any("disagree on collective 0" in error or "disagree on collective 1" in error for error in found)
 
 
@@ -134,21 +134,21 @@ def test_ranks_that_mean_different_gathers_get_none() -> None:
             return str(error)
         return ""
 
-    assert all("came for another gather" in error for error in run(2, rank, same_host=False))
+    assert all("came for another gather" in error for error in run(2, rank, shared=False))
 
 
 @both
-def test_what_is_reduced_stays_as_it_is(same_host: bool) -> None:
+def test_what_is_reduced_stays_as_it_is(shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> Tensor:
         tensor = torch.ones(4)
         group.reduce([tensor])()
         return tensor
 
-    assert all(tensor.tolist() == [1.0] * 4 for tensor in run(2, rank, same_host=same_host))
+    assert all(tensor.tolist() == [1.0] * 4 for tensor in run(2, rank, shared=shared))
 
 
 @both
-def test_tensors_go_from_rank_to_rank_by_channels(same_host: bool) -> None:
+def test_tensors_go_from_rank_to_rank_by_channels(shared: bool) -> None:
     spec = TensorSpec("int64", (2, 2))
     arrived = threading.Event()
 
@@ -165,12 +165,12 @@ def test_tensors_go_from_rank_to_rank_by_channels(same_host: bool) -> None:
         arrived.wait(10)
         return found
 
-    assert run(2, rank, same_host=same_host)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
+    assert run(2, rank, shared=shared)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
 
 
 @both
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_of_different_sizes_are_put_together(dim: int, same_host: bool) -> None:
+def test_parts_of_different_sizes_are_put_together(dim: int, shared: bool) -> None:
     whole = torch.arange(24, dtype=torch.int16).view(4, 6)
     sizes = [[2, 0, 2], [1, 3, 2]][dim]
 
@@ -181,26 +181,26 @@ def test_parts_of_different_sizes_are_put_together(dim: int, same_host: bool) ->
         again = group.gather(torch.tensor([number]), TensorSpec("int64", (3,)), 0)
         return [again().tensor, total().tensor, first().tensor]
 
-    for again, total, first in run(3, rank, same_host=same_host):
+    for again, total, first in run(3, rank, shared=shared):
         assert torch.equal(first, whole)
         assert total.tolist() == [3.0, 3.0]
         assert again.tolist() == [0, 1, 2]
 
 
 @both
-def test_a_gather_that_comes_to_something_else(same_host: bool) -> None:
+def test_a_gather_that_comes_to_something_else(shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> str:
         finish = group.gather(torch.ones(2), TensorSpec("float32", (5,)), 0)
         with pytest.raises(WireError) as caught:
             finish()
         return str(caught.value)
 
-    for message in run(2, rank, same_host=same_host):
+    for message in run(2, rank, shared=shared):
         assert "float32[4] comes of a gather" in message
 
 
 @both
-def test_what_was_sent_can_be_read_when_the_sender_has_left(same_host: bool) -> None:
+def test_what_was_sent_can_be_read_when_the_sender_has_left(shared: bool) -> None:
     left = threading.Event()
     sizes = [0, 3, 300_000]
 
@@ -208,7 +208,7 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(same_host: bool) -> 
         if number == 0:
             for size in sizes:
                 group.send(torch.full((size,), float(size), dtype=torch.float64), 1, 0)
-            if not same_host:
+            if not shared:
                 left.set()  # sockets: it stays until all is taken
             group.close()
             left.set()
@@ -217,11 +217,11 @@ def test_what_was_sent_can_be_read_when_the_sender_has_left(same_host: bool) -> 
         finishes = [group.receive(TensorSpec("float64", (size,)), 0, 0) for size in sizes]
         return [float(finish().tensor.sum()) for finish in finishes]
 
-    assert run(2, rank, same_host=same_host)[1] == [0.0, 9.0, 9e10]
+    assert run(2, rank, shared=shared)[1] == [0.0, 9.0, 9e10]
 
 
 @both
-def test_what_was_taken_is_not_kept(same_host: bool) -> None:
+def test_what_was_taken_is_not_kept(shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> bool:
         if number == 1:
             group.receive(TensorSpec("float32", (1000,)), 0, 0)()
@@ -235,11 +235,11 @@ def test_what_was_taken_is_not_kept(same_host: bool) -> None:
             time.sleep(0.01)
         return kept() is None
 
-    assert run(2, rank, same_host=same_host) == [True, True]
+    assert run(2, rank, shared=shared) == [True, True]
 
 
 @both
-def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(same_host: bool) -> None:
+def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(shared: bool) -> None:
     ready = threading.Event()
 
     def rank(number: int, group: Group, progress: Progress) -> str:
@@ -254,13 +254,13 @@ def test_a_rank_that_leaves_is_a_lost_peer_to_who_waits(same_host: bool) -> None
         assert not progress.waiting
         return str(caught.value)
 
-    message = run(2, rank, same_host=same_host)[0]
+    message = run(2, rank, shared=shared)[0]
     assert message
     assert "\n" not in message
 
 
 @both
-def test_a_group_that_was_left_takes_nothing(same_host: bool) -> None:
+def test_a_group_that_was_left_takes_nothing(shared: bool) -> None:
     def rank(number: int, group: Group, progress: Progress) -> None:
         group.reduce([torch.ones(1)])()
         group.close()
@@ -269,11 +269,11 @@ def test_a_group_that_was_left_takes_nothing(same_host: bool) -> None:
         with pytest.raises(PeerLost, match="has been left"):
             group.send(torch.ones(1), 1 - number, 0)
 
-    run(2, rank, same_host=same_host)
+    run(2, rank, shared=shared)
 
 
 @both
-def test_waiting_for_others_is_marked(same_host: bool) -> None:
+def test_waiting_for_others_is_marked(shared: bool) -> None:
     progresses: list[Progress] = []
 
     def rank(number: int, group: Group, progress: Progress) -> None:
@@ -288,7 +288,7 @@ def test_waiting_for_others_is_marked(same_host: bool) -> None:
                 time.sleep(0.01)
             group.send(torch.ones(1), 0, 0)
 
-    run(2, rank, same_host=same_host)
+    run(2, rank, shared=shared)
 
 
 def test_a_group_that_nobody_joins_is_given_up() -> None:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -39,8 +40,9 @@ class Rank:
         return os.fstat(self.file).st_ino
 
 
-def no_check(peer: int) -> None:
+def for_ever(peer: int) -> bool:
     """Let a peer take its time."""
+    return True
 
 
 def exchange(ranks: list[Rank], number: int) -> dict[int, str]:
@@ -48,7 +50,7 @@ def exchange(ranks: list[Rank], number: int) -> dict[int, str]:
     peers = {peer: rank for peer, rank in enumerate(ranks) if peer != number}
     names = {peer: rank.post.name for peer, rank in peers.items()}
     inodes = {peer: rank.inode for peer, rank in peers.items()}
-    came = ranks[number].post.exchange(ranks[number].file, names, inodes, no_check)
+    came = ranks[number].post.exchange(ranks[number].file, names, inodes, for_ever)
     ranks[number].post.close()
     texts = {peer: os.pread(descriptor, 100, 0).decode() for peer, descriptor in came.items()}
     for descriptor in came.values():
@@ -77,24 +79,49 @@ def test_what_a_stranger_sends_is_closed() -> None:
     assert found == [{1: "of 1"}, {0: "of 0"}]
 
 
-def test_a_peer_that_has_gone_is_noticed_at_once() -> None:
+def test_a_file_of_that_inode_elsewhere_is_not_what_is_waited_for(tmp_path: Path) -> None:
+    """Anybody may have one, on a file system of their own."""
     with ExitStack() as stack:
         ranks = [Rank(stack, number) for number in range(2)]
+        other = stack.enter_context((tmp_path / "file").open("wb"))
+        address = b"\0" + bytes.fromhex(ranks[0].post.name)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [other.fileno()]))]
+        ranks[1].post._socket.sendmsg([b"x"], rights, 0, address)
+        inode = os.fstat(other.fileno()).st_ino
+        left = iter([True] * 3 + [False] * 9)
+        names = {1: ranks[1].post.name}
+        assert ranks[0].post.exchange(ranks[0].file, names, {1: inode}, lambda peer: next(left)) == {}
+
+
+def test_a_peer_that_has_gone_is_noticed_at_once_and_the_others_are_not_held_up() -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        ranks = [Rank(stack, number) for number in range(3)]
         ranks[1].post.close()
-        with pytest.raises(PeerLost, match="rank 1 has closed"):
-            exchange(ranks, 0)
+        found = list(pool.map(lambda number: exchange(ranks, number), (0, 2)))
+    assert found == [{2: "of 2"}, {0: "of 0"}]
 
 
-def test_who_waits_asks_whether_the_other_can_still_come() -> None:
+def test_who_waits_asks_whether_the_other_may_still_come() -> None:
     asked = []
 
-    def check(peer: int) -> None:
+    def waiting(peer: int) -> bool:
         asked.append(peer)
-        if len(asked) == 3:
-            raise PeerLost("it cannot")
+        return len(asked) < 3
 
     with ExitStack() as stack:
         ranks = [Rank(stack, number) for number in range(2)]
-        with pytest.raises(PeerLost, match="it cannot"):
-            ranks[0].post.exchange(ranks[0].file, {1: ranks[1].post.name}, {1: ranks[1].inode}, check)
+        names, inodes = {1: ranks[1].post.name}, {1: ranks[1].inode}
+        assert ranks[0].post.exchange(ranks[0].file, names, inodes, waiting) == {}
     assert asked == [1, 1, 1]
+
+
+def test_what_came_is_closed_if_somebody_else_has_ended() -> None:
+    def waiting(peer: int) -> bool:
+        raise PeerLost("it has ended")
+
+    with ExitStack() as stack:
+        ranks = [Rank(stack, number) for number in range(3)]
+        ranks[1].post._send(ranks[0].post.name, ranks[1].file)
+        names = {rank: ranks[rank].post.name for rank in (1, 2)}
+        with pytest.raises(PeerLost, match="it has ended"):
+            ranks[0].post.exchange(ranks[0].file, names, {rank: ranks[rank].inode for rank in (1, 2)}, waiting)

@@ -23,6 +23,7 @@ from onebox.wire.messages import EmulatedLink
 from onebox.worker.memory import LEAST_BYTES, PeerLost, supported
 from onebox.worker.peers import Finish
 from onebox.worker.shared import SharedGroup
+from onebox.worker.whereabouts import whereabouts
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -364,7 +365,6 @@ def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("onebox.worker.memory.SPAN_BYTES", LEAST_BYTES)
-        patch.setattr("onebox.worker.shared.SPAN_BYTES", LEAST_BYTES)
         lent = run_ranks(2, rank)[0]
     assert 12 << 20 < lent <= LEAST_BYTES // 4
 
@@ -402,8 +402,9 @@ def test_nothing_stays_behind_of_a_group_that_nobody_joins() -> None:
         raise AssertionError("there is no group")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: b"1:67108864:3:ff")
-        with pytest.raises(PeerLost, match="has closed its memory"):
+        card = f"{whereabouts()}:1:67108864:3:ff".encode()
+        patch.setattr("tests.unit.ranks.Keys.get", lambda self, key: card if "memory" in key else b"0,1")
+        with pytest.raises(PeerLost, match=r"only ranks \[[01]\] share"):
             run_ranks(2, rank, timeout_s=0.2)
 
 
@@ -465,6 +466,27 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
         return float(finish().tensor)
 
     assert run_ranks(2, rank)[0] == 1.0
+
+
+def test_who_waits_can_be_told_from_another_thread_to_wait_no_longer() -> None:
+    waits = threading.Event()
+
+    def rank(number: int, group: SharedGroup) -> None:
+        if number == 1:
+            waits.wait(20)
+            return
+        timer = threading.Timer(0.05, group.interrupt)
+        timer.start()
+        try:
+            with pytest.raises(PeerLost, match="rank 1 is waited for no longer: the group is given up"):
+                group.receive(TensorSpec("bool", ()), 1, 0)()
+            with pytest.raises(PeerLost, match="given up"):
+                group.reduce([torch.ones(1)])()
+        finally:
+            timer.join()
+            waits.set()
+
+    run_ranks(2, rank, timeout_s=3600.0)
 
 
 def test_letters_of_other_channels_do_not_prolong_a_wait() -> None:

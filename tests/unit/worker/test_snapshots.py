@@ -220,13 +220,13 @@ def test_a_snapshot_of_what_lies_otherwise_in_memory() -> None:
 
 
 def carry(
-    elements: Tensor, runs: tuple[tuple[int, int], ...], *, same_host: bool, faults: tuple[Fault, ...] = ()
+    elements: Tensor, runs: tuple[tuple[int, int], ...], *, shared: bool, faults: tuple[Fault, ...] = ()
 ) -> tuple[Slots, Slots]:
     """Carry parts of a slot (1) from one of two threads to the other (2); return their slots."""
     hub = Hub()
 
     def rank(number: int) -> Slots:
-        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", WAIT_S, same_host, (), True)
+        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", WAIT_S, shared, (), True)
         group = form_group(form, hub.channel(number), CPU, Progress(), Wires())
         own = slots()
         courier = Courier(FaultInjector(faults if number == 0 else ()))
@@ -250,23 +250,23 @@ def carry(
     return giver, taker
 
 
-both = pytest.mark.parametrize("same_host", [False, True], ids=["sockets", "shared memory"])
+both = pytest.mark.parametrize("shared", [False, True], ids=["sockets", "shared memory"])
 
 
 @both
-def test_parts_of_a_slot_are_carried_piece_by_piece(same_host: bool) -> None:
+def test_parts_of_a_slot_are_carried_piece_by_piece(shared: bool) -> None:
     elements = torch.arange(3 * PIECE_BYTES + 5, dtype=torch.int64).to(torch.uint8)
     runs = ((8, 3 * PIECE_BYTES - 100), (0, 3), (3 * PIECE_BYTES, 5))
-    _, taker = carry(elements, runs, same_host=same_host)
+    _, taker = carry(elements, runs, shared=shared)
     assert taker.filled([2]) == Filled((2,))
     expected = torch.cat([elements[start : start + size] for start, size in runs])
     assert torch.equal(taker.get(2).memory, expected)
 
 
 @both
-def test_what_comes_in_part_is_no_slot(same_host: bool) -> None:
+def test_what_comes_in_part_is_no_slot(shared: bool) -> None:
     elements = torch.zeros(4 * PIECE_BYTES, dtype=torch.uint8)
-    giver, taker = carry(elements, ((0, 4 * PIECE_BYTES),), same_host=same_host, faults=(Fault("error", "giving", 3),))
+    giver, taker = carry(elements, ((0, 4 * PIECE_BYTES),), shared=shared, faults=(Fault("error", "giving", 3),))
     assert "injected fault" in giver.filled([1]).failure
     found = taker.filled([2])
     assert found.filled == ()
@@ -280,5 +280,5 @@ def test_what_comes_in_part_is_no_slot(same_host: bool) -> None:
 def test_any_runs_arrive(sizes: list[int]) -> None:
     elements = torch.arange(1000).to(torch.uint8)
     runs = tuple((7 * index, size) for index, size in enumerate(sizes))
-    _, taker = carry(elements, runs, same_host=True)
+    _, taker = carry(elements, runs, shared=True)
     assert torch.equal(taker.get(2).memory, torch.cat([elements[start : start + size] for start, size in runs]))

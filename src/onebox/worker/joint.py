@@ -1,0 +1,58 @@
+"""Groups of the workers of several hosts: those of one host share memory, the others are reached by sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onebox.wire import TensorSpec
+from onebox.worker.peers import Finish
+from onebox.worker.shared import SharedGroup
+from onebox.worker.torchgroup import TorchGroup
+
+
+class JointGroup:
+    """A group whose tensors go from rank to rank by the way that there is; sums and gathers go by sockets.
+
+    All that goes from one rank to another goes by one way, so that it comes in its order.
+
+    Args:
+        near: The part of the group that is on this host.
+        all_ranks: The whole group, by sockets.
+        ranks: Those of ``near``.
+    """
+
+    def __init__(self, near: SharedGroup, all_ranks: TorchGroup, ranks: Sequence[int]) -> None:
+        self._near = near
+        self._all = all_ranks
+        self._ranks = frozenset(ranks)
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        return self._all.reduce(tensors)
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension."""
+        return self._all.gather(tensor, spec, dim)
+
+    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+        """Send a tensor to a rank."""
+        return self._way(peer).send(tensor, peer, channel)
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+        """Start to receive a tensor from a rank."""
+        return self._way(peer).receive(spec, peer, channel)
+
+    def interrupt(self) -> None:
+        """Let nobody wait here any longer; callable from any thread."""
+        self._near.interrupt()
+        self._all.interrupt()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._near.close()
+        self._all.close()
+
+    def _way(self, peer: int) -> SharedGroup | TorchGroup:
+        return self._near if peer in self._ranks else self._all

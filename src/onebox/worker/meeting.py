@@ -1,0 +1,160 @@
+"""Who of a group's ranks shares memory with whom: each tells where it is, those of one place try, and all agree.
+
+It takes two rounds over the group's key-value store, which lives at the client. In the first, every rank says where it
+is and how its memory is called; those that are in one place then hand each other descriptors. In the second, every rank
+says whose memory it has got. Two ranks share memory if each has that of the other; what hinders them is said.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+from onebox.errors import WireError
+from onebox.wire.messages import FormGroup
+from onebox.worker.handover import Post
+from onebox.worker.letters import FREE, LEFT
+from onebox.worker.links import Speed
+from onebox.worker.memory import LEAST_BYTES, SPAN_BYTES, Memory, PeerLost, ProcessWatch
+from onebox.worker.peers import Keys
+from onebox.worker.whereabouts import whereabouts
+
+PATIENCE_S = 10.0
+"""How long a descriptor may take to come from a rank of which it is known that it is there."""
+
+_SPEED = Struct("=2d")
+"""The slowest of a rank's links, in the free words of its control page."""
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a rank has of those that it shares memory with.
+
+    Args:
+        memories: Its own memory and theirs, by their ranks.
+        watches: Tell whether their processes are still there.
+    """
+
+    memories: Mapping[int, Memory]
+    watches: Mapping[int, ProcessWatch]
+
+    @property
+    def speeds(self) -> Sequence[Speed]:
+        """The slowest link of each, in the order of their ranks."""
+        found = [self.memories[rank].map for rank in sorted(self.memories)]
+        return [Speed(*_SPEED.unpack_from(memory, 8 * FREE)) for memory in found]
+
+
+@dataclass(frozen=True)
+class _Card:
+    """Where a rank is, and its memory: by process, bytes, inode, and the name of a :class:`Post`."""
+
+    place: str
+    process: int
+    size: int
+    inode: int
+    post: str
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.process}:{self.size}:{self.inode}:{self.post}"
+
+    @classmethod
+    def of(cls, text: bytes) -> _Card:
+        """Read what a rank has said.
+
+        Raises:
+            WireError: It is no such card.
+        """
+        try:
+            place, process, size, inode, post = text.decode("ascii").split(":")
+            bytes.fromhex(post)
+            card = cls(place, int(process), int(size), int(inode), post)
+        except ValueError:
+            raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
+        if not LEAST_BYTES <= card.size <= SPAN_BYTES or card.size % 8 or not post:
+            raise WireError(f"a memory of {card.size} bytes; allowed are {LEAST_BYTES} to {SPAN_BYTES}")
+        return card
+
+
+def meet(form: FormGroup, keys: Keys) -> Met:
+    """Find out who shares memory with this rank, which may be nobody.
+
+    Args:
+        form: This worker's place in the group.
+        keys: The group's key-value store.
+
+    Raises:
+        PeerLost: Another rank has ended, or did not come.
+        WireError: Another rank says what it should not.
+    """
+    own = Memory.make()
+    slowest = Speed.slowest([Speed.of(link) for link in form.links])
+    _SPEED.pack_into(own.map, 8 * FREE, slowest.latency_ns, slowest.ns_per_byte)
+    others = [rank for rank in range(form.size) if rank != form.rank]
+    memories = {form.rank: own}
+    try:
+        near, came = _exchange(form, keys, own, others)
+        try:
+            for rank in list(came):
+                memories[rank] = Memory.of(came.pop(rank), near[rank].size)
+        finally:
+            for descriptor in came.values():
+                os.close(descriptor)
+        keys.set(f"shares/{form.rank}", ",".join(map(str, memories)))
+        agreed = {rank for rank in near if form.rank in _ranks(keys.get(f"shares/{rank}"))}
+    except BaseException:
+        own.publish(LEFT, 1)
+        raise
+    finally:
+        own.seal()
+    for rank in near.keys() - (agreed & memories.keys()):
+        _say(form, rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
+    return Met(
+        {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in agreed},
+        {rank: ProcessWatch(near[rank].process) for rank in agreed & memories.keys()},
+    )
+
+
+def _exchange(
+    form: FormGroup, keys: Keys, own: Memory, others: Sequence[int]
+) -> tuple[dict[int, _Card], dict[int, int]]:
+    """Return the ranks that are in this one's place, and the descriptors that came from them."""
+    post = Post()
+    try:
+        card = _Card(whereabouts(), os.getpid(), len(own.map), own.inode, post.name)
+        keys.set(f"memory/{form.rank}", str(card))
+        cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
+        near = {rank: other for rank, other in cards.items() if other.place == card.place}
+        watches = {rank: ProcessWatch(other.process) for rank, other in near.items()}
+        names = {rank: other.post for rank, other in near.items()}
+        inodes = {rank: other.inode for rank, other in near.items()}
+        end_s = time.monotonic() + min(PATIENCE_S, form.timeout_s)
+
+        def waiting(rank: int) -> bool:
+            if watches[rank].ended():
+                raise PeerLost(f"rank {rank} has ended: process {watches[rank].process} is gone")
+            return time.monotonic() < end_s
+
+        return near, post.exchange(own.descriptor, names, inodes, waiting)
+    finally:
+        post.close()
+
+
+def _ranks(text: bytes) -> set[int]:
+    try:
+        return {int(word) for word in text.decode("ascii").split(",")}
+    except ValueError:
+        raise WireError(f"a rank shares memory with {text[:80]!r}, which are no ranks") from None
+
+
+def _say(form: FormGroup, rank: int, why: str) -> None:
+    print(
+        f"onebox worker: rank {form.rank} of group {form.group} does not share memory with rank {rank}, which is on "
+        f"this host, too: {why}; what goes between them goes through sockets",
+        file=sys.stderr,
+        flush=True,
+    )
