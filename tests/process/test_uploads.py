@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import onebox
-from onebox.errors import UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.plan import Plan
 from onebox.pool import Pool, raise_first
-from onebox.wire.messages import Ask
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Ask, Free, Get, Put
 from onebox.wire.sayings import Memory
 from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
@@ -191,3 +195,37 @@ def test_after_a_loss_the_copy_of_the_client_serves() -> None:
         held = used(pool)
         trainer.step(*batches[0]).item()
         assert used(pool) == held  # what the survivor had of them is not there any more
+
+
+def test_slow_links_get_fewer_bytes_and_the_result_is_the_same() -> None:
+    generator = torch.Generator().manual_seed(2)
+    dark = torch.rand(64, 3072, generator=generator) < 0.8
+    images = torch.randint(256, (64, 3072), dtype=torch.uint8, generator=generator).masked_fill(dark, 0)
+    classes = torch.randint(10, (64,), generator=generator)
+    losses, sent = [], []
+    for bandwidth_bps in (math.inf, 1e6):
+        torch.manual_seed(0)
+        model = nn.Linear(3072, 10)
+        with (
+            onebox.open("cpu*2", threads=1, channel_bandwidth_bps=bandwidth_bps) as pool,
+            onebox.Trainer(
+                model, nn.functional.cross_entropy, sgd(model), pool=pool, on_device=lambda x: x.float() / 255
+            ) as trainer,
+        ):
+            trainer.step(images, classes).item()
+            before = sum(pool.sent_bytes)
+            uploaded = trainer.upload(images, classes)
+            losses.append([trainer.step(uploaded).item(), trainer.evaluate([(images, classes)]).loss])
+            sent.append((sum(pool.sent_bytes) - before) // 2)
+    assert losses[0] == losses[1]
+    assert sent[0] == images.nbytes + classes.nbytes
+    assert sent[1] < 0.7 * sent[0]
+
+
+def test_a_worker_refuses_frames_that_are_no_tensors(pools: Shelf) -> None:
+    pool, number = pools(1), 10**9
+    for codec, frame, size in (("lz4", b"abc", 700), ("lz4", b"abc", 1 << 30), ("zstd", b"abc", 1 << 30)):
+        put = Put((number,), (TensorSpec("uint8", (size,)),), (codec,))
+        with pytest.raises(OneboxError, match=r"cannot unpack|cannot become"):
+            pool.post(0, [put, Get((number,))], [frame], answer=True).result(30)
+        pool.post(0, [Free((number,))])

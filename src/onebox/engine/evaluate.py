@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.compiler import Compiled
-from onebox.engine.parcels import parts_of
+from onebox.engine.parcels import Part
 from onebox.engine.results import Evaluation
 from onebox.errors import UsageError
 from onebox.pool import Answer, Pool, raise_first
@@ -23,6 +23,7 @@ def evaluate(
     *,
     pool: Pool,
     prepare: Callable[[Batch], Compiled],
+    parts: Callable[[Batch, Compiled], Mapping[int, Part]],
     metrics: Sequence[str],
     in_flight: int,
     failed: Callable[[Exception], None],
@@ -33,6 +34,7 @@ def evaluate(
         batches: (inputs, targets) of each.
         pool: The pool.
         prepare: Returns the routines that evaluate a batch.
+        parts: Returns what brings each worker its part of a batch.
         metrics: Names of the metrics.
         in_flight: Batches that may be under way at once.
         failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
@@ -58,7 +60,7 @@ def evaluate(
         for asked in pending:
             if asked.futures is None:
                 asked.compiled = prepare(asked.batch)
-                asked.futures = _post(pool, asked.batch, asked.compiled)
+                asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
 
     def finish() -> None:
         begin()
@@ -97,8 +99,7 @@ class _Asked:
     futures: list[Future[Answer]] | None = None
 
 
-def _post(pool: Pool, batch: Batch, compiled: Compiled) -> list[Future[Answer]]:
-    parts = parts_of(pool, batch, compiled)
+def _post(pool: Pool, compiled: Compiled, parts: Mapping[int, Part]) -> list[Future[Answer]]:
     return [
         pool.post(
             worker, [*part.instructions, Run(compiled.routines[worker].number, part.bindings)], part.frames, answer=True

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Compiled, put_leaves
+from onebox.engine.packing import Packing
 from onebox.pool import Pool
-from onebox.wire.messages import Instruction
+from onebox.wire.messages import Instruction, Put
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Part:
     frames: tuple[memoryview | bytes, ...] = ()
 
 
-def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int) -> Part:
+def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int, packing: Packing) -> Part:
     """Return what brings a worker its part of a batch: what its routine reads of it, and nothing else.
 
     Args:
@@ -36,6 +37,7 @@ def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int) -> Part:
         batch: The batch; its tensors are not to be written to until the worker has them.
         compiled: The routines.
         worker: The worker.
+        packing: How it travels.
     """
     parts = [
         batch.leaves[leaf][cut.start : cut.start + cut.size]
@@ -45,13 +47,23 @@ def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int) -> Part:
     if not parts:
         return Part(bindings=(), size_bytes=0)
     put, numbers, frames = put_leaves(pool, parts)
-    size_bytes = sum(len(frame) for frame in frames)
-    return Part(bindings=numbers, size_bytes=size_bytes, instructions=(put,), frames=tuple(frames))
+    packed = [
+        packing.packed(worker, leaf, frame)
+        for (_, leaf), frame in zip(compiled.routines[worker].leaves, frames, strict=True)
+    ]
+    if any(codec for codec, _ in packed):
+        put = Put(put.buffers, put.specs, tuple(codec or "" for codec, _ in packed))
+    return Part(
+        bindings=numbers,
+        size_bytes=sum(len(frame) for frame in frames),
+        instructions=(put,),
+        frames=tuple(frame for _, frame in packed),
+    )
 
 
-def parts_of(pool: Pool, batch: Batch, compiled: Compiled) -> dict[int, Part]:
+def parts_of(pool: Pool, batch: Batch, compiled: Compiled, packing: Packing) -> dict[int, Part]:
     """Return what brings each worker its part of a batch."""
-    return {worker: part_of(pool, batch, compiled, worker) for worker in compiled.routines}
+    return {worker: part_of(pool, batch, compiled, worker, packing) for worker in compiled.routines}
 
 
 @dataclass(eq=False)

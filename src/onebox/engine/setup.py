@@ -13,6 +13,7 @@ from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import Peak, peak_at
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of
+from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import optimizer_factor
 from onebox.errors import DeviceMemoryError, OneboxError, UsageError
@@ -128,6 +129,7 @@ class Ready:
                 max_norm=max_norm,
             )
             self._require_room(batch)
+            self._packing = Packing(pool, plan.devices) if strict else None
             remote.upload(holdings.holders, holdings)
             remote.define_optimizer(optimizer, trained, holdings, host=on_host)
         except BaseException:
@@ -159,6 +161,12 @@ class Ready:
                 raise no_room(peak_at(worker, contents), device, room_bytes)
             self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
         self._fitting.add(shape)
+
+    @property
+    def packing(self) -> Packing:
+        """How batches travel to the workers; only where ``strict``."""
+        assert self._packing is not None
+        return self._packing
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.

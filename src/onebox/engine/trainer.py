@@ -290,6 +290,7 @@ class Trainer(Observed):
                 pool=self.pool,
                 prepare=lambda batch: self._run.set_up(batch).compiler.evaluation(batch),
                 metrics=list(self._metrics),
+                parts=self._run.uploads.parts,
                 in_flight=self._in_flight,
                 failed=self._run.recover,
             )

@@ -156,10 +156,15 @@ class Uploads:
         with self._lock:
             parts = None if parcel is None else self._take(parcel, compiled)
             self._make_room()
-            yield parts_of(self._pool, batch, compiled) if parts is None else parts
+            yield self.parts(batch, compiled) if parts is None else parts
             self._steps += 1
             self._caller_s += time.perf_counter() - begin_s
             self._send()
+
+    def parts(self, batch: Batch, compiled: Compiled) -> dict[int, Part]:
+        """Return what brings each worker its part of a batch for some routines."""
+        assert self._ready is not None
+        return parts_of(self._pool, batch, compiled, self._ready.packing)
 
     def kept(self, batch: Batch) -> Batch:
         """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
@@ -238,7 +243,9 @@ class Uploads:
         """Make the parts of a batch, if the routines for it are there and they have not been made."""
         compiled = None if ready is None else ready.compiler.known(parcel.batch)
         if compiled is not parcel.compiled:
-            parcel.parts = {} if compiled is None else parts_of(self._pool, parcel.batch, compiled)
+            parcel.parts = {}
+            if compiled is not None and ready is not None:
+                parcel.parts = parts_of(self._pool, parcel.batch, compiled, ready.packing)
             parcel.compiled = compiled
 
     def _fits(self, parcels: list[Parcel]) -> bool:

@@ -44,6 +44,7 @@ def open_pool(
     memory: Memory | None = None,
     links: LinkMap | None = None,
     channel_latency_s: float = 0.0,
+    channel_bandwidth_bps: float = math.inf,
     faults: dict[int, Sequence[Fault]] | None = None,
     grace_s: float | None = None,
     wait: bool = True,
@@ -70,6 +71,7 @@ def open_pool(
             where both are given. For experiments on one host; times over them are made, not measured.
         channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
             signs of life are not held up. Emulated likewise.
+        channel_bandwidth_bps: Bytes per second that go from this process to all workers at most. Emulated likewise.
         faults: For tests: what goes wrong on which worker of this machine.
         grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the way
             to one may be cut before its workers are given up; that a host has failed as a whole is noticed only then.
@@ -94,8 +96,16 @@ def open_pool(
     """
     if not 0 <= channel_latency_s < math.inf:
         raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
+    if not channel_bandwidth_bps > 0:
+        raise UsageError(f"channel_bandwidth_bps={channel_bandwidth_bps}: a bandwidth is positive; infinite for no cap")
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
-    return connect_pool(sources, links=links, channel_latency_s=channel_latency_s, wait=wait)
+    return connect_pool(
+        sources,
+        links=links,
+        channel_latency_s=channel_latency_s,
+        channel_bandwidth_bps=channel_bandwidth_bps,
+        wait=wait,
+    )
 
 
 def make_sources(
@@ -160,7 +170,12 @@ def _address_towards(agents: Sequence[AgentPart]) -> str:
 
 
 def connect_pool(
-    sources: Sequence[Source], *, links: LinkMap | None = None, channel_latency_s: float = 0.0, wait: bool = True
+    sources: Sequence[Source],
+    *,
+    links: LinkMap | None = None,
+    channel_latency_s: float = 0.0,
+    channel_bandwidth_bps: float = math.inf,
+    wait: bool = True,
 ) -> Pool:
     """Start the workers of some sources, in that order, and make a pool of them; see :func:`open_pool`.
 
@@ -182,14 +197,14 @@ def connect_pool(
                 patience_s |= {member.place.worker: source.patience_s for member, _ in made}
             started += made
         members = [member for member, _ in started]
-        switchboard = Switchboard(mine, channel_latency_s, len(members), patience_s)
+        switchboard = Switchboard(mine, channel_latency_s, len(members), patience_s, channel_bandwidth_bps)
         undo.callback(switchboard.stop)
         hellos = [switchboard.connect(member, key) for member, key in started]
         switchboard.start()
         devices = [welcome(member, hello) for member, hello in zip(members, hellos, strict=True)]
         for source in sources:
             source.connected()
-        pool = Pool(members, sources, switchboard, devices, links, channel_latency_s)
+        pool = Pool(members, sources, switchboard, devices, links, channel_latency_s, channel_bandwidth_bps)
         if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
             pool.round_trip_s = _round_trip_s(pool)
         undo.pop_all()

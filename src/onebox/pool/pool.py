@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from onebox.pool.local import LOCAL_HOST
 from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
+from onebox.pool.uplinks import Uplinks
 from onebox.pool.ways import shares_memory
 from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
 
@@ -46,10 +48,12 @@ class Pool:
         devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
         channel_latency_s: float = 0.0,
+        channel_bandwidth_bps: float = math.inf,
     ) -> None:
         self.devices: tuple[DeviceInfo, ...] = tuple(devices)
         self.links: LinkMap = directed(links or {}, devices)
         self.channel_latency_s = channel_latency_s
+        self.channel_bandwidth_bps = channel_bandwidth_bps
         self._members = list(members)
         self._sources = sources
         self._switchboard = switchboard
@@ -58,6 +62,8 @@ class Pool:
         self._closed = False
         self.shared = shares_memory()
         """Whether groups that are formed from now on use memory that workers of one host share, where they can."""
+        self.uplinks = Uplinks(self)
+        """How fast tensors go to the workers."""
         self.round_trip_s = 0.0
         """How long a question to the furthest worker took when the pool was opened; 0 where all are of this machine."""
         self.gone: frozenset[int] = frozenset()
@@ -108,6 +114,15 @@ class Pool:
         """Bytes of tensors that have been sent to each worker so far, as they travel."""
         sent = self._switchboard.sent_bytes
         return tuple(sent.get(worker, 0) for worker in range(len(self.devices)))
+
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be posted any more, or until it is healed."""
+        return self._switchboard.broken is not None
+
+    def near(self, worker: int) -> bool:
+        """Tell whether a worker is a process of this machine, and nothing slower than that is emulated."""
+        return self.devices[worker].host == LOCAL_HOST and self.channel_bandwidth_bps == math.inf
 
     def new_number(self) -> int:
         """Return a number for a buffer, definition or group that nothing else in this pool has."""

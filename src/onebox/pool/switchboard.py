@@ -49,15 +49,21 @@ class Switchboard:
         latency_s: Seconds that every message is held back, each way; for experiments.
         workers: How many there will be: tensors to and from several are encrypted by several threads.
         patience_s: See :class:`Liveness`.
+        bandwidth_bps: Bytes per second that go to all workers at most; for experiments.
     """
 
     def __init__(
-        self, keys: KeyPair, latency_s: float = 0.0, workers: int = 1, patience_s: Mapping[int, float] | None = None
+        self,
+        keys: KeyPair,
+        latency_s: float = 0.0,
+        workers: int = 1,
+        patience_s: Mapping[int, float] | None = None,
+        bandwidth_bps: float = math.inf,
     ) -> None:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
         self._lines: dict[int, Line] = {}
-        self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s)
+        self._outbox: DelayLine[tuple[int, list[Any]]] = DelayLine(latency_s, bandwidth_bps)
         self._inbox: DelayLine[tuple[Line, Sequence[Any]]] = DelayLine(latency_s)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pending = Pending()
@@ -115,8 +121,9 @@ class Switchboard:
             self._numbers += 1
             header = encode(Envelope(self._numbers, answer, tuple(instructions)))
             future = self._pending.promise(worker, self._numbers, answer=answer)
-            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + sum(len(frame) for frame in frames)
-            self._outbox.put((worker, [header, *frames]), time.monotonic())
+            size_bytes = sum(len(frame) for frame in frames)
+            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
+            self._outbox.put((worker, [header, *frames]), time.monotonic(), len(header) + size_bytes)
             os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
         return future
 
@@ -299,11 +306,11 @@ class Switchboard:
     def _patience_ms(self) -> int:
         """Return how long to wait for something to come: until something is due to be sent, at most a tick."""
         due_s = min((line.link.due_s for line in self._lines.values()), default=math.inf)
-        if due_s == math.inf and not self._outbox.latency_s:
+        if due_s == math.inf and self._outbox.plain:
             return _TICK_MS
         now_s = time.monotonic()
         wait_s = max(0.0, due_s - now_s)
-        if self._outbox.latency_s:
+        if not self._outbox.plain:
             wait_s = min(wait_s, self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
         return math.ceil(1000 * min(wait_s, _TICK_MS / 1000))
 
@@ -367,7 +374,7 @@ class Switchboard:
         messages = [
             (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
         ]
-        if self._outbox.latency_s:
+        if not self._outbox.plain:
             for message in messages:
                 self._outbox.put(message, time.monotonic())
         else:

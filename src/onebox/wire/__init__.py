@@ -16,6 +16,7 @@ from onebox.wire.channel import (
 from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
 from onebox.wire.link import Link
 from onebox.wire.operators import is_random, overload, shares_memory
+from onebox.wire.packing import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.program import (
     PROGRAM_TYPES,
     DType,
@@ -39,9 +40,11 @@ from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, 
 __all__ = [
     "DTYPES",
     "FREE",
+    "MOST_BYTES",
     "PROGRAM_TYPES",
     "Argument",
     "Block",
+    "Codec",
     "Complex",
     "DType",
     "Generator",
@@ -65,6 +68,7 @@ __all__ = [
     "check",
     "check_elements",
     "check_frames",
+    "codecs",
     "configure",
     "decode_envelope",
     "decode_saying",
@@ -76,6 +80,7 @@ __all__ = [
     "listen",
     "new_keys",
     "overload",
+    "pack",
     "program_dtype_name",
     "reads",
     "receive",
@@ -84,5 +89,6 @@ __all__ = [
     "spec_of",
     "specs_by_slot",
     "to_frame",
+    "unpack",
     "with_deaths",
 ]

@@ -249,10 +249,17 @@ class Define(Message, frozen=True, tag="define"):
 
 
 class Put(Message, frozen=True, tag="put"):
-    """Fill buffers from the next frames, one frame a buffer."""
+    """Fill buffers from the next frames, one frame a buffer.
+
+    Args:
+        buffers: Their numbers.
+        specs: What they become.
+        packed: How each frame is compressed, nothing where it is not; empty where none is.
+    """
 
     buffers: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
+    packed: tuple[Literal["", "lz4", "zstd"], ...] = ()
 
 
 class Run(Message, frozen=True, tag="run"):

@@ -47,6 +47,7 @@ class Hello(Message, frozen=True, tag="hello"):
         nccl: Whether the worker of a GPU has NCCL.
         instructions: The instruction sets that it uses; none of a device that computes nothing.
         cores: Cores of its host that it may use.
+        codecs: How frames for it may be packed.
     """
 
     protocol: int
@@ -62,6 +63,7 @@ class Hello(Message, frozen=True, tag="hello"):
     nccl: bool = False
     instructions: Instructions = NONE
     cores: int = 0
+    codecs: tuple[str, ...] = ()
 
 
 class Failure(Message, frozen=True, tag="failure"):

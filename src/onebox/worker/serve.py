@@ -21,7 +21,7 @@ import zmq
 from msgspec import Struct
 
 from onebox.errors import WireError
-from onebox.wire import KeyPair, Link, configure, decode_envelope, encode, endure, listen, send
+from onebox.wire import KeyPair, Link, codecs, configure, decode_envelope, encode, endure, listen, send
 from onebox.wire.messages import PROTOCOL, Bye, Envelope, Gone, Reduced, Rendezvous
 from onebox.wire.sayings import Failure, Hello, Reply, Result, Saying
 from onebox.worker.confine import confine, failures
@@ -196,6 +196,7 @@ class Server:
                 *self._device.make(),
                 self._device.instructions(),
                 self._cores,
+                codecs(),
             )
         )
         with torch.inference_mode():

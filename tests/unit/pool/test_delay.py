@@ -114,3 +114,22 @@ def test_closing_does_not_wait_for_what_is_held_back(open_pool: OpenPool) -> Non
 def test_a_latency_that_cannot_be(open_pool: OpenPool, latency_s: float) -> None:
     with pytest.raises(UsageError, match="0 s or more and finite"):
         open_pool(1, channel_latency_s=latency_s)
+
+
+@given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=20), gaps=st.lists(st.floats(0, 2), min_size=20))
+def test_bytes_wait_for_those_before_them(sizes: list[int], gaps: list[float]) -> None:
+    line: DelayLine[int] = DelayLine(0.5, bandwidth_bps=500.0)
+    now_s, free_s = 0.0, 0.0
+    due_s = []
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=False)):
+        now_s += gap
+        line.put(number, now_s, size)
+        free_s = max(free_s, now_s) + size / 500
+        due_s.append(free_s + 0.5)
+    out: list[int] = []
+    for step in range(int(due_s[-1] * 10) + 2):
+        at_s = step / 10
+        out += line.take(at_s)
+        assert all(due_s[number] <= at_s + 1e-9 for number in out)
+        assert all(due_s[number] > at_s - 1e-9 for number in range(len(out), len(due_s)))
+    assert out == list(range(len(due_s)))

@@ -73,7 +73,11 @@ KERNEL = Kernel(
 )
 ENVELOPES = [
     Envelope(1, True, (Define(3, StoredProgram(PROGRAM)),)),
-    Envelope(2, False, (Put((1, 2), (SPEC, SPEC)), Run(5, (1, 2), 7, 9, ({"lr": 0.1, "betas": (0.9, 0.99)},), True))),
+    Envelope(
+        2,
+        False,
+        (Put((1, 2), (SPEC, SPEC), ("lz4", "")), Run(5, (1, 2), 7, 9, ({"lr": 0.1, "betas": (0.9, 0.99)},), True)),
+    ),
     Envelope(3, True, (Define(4, Routine((Call(3, (-1, 2), (4,), (0,)), Free((4,)), Ask("scalars", (4,))), 1)),)),
     Envelope(4, True, (Define(6, Optimizer("SGD", (((0,), {"lr": 0.1}),), (1,), (StateEntry(0, "m", SPEC),))),)),
     Envelope(
