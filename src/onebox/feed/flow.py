@@ -7,8 +7,9 @@ one, whatever the bounds are.
 What bounds it: a stage has at most one item more than workers, finished ones included, and at most ``ahead`` results
 are ready behind the last. With ``limit_bytes``, work begins only where its result is expected to fit beside all that is
 there and under way; the expectation is the most by which results of that stage were larger than their items so far, and
-before there is one, a stage works on one item at a time. The item that the consumer gets next is always let through, as
-nothing would move otherwise.
+until there is one, a stage works on one item at a time. The item that the consumer gets next is always let through, as
+nothing would move otherwise: by what becomes of it the limit may be exceeded, and by no more as long as results are of
+a size.
 """
 
 from __future__ import annotations
@@ -195,6 +196,6 @@ class Flow:
         if self._limit_bytes is None or number == self.handed:
             return True
         if stage.growth_bytes is None:
-            return not stage.under_way
+            return False
         promised_bytes = sum(each.promised_bytes for each in self._stages)
         return self.used_bytes + promised_bytes + stage.growth_bytes <= self._limit_bytes

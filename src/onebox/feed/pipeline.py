@@ -218,18 +218,16 @@ class Pipeline:
 
     def _start_workers(self) -> None:
         """Start as many workers as stages may have."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         for index, spec in enumerate(self._specs):
-            while True:
-                with self._lock:
-                    if self._closed or self._workers[index] >= self._flow.limit(index):
-                        break
-                    self._workers[index] += 1
-                thread = threading.Thread(
-                    target=self._run, args=(index,), name=f"{THREAD_NAME}-{spec.name}", daemon=True
-                )
-                self._threads = [each for each in self._threads if each.is_alive()]
-                self._threads.append(thread)
+            with self._lock:
+                missing = 0 if self._closed else max(0, self._flow.limit(index) - self._workers[index])
+                self._workers[index] += missing
+            for _ in range(missing):
+                name = f"{THREAD_NAME}-{spec.name}"
+                thread = threading.Thread(target=self._run, args=(index,), name=name, daemon=True)
                 thread.start()
+                self._threads.append(thread)
 
     def _run(self, index: int) -> None:
         """Be a worker of a stage."""
