@@ -51,7 +51,8 @@ class JobConfig(OfPool):
         lr: Learning rate; without it 1e-3 for adamw and adam, 5e-2 for sgd.
         weight_decay: Weight decay; without it 1e-2 for adamw, none for adam and sgd.
         momentum: Momentum, for sgd; without it 0.9.
-        precision: fp32, or bf16 for autocast (parameters stay fp32).
+        precision: fp32, bf16 for autocast (parameters stay fp32), or auto: bf16 for the products of stages that are
+            faster with it.
         seed: Seed of weights, order of samples and dropout.
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, where onebox serve runs, such
             as lab1,lab2/cuda:0; a Ray cluster, ray; or a file NAME.toml. Emulated ones: cpu@0.5 is a CPU worker at
@@ -72,7 +73,7 @@ class JobConfig(OfPool):
     lr: Float = None
     weight_decay: Float = None
     momentum: Float = None
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
     seed: int = 0
     pool: str = "auto"
     threads: Int = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -51,6 +51,7 @@ class ProfileConfig(OfPool):
         model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
         data: Data set that the model is for; see onebox train.
         micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
+        precision: Of the model: fp32, bf16 for autocast, or auto to measure its products both ways.
         pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
             Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
         threads: CPU threads of each worker; without it an equal share of the cores.
@@ -67,6 +68,7 @@ class ProfileConfig(OfPool):
     model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
     data: str = "digits"
     micro_batches: Ints = None
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
     pool: str = "auto"
     threads: Int = None
     memory: Bytes = None

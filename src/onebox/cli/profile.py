@@ -63,6 +63,7 @@ def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile
         labels,
         pool=pool,
         sizes=sizes,
+        precision=config.precision,
         fresh=config.fresh,
         cache=not config.no_cache,
     )

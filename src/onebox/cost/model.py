@@ -87,6 +87,22 @@ class ModelBytes(_Part, frozen=True):
     ties: tuple[TiedParameter, ...]
 
 
+class Way(_Part, frozen=True):
+    """A way to compute a segment.
+
+    Args:
+        channels_last: Whether its convolutions have channels last in memory.
+        bf16: Whether its products are of bfloat16.
+    """
+
+    channels_last: bool = False
+    bf16: bool = False
+
+
+PLAIN = Way()
+"""As captured."""
+
+
 class SegmentTimes(_Part, frozen=True):
     """Measured times on one type of device at full speed, for one size of a micro-batch.
 
@@ -95,16 +111,15 @@ class SegmentTimes(_Part, frozen=True):
         seconds: For each segment: forward, input gradient, weight gradient.
         update_s: The optimizer step over all parameters.
         call_s: What an action costs beside its operators.
-        last_gain_s: For each segment by how many seconds, of all three, it is faster where its maps have channels last
-            in memory; negative where it is slower. Empty where that was not measured, else ``seconds`` are those of
-            the faster format.
+        ways: For each of the ways to compute them that were measured, ``seconds``; those above are then of each segment
+            in its fastest. Empty where there was only one.
     """
 
     size: int
     seconds: tuple[tuple[float, float, float], ...]
     update_s: float
     call_s: float
-    last_gain_s: tuple[float, ...] = ()
+    ways: tuple[tuple[Way, tuple[tuple[float, float, float], ...]], ...] = ()
 
 
 class ModelProfile(_Part, frozen=True):

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from onebox.errors import CheckpointError, UsageError
+from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.wire.messages import Options
 
@@ -65,7 +66,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         torch: The torch version that wrote it.
         step: Steps done.
         seed: The run's seed.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16`` or ``auto``.
         clip_grad_norm: For clipping.
         plan: The plan; none before the first step.
         optimizer: Class in ``torch.optim``.
@@ -80,7 +81,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     torch: str
     step: int
     seed: int
-    precision: Literal["fp32", "bf16"]
+    precision: Precision
     clip_grad_norm: float | None
     plan: Plan | None
     optimizer: str

@@ -43,7 +43,7 @@ class Recipe:
         model: The model.
         loss: The loss.
         metrics: For evaluation.
-        precision: ``bf16`` for autocast.
+        precision: ``bf16`` for autocast; any other one captures the model as it is.
         device_type: The device type that the graph is for.
         trained: Parameters whose gradients are wanted.
         on_device: Tensor code in front of the model.
@@ -310,7 +310,8 @@ class Compiler:
             traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
             fates = [stage.fate for stage in self._plan.stages]
-            programs = traced.divide(stages, fates=fates, blocks=block_numbers(self._plan.stages))
+            blocks = block_numbers(self._plan.stages)
+            programs = traced.divide(stages, fates=fates, blocks=blocks, narrow=self._narrow)
             programs = with_channels_last(programs, self._plan.channels_last)
             self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled)
             self._settled = self._settled or self._models[key].placements
@@ -319,6 +320,17 @@ class Compiler:
     def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
         key = (batch.signature(size), train)
         return self._constants.numbers(key, self._models[key].programs.constants)
+
+    @property
+    def _narrow(self) -> frozenset[int]:
+        """The stages whose products are rounded here; under autocast they are all captured so."""
+        whole = self._captures.recipe.precision == "bf16"
+        if whole and any(stage.precision == "fp32" for stage in self._plan.stages):
+            raise UsageError(
+                "precision='bf16' runs the whole model in bf16, but a stage of the plan is of precision 'fp32'; "
+                "precision='auto' leaves that to the plan"
+            )
+        return frozenset() if whole else self._plan.narrow
 
     @property
     def _halves(self) -> bool:

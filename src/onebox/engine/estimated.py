@@ -65,7 +65,7 @@ def profile_unseen(
     divided: list[tuple[ModelPrograms, ModelBytes]] = []
     for size in sorted(set(sizes)):
         divided.append(divided_bytes(captures, batch, size, optimizer))
-        key = times_key(divided[-1][1].graph, devices, optimizer, size)
+        key = times_key(divided[-1][1].graph, devices, optimizer, size, captures.recipe.precision)
         found = load(key, KnownTimes) if rates is None else None
         for kind, times in (found.times if found else {}).items():
             known.setdefault(kind, []).append(times)

@@ -1,41 +1,51 @@
-"""Memory formats of stages: channels last where that was measured to be faster."""
+"""Formats of stages: how their maps lie in memory, and in which type their products are, by what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from msgspec.structs import replace
 
-from onebox.cost.model import ModelProfile, SegmentTimes
+from onebox.cost.model import PLAIN, ModelProfile, SegmentTimes, Way
 from onebox.engine.problem import device_type
-from onebox.graph import ModelPrograms
+from onebox.graph import ModelPrograms, Precision
 from onebox.plan import Plan, Stage
 from onebox.pool import DeviceInfo
 from onebox.wire import Program, Slot, specs_by_slot
 
 LEAST_WORK = 50_000_000
-"""Multiplications of a micro-batch's convolutions, some milliseconds in all, below which nothing is measured: what can
-be gained is less than what measuring takes, and the models of tests are smaller."""
+"""Multiplications of a micro-batch, some milliseconds in all, below which nothing is measured: what can be gained is
+less than what measuring takes, and the models of tests are smaller."""
 
 LEAST_GAIN = 0.03
-"""The least part of a stage's time that channels last are to gain: what is less may be noise."""
+"""The least part of a stage's time that another format is to gain: what is less may be noise."""
 
 _FAST = ("float32", "bfloat16")
 """Types that oneDNN convolves."""
 
+_MATRICES = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
+"""Products of matrices, and the place of the first one among their arguments."""
+
 
 def convolution_work(programs: ModelPrograms) -> int:
     """Return the multiplications of the convolutions of forward of all stages, of types that oneDNN convolves."""
-    return sum(_work(named.program) for phase, named in programs.phases.items() if phase.kind == "F")
+    forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
+    return sum(_convolutions(program, _FAST) for program in forward)
 
 
-def _work(program: Program) -> int:
+def product_work(programs: ModelPrograms) -> int:
+    """Return the multiplications of forward of all stages that could be of bfloat16."""
+    forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
+    return sum(_convolutions(program, _FAST[:1]) + _matrices(program) for program in forward)
+
+
+def _convolutions(program: Program, types: Sequence[str]) -> int:
     specs = specs_by_slot(program)
     total = 0
     for operator in program.operators:
         made = operator.specs[0]
-        if operator.name != "aten.convolution.default" or made is None or made.dtype not in _FAST:
+        if operator.name != "aten.convolution.default" or made is None or made.dtype not in types:
             continue
         weight = operator.args[1]
         assert isinstance(weight, Slot)
@@ -44,20 +54,50 @@ def _work(program: Program) -> int:
     return total
 
 
-def compared(plain: SegmentTimes, last: SegmentTimes) -> SegmentTimes:
-    """Return the times of segments, each in its faster format, with what channels last gain.
+def _matrices(program: Program) -> int:
+    specs = specs_by_slot(program)
+    total = 0
+    for operator in program.operators:
+        made = operator.specs[0]
+        if operator.name in _MATRICES and made is not None and made.dtype == "float32":
+            left = operator.args[_MATRICES[operator.name]]
+            assert isinstance(left, Slot)
+            total += prod(made.shape) * specs[left.index].shape[-1]
+    return total
+
+
+def ways_of(kind: str, devices: Sequence[DeviceInfo], programs: ModelPrograms, precision: Precision) -> tuple[Way, ...]:
+    """Return the ways to compute a model that are worth measuring on devices of a type, the usual one first.
 
     Args:
-        plain: Measured as captured.
-        last: Measured with channels last.
+        kind: ``cpu`` or ``cuda``.
+        devices: All devices of that type.
+        programs: The model.
+        precision: Of the run: bf16 is measured with ``auto`` alone, and where all devices have instructions for it.
     """
-    gains = tuple(sum(a) - sum(b) for a, b in zip(plain.seconds, last.seconds, strict=True))
-    faster = tuple(b if gain > 0 else a for a, b, gain in zip(plain.seconds, last.seconds, gains, strict=True))
-    return replace(plain, seconds=faster, last_gain_s=gains)
+    last = kind == "cpu" and convolution_work(programs) >= LEAST_WORK
+    narrow = precision == "auto" and all(d.has_bf16 for d in devices) and product_work(programs) >= LEAST_WORK
+    formats, types = (False, True)[: 1 + last], (False, True)[: 1 + narrow]
+    return tuple(Way(channels_last=there, bf16=rounded) for rounded in types for there in formats)
+
+
+def compared(found: Mapping[Way, SegmentTimes]) -> SegmentTimes:
+    """Return the times of segments, each in the fastest of the ways that were measured, the usual one among them.
+
+    Args:
+        found: The times by way.
+    """
+    seconds = tuple(min(each, key=sum) for each in zip(*(times.seconds for times in found.values()), strict=True))
+    if len(found) == 1:
+        return found[PLAIN]
+    ways = tuple((way, times.seconds) for way, times in found.items())
+    return replace(found[PLAIN], seconds=seconds, ways=ways)
 
 
 def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
-    """Return a plan whose stages on CPUs have channels last where their segments gain by that.
+    """Return a plan each of whose stages is computed in the way in which its segments are fastest.
+
+    bf16 changes results: it has to be faster than the best way without.
 
     Args:
         plan: The plan.
@@ -67,17 +107,42 @@ def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo
     return replace(plan, stages=tuple(_with_format(stage, plan.micro_batch, profile, devices) for stage in plan.stages))
 
 
+def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan:
+    """Return a plan whose stages are of bf16 where another plan has all their segments in stages of bf16.
+
+    Args:
+        plan: A plan for the same model.
+        other: The other plan.
+        segments: All segments of the model.
+    """
+    narrow = {name for stage in other.narrow for name in other.stages[stage].segments or segments}
+    stages = (
+        replace(stage, precision="bf16" if stage.ranks == 1 and narrow.issuperset(stage.segments or segments) else None)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages)) if narrow else plan
+
+
 def _with_format(stage: Stage, micro_batch: int | None, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Stage:
     kinds = {device_type(devices[device]) for replica in stage.replicas for device in replica}
-    times = profile.times.get("cpu", ())
-    if kinds != {"cpu"} or stage.ranks > 1 or not times or not all(each.last_gain_s for each in times):
-        return replace(stage, channels_last=False)
-    nearest = min(times, key=lambda each: abs(each.size - (micro_batch or each.size)))
-    own = [
-        (gain, sum(seconds))
-        for segment, gain, seconds in zip(profile.bytes.segments, nearest.last_gain_s, nearest.seconds, strict=True)
-        if segment.name in stage.segments or not stage.segments
-    ]
-    gain_s = sum(gain for gain, _ in own)
-    plain_s = sum(seconds + max(0.0, gain) for gain, seconds in own)
-    return replace(stage, channels_last=gain_s > LEAST_GAIN * plain_s)
+    ways = {_fastest(stage, micro_batch, profile, kind) for kind in kinds}
+    (way,) = ways if len(ways) == 1 and stage.ranks == 1 else {PLAIN}
+    return replace(stage, channels_last=way.channels_last, precision="bf16" if way.bf16 else None)
+
+
+def _fastest(stage: Stage, micro_batch: int | None, profile: ModelProfile, kind: str) -> Way:
+    """Return the way in which a type of device computes a stage fastest."""
+    times = profile.times.get(kind, ())
+    nearest = min(times, key=lambda each: abs(each.size - (micro_batch or each.size)), default=None)
+    if nearest is None or not nearest.ways:
+        return PLAIN
+    own = [not stage.segments or segment.name in stage.segments for segment in profile.bytes.segments]
+    taken = {
+        way: sum(sum(each) for each, there in zip(seconds, own, strict=True) if there) for way, seconds in nearest.ways
+    }
+    best = PLAIN
+    for narrow in (False, True):
+        way = min((way for way in taken if way.bf16 == narrow), key=taken.__getitem__, default=best)
+        if taken[way] < (1 - LEAST_GAIN) * taken[best]:
+            best = way
+    return best

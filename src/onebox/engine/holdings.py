@@ -103,7 +103,7 @@ def find_holdings(plan: Plan, parts: Parts) -> Holdings:
     needed: dict[str, set[int]] = {}
     for phase, program in parts.programs.phases.items():
         for port in (*program.inputs, *program.outputs):
-            if port.kind in ("parameter", "buffer", "update", "gradient"):
+            if port.kind in ("parameter", "rounded", "buffer", "update", "gradient"):
                 needed.setdefault(str(port.name), set()).add(phase.stage)
     stages = tuple(stage.replicas for stage in plan.stages)
     ranks = {d: rank for stage in stages for replica in stage if len(replica) > 1 for rank, d in enumerate(replica)}

@@ -17,6 +17,7 @@ from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.offloading import offloaded
 from onebox.engine.parts import Part
+from onebox.engine.rounding import Rounding
 from onebox.engine.routine import Label, RoutineBuilder, StepRoutine
 from onebox.engine.statistics import Statistics, WorkerStatistics
 from onebox.graph import ModelPrograms, Port
@@ -74,6 +75,7 @@ class Lowering:
             exchanges = Exchanges(row.builder, worker, self._numbers.groups)
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
+            rounding = row.round()
             row.run(gradients, statistics)
             row.offload(gradients.own if self._plan.update == "host" else ())
             rounding.finish()
@@ -90,7 +92,9 @@ class Lowering:
         found = {}
         for worker in self._plan.devices:
             row = _Row(worker, job, tables, self._plan, self._numbers, self._speeds[worker], self._holdings.ranks)
+            rounding = row.round()
             row.run(None, None)
+            rounding.finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
         return found
@@ -180,6 +184,11 @@ class _Row:
 
     def _part(self, action: Action) -> Part:
         return self._job.part(self._worker, action)
+
+    def round(self) -> Rounding:
+        """Add the rounding of parameters that the actions read in bfloat16."""
+        parts = map(self._part, self.actions)
+        return Rounding(self.builder, parts, self._numbers.state, lambda port: self._tables.value(port, 0))
 
     def run(self, gradients: WorkerGradients | None, statistics: WorkerStatistics | None) -> None:
         """Add all actions.
@@ -285,6 +294,8 @@ class _Row:
                 return self._weight(port, micro_batch)
             case "result":
                 return self._result(port, micro_batch)
+            case "rounded":
+                return self._tables.value(port, 0)
             case _:
                 return self._tables.value(port, micro_batch)
 

@@ -14,7 +14,7 @@ from onebox.engine.compiler import Captures
 from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import optimizer_factor
 from onebox.errors import UsageError
-from onebox.graph import ModelPrograms
+from onebox.graph import ModelPrograms, Precision
 from onebox.plan import SCHEDULES, Links, UpdateAt
 from onebox.plan.inputs import HOST_BPS, DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.prices import FATES, ChainFate
@@ -35,7 +35,9 @@ class KnownTimes(Struct, frozen=True, forbid_unknown_fields=True):
     times: dict[str, SegmentTimes]
 
 
-def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.Optimizer, size: int) -> str:
+def times_key(
+    graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.Optimizer, size: int, precision: Precision
+) -> str:
     """Return under what the times of a model are kept: all that they depend on.
 
     Args:
@@ -43,11 +45,13 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.
         devices: Those of the pool.
         optimizer: The optimizer.
         size: Samples of a micro-batch.
+        precision: Of the run: with ``auto`` more is measured.
     """
     found = sorted(
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
     )
-    return key_of("segments in two formats", graph, found, str(torch.__version__), type(optimizer).__name__, size)
+    more = precision == "auto"
+    return key_of("segments in all ways", graph, found, str(torch.__version__), type(optimizer).__name__, size, more)
 
 
 def divided_bytes(

@@ -11,23 +11,24 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from onebox.cost import load, store
-from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
+from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentTimes, Way
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
-from onebox.engine.formats import LEAST_WORK, compared, convolution_work
+from onebox.engine.formats import compared, ways_of
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
 from onebox.engine.results import Event
 from onebox.engine.trainer import Trainer
 from onebox.errors import DeviceMemoryError, UsageError
-from onebox.graph import Loss, Precision
+from onebox.graph import Loss, ModelPrograms, Precision
 from onebox.plan import Action, Plan, Schedule, Stage
 from onebox.pool import Pool, open_pool
 
@@ -36,6 +37,9 @@ _STEPS = 6
 _LONG_S = 0.6
 _MOST = 60
 """At least six steps after two, for at least this long if these are not enough, but not more than so many."""
+
+_VISIT = 4
+"""Steps in one way before it is the turn of another."""
 
 _MICRO_BATCHES = 2
 """Of each step; so that gradients are accumulated, as they are in a pipeline."""
@@ -158,7 +162,7 @@ class _Runs:
         self.captures = captures
         self._names: tuple[str, ...] = ()
         self._bytes: ModelBytes | None = None
-        self._convolutions = 0
+        self._programs: ModelPrograms | None = None
 
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
@@ -169,47 +173,65 @@ class _Runs:
 
     def key(self, pool: Pool) -> str:
         """Return under what the times are kept: all that they depend on."""
-        return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size)
+        return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size, self._precision)
 
     def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
-        """Train on each device at once; return the times of each type of device.
-
-        On CPUs, models with convolutions are measured with channels last, too.
-        """
-        found = self._measure(pool, devices, channels_last=False)
-        cpus = [device for device in devices if pool.devices[device].kind == "cpu"]
+        """Train on each device at once, in each way that it may gain by; return the times of each type of device."""
         self.bytes()
-        if cpus and self._convolutions >= LEAST_WORK:
-            last = self._measure(pool, cpus, channels_last=True)
-            found |= {kind: compared(found[kind], times) for kind, times in last.items()}
-        return found
-
-    def _measure(self, pool: Pool, devices: Sequence[int], *, channels_last: bool) -> dict[str, SegmentTimes]:
-        trainers: list[Trainer] = []
+        assert self._programs is not None
+        sides: dict[Way, list[int]] = {}
+        for kind in sorted({pool.devices[device].kind for device in devices}):
+            alike = [device for device in devices if pool.devices[device].kind == kind]
+            for way in ways_of(kind, [pool.devices[device] for device in alike], self._programs, self._precision):
+                sides.setdefault(way, []).extend(alike)
         try:
-            for device in devices:
-                trainers.append(self._trainer(pool, device, channels_last))
+            found = self._measure(pool, sides)
+        except DeviceMemoryError:
+            if len(sides) == 1:
+                raise
+            found = {way: self._measure(pool, {way: own})[way] for way, own in sides.items()}
+        kinds = {kind: {way: times[kind] for way, times in found.items() if kind in times} for kind in found[PLAIN]}
+        return {kind: compared(by_way) for kind, by_way in kinds.items()}
+
+    def _measure(self, pool: Pool, sides: Mapping[Way, Sequence[int]]) -> dict[Way, dict[str, SegmentTimes]]:
+        """Train on devices, in ways that take turns; return for each way the times of each type of device."""
+        trainers: dict[Way, list[Trainer]] = {way: [] for way in sides}
+        try:
+            for way, devices in sides.items():
+                for device in devices:
+                    trainers[way].append(self._trainer(pool, device, way))
             start_s, steps = time.monotonic(), 0
-            while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S and steps < _MOST):
-                for trainer in trainers:
-                    trainer.step(*self._small)
-                steps += 1
-            for trainer in trainers:
-                trainer.wait()
-            found: dict[str, list[SegmentTimes]] = {}
-            events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
-            between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
-            for own, device in zip(events, devices, strict=True):
-                info = pool.devices[device]
-                found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
+            while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S * len(sides) and steps < _MOST):
+                for own in trainers.values():
+                    self._visit(own)
+                steps += _VISIT
+            return {way: self._found(pool, devices, trainers[way]) for way, devices in sides.items()}
         finally:
+            for own in trainers.values():
+                for trainer in own:
+                    trainer.close()
+
+    def _visit(self, trainers: Sequence[Trainer]) -> None:
+        """Train some steps on all devices at once."""
+        for _ in range(_VISIT):
             for trainer in trainers:
-                trainer.close()
+                trainer.step(*self._small)
+        for trainer in trainers:
+            trainer.wait()
+
+    def _found(self, pool: Pool, devices: Sequence[int], trainers: Sequence[Trainer]) -> dict[str, SegmentTimes]:
+        """Return what was measured in one way."""
+        found: dict[str, list[SegmentTimes]] = {}
+        events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
+        between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
+        for own, device in zip(events, devices, strict=True):
+            info = pool.devices[device]
+            found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
         return {kind: _median_of(times) for kind, times in found.items()}
 
-    def _trainer(self, pool: Pool, device: int, channels_last: bool) -> Trainer:
+    def _trainer(self, pool: Pool, device: int, way: Way) -> Trainer:
         assert self.captures is not None
-        plan = _one_by_one(self._names, device, self._size, channels_last)
+        plan = _one_by_one(self._names, device, self._size, way)
         trainer = Trainer(
             *self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0, recover=False
         )
@@ -248,15 +270,19 @@ class _Runs:
     def _count(self) -> ModelBytes:
         assert self.captures is not None
         programs, found = divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])
-        self._convolutions = convolution_work(programs)
+        self._programs = programs
         return found
 
 
-def _one_by_one(names: Sequence[str], device: int, size: int, channels_last: bool) -> Plan:
+def _one_by_one(names: Sequence[str], device: int, size: int, way: Way) -> Plan:
     """Return the plan in which one device runs every segment as a stage."""
-    stages = tuple(
-        Stage(segments=(name,), replicas=((device,),), shares=(1.0,), channels_last=channels_last) for name in names
+    whole = Stage(
+        replicas=((device,),),
+        shares=(1.0,),
+        channels_last=way.channels_last,
+        precision="bf16" if way.bf16 else None,
     )
+    stages = tuple(replace(whole, segments=(name,)) for name in names)
     row: list[Action] = []
     for micro_batch in range(_MICRO_BATCHES):
         row += [Action("F", stage, micro_batch) for stage in range(len(names))]

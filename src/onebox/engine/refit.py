@@ -20,6 +20,7 @@ from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.forecast import forecast_memory
+from onebox.engine.formats import with_precisions_of
 from onebox.engine.problem import (
     KnownTimes,
     allowed_sizes,
@@ -34,7 +35,7 @@ from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.spmd import product_flops
-from onebox.plan import NAMED, SCHEDULES, Links, Plan, UpdateAt
+from onebox.plan import NAMED, SCHEDULES, Links, Plan
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 from onebox.wire import Program, reads, specs_by_slot
@@ -105,9 +106,9 @@ def refit(plan: Plan, work: Workload, pool: Pool) -> Plan:
         return same
     size = plan.micro_batch or max(part.size for part in plan.micro_batches(work.batch.size))
     try:
-        return _sought(size, plan.update, work, pool, replicable=True)
+        return _sought(size, plan, work, pool, replicable=True)
     except CaptureError:  # replicas cannot share every model
-        return _sought(size, plan.update, work, pool, replicable=False)
+        return _sought(size, plan, work, pool, replicable=False)
 
 
 def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
@@ -119,11 +120,11 @@ def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
     return all(peaks[device] <= pool.devices[device].memory_bytes for device in plan.devices)
 
 
-def _sought(size: int, update: UpdateAt, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
+def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: bool) -> Plan:
     """Return the best plan for the devices of a pool that are left, with micro-batches of a size.
 
     Where memory is short, activations are computed again or go to the host; the optimizer stays where it is, as what it
-    remembers does.
+    remembers does. Segments that were of bf16 are so again.
     """
     devices = [device for device in pool.devices if device.number in pool.present]
     programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
@@ -139,18 +140,23 @@ def _sought(size: int, update: UpdateAt, work: Workload, pool: Pool, *, replicab
         batch=work.batch.size,
         micro_batches=(size,),
         schedules=schedules,
-        updates=(update,),
+        updates=(before.update,),
     )
     problem = replace(problem, replicable=replicable, free_shares=False)
-    return search_within(problem, lambda plan: work.peaks(plan, pool), _BUDGET_S)[1]
+    segments = [segment.name for segment in size_bytes.segments]
+
+    def alike(plan: Plan) -> Plan:
+        return with_precisions_of(plan, before, segments)
+
+    return alike(search_within(problem, lambda plan: work.peaks(alike(plan), pool), _BUDGET_S)[1])
 
 
 def _known_times(size: int, size_bytes: ModelBytes, work: Workload, pool: Pool) -> Mapping[str, SegmentTimes] | None:
     """Return the times that were measured on such a pool before, of micro-batches of this size or else another."""
-    batch = work.batch.size
+    batch, precision = work.batch.size, work.captures.recipe.precision
     for other in dict.fromkeys((size, *measured_sizes(batch, allowed_sizes(batch)))):
         graph = size_bytes if other == size else divided_bytes(work.captures, work.batch, other, work.optimizer)[1]
-        known = load(times_key(graph.graph, pool.devices, work.optimizer, other), KnownTimes)
+        known = load(times_key(graph.graph, pool.devices, work.optimizer, other, precision), KnownTimes)
         if known is not None:
             return known.times
     return None

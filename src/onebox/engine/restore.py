@@ -59,11 +59,12 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
     """
     if plan is None or "plan" in options:
         return {}
-    if plan.whole:
-        same = set(plan.devices) == set(range(devices))
+    said = bool({"micro_batch", "sync", "shares", "update"} & set(options))
+    same = set(plan.devices) == set(range(devices))
+    if plan.whole and not (same and plan.stages[0].formats and not said):
         shares = plan.stages[0].shares if same else "auto"
         return {"micro_batch": plan.micro_batch, "sync": plan.sync, "shares": shares, "update": plan.update}
-    if {"micro_batch", "sync", "shares", "update"} & set(options) or max(plan.devices) >= devices:
+    if said or max(plan.devices) >= devices:
         return {"micro_batch": plan.micro_batch}
     return {"plan": plan}
 

@@ -39,7 +39,7 @@ def model_bytes(
     readers: dict[str, set[int]] = defaultdict(set)
     for phase, part in model.phases.items():
         for port in (*part.inputs, *part.outputs):
-            if port.kind in ("parameter", "buffer", "gradient", "update"):
+            if port.kind in ("parameter", "rounded", "buffer", "gradient", "update"):
                 readers[str(port.name)].add(phase.stage)
 
     def held(name: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
+from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import Peak, peak_at
 from onebox.engine.holdings import Holdings, Members
@@ -278,6 +279,8 @@ def set_up(
         plan = Plan.data_parallel(
             devices, shares, micro_batch=request.micro_batch, sync=request.sync, update=request.update
         )
+        if captures.recipe.precision == "auto" and not pool.gone:
+            plan = with_measured_formats(plan, pool, captures, remote, batch)
     return Ready(plan, pool, captures, remote, batch, max_norm, strict=True)
 
 

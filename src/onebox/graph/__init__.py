@@ -1,7 +1,7 @@
 """From a model to programs: capture as an ATen graph, gradients, lowering to tapes, cutting."""
 
 from onebox.graph.capture import Captured, Loss, Metrics, Mode, Precision, capture
-from onebox.graph.extract import add_all, combine_all, extract, scale_all, square_norm, zeros
+from onebox.graph.extract import add_all, combine_all, extract, round_all, scale_all, square_norm, zeros
 from onebox.graph.joint import Port
 from onebox.graph.phases import Phase, PhaseKind
 from onebox.graph.programs import ModelPrograms, NamedProgram, TracedModel, model_programs
@@ -27,6 +27,7 @@ __all__ = [
     "combine_all",
     "extract",
     "model_programs",
+    "round_all",
     "scale_all",
     "split",
     "square_norm",

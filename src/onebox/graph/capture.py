@@ -26,7 +26,8 @@ from onebox.graph.locate import explain, node_refusal
 from onebox.graph.portable import bfloat16_autocast, portable_operators
 
 Mode = Literal["train", "evaluate"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "auto"]
+"""Of a whole run; with ``auto`` it is captured as ``fp32``, and its plan says which stages have another one."""
 
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
@@ -162,7 +163,7 @@ def capture(
         example: Inputs and targets, nested tuples and dicts of tensors; only shapes and types count.
         mode: ``evaluate`` sets every module to eval.
         metrics: With ``evaluate``, more scalars of (outputs, targets).
-        precision: ``bf16`` runs the model and the loss under autocast.
+        precision: ``bf16`` runs the model and the loss under autocast; any other one as they are.
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
 

@@ -138,6 +138,22 @@ def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
     return with_deaths(Program(tuple(specs), tuple(operators), tuple(outputs), len(specs) + len(operators)))
 
 
+def round_all(specs: Sequence[TensorSpec]) -> Program:
+    """Return a program of inputs ``a0 … an`` that gives them in bfloat16."""
+    operators = tuple(
+        Operator(
+            "aten._to_copy.default",
+            (Slot(place),),
+            {"dtype": DType("bfloat16")},
+            (len(specs) + place,),
+            (TensorSpec("bfloat16", spec.shape),),
+        )
+        for place, spec in enumerate(specs)
+    )
+    outputs = tuple(range(len(specs), 2 * len(specs)))
+    return with_deaths(Program(tuple(specs), operators, outputs, 2 * len(specs)))
+
+
 def square_norm(specs: Sequence[TensorSpec]) -> Program:
     """Return a program of inputs ``a0 … an`` that gives the sum of all their squares, as one float64."""
     total = TensorSpec("float64", ())

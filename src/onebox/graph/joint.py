@@ -35,11 +35,14 @@ class Port(NamedTuple):
     Args:
         kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
             gradient of the loss: the micro-batch's share of the batch), ``result`` (0 is the loss), ``update`` (new
-            value of a buffer), ``gradient`` (of a parameter) or ``value`` (from one phase to another).
+            value of a buffer), ``gradient`` (of a parameter), ``rounded`` (a parameter in bfloat16) or ``value`` (from
+            one phase to another).
         name: Qualified name, or index.
     """
 
-    kind: Literal["parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "value"]
+    kind: Literal[
+        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "rounded", "value"
+    ]
     name: str | int
 
 

@@ -46,6 +46,14 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and shares_memory(node.target)
 
 
+def widens(node: fx.Node) -> bool:
+    """Tell whether a node is its argument in a wider type: exact, and made from half the bytes."""
+    if node.target is not _aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return False
+    (source,) = node.all_input_nodes
+    return source.meta["val"].dtype is torch.bfloat16 and node.meta["val"].dtype is torch.float32
+
+
 def draws(node: fx.Node) -> bool:
     """Tell whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)

@@ -5,7 +5,8 @@ gradients of its inputs) and W (the rest: the gradients of its parameters). The 
 over the phases; a value that another phase needs goes out of the phase that makes it under a port of kind ``value``,
 numbered by its place in the whole graph, so that a skip connection is a value like any other.
 
-What is cheaper to make again than to hand on is made again: views of a value, and constants made from nothing. Of a
+What is cheaper to make again than to hand on is made again: views of a value, the same value in a wider type, and
+constants made from nothing. Of a
 stage that is to be *recomputed*, everything that its backward needs of its own forward is: such a stage keeps nothing
 but what comes from other stages, and buffers as they were before forward changed them. The one exception costs no
 memory: what the stage gave to the next one, which has just gone back on the same devices and needed it, is still there.
@@ -20,7 +21,7 @@ from typing import Literal, NamedTuple
 from torch import fx
 
 from onebox.graph.joint import Joint, Port
-from onebox.graph.lower import arguments_of, canonical, draws, is_view
+from onebox.graph.lower import arguments_of, canonical, draws, is_view, widens
 from onebox.graph.segments import picks
 
 PhaseKind = Literal["F", "I", "W", "B"]
@@ -270,7 +271,7 @@ def again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | N
     if node.op == "call_function" and not node.all_input_nodes and not draws(node):
         return [node], None
     path = [node]
-    while is_view(path[-1]):
+    while is_view(path[-1]) or widens(path[-1]):
         path.append(canonical(arguments_of(path[-1])[0]))
     if path[-1] in division.lasting:
         return path[:-1], path[-1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx
@@ -11,8 +12,9 @@ from onebox.errors import UsageError
 from onebox.graph.capture import Captured
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
-from onebox.graph.joint import Port, joint_graph
+from onebox.graph.joint import Joint, Port, joint_graph
 from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
+from onebox.graph.narrow import narrowed
 from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.segments import Segments, accumulates, find_segments, picks, root_of
 from onebox.graph.updates import Update, buffer_updates
@@ -87,24 +89,37 @@ class TracedModel:
     def __init__(
         self, captured: Captured, *, backward: bool, trained: frozenset[str] | None = None, halves: bool = False
     ) -> None:
-        self._joint = joint_graph(captured, backward=backward)
+        joint = joint_graph(captured, backward=backward)
         self._backward = backward
+        self._trained = trained
         self._halves = halves and backward
         if self._halves:
-            part_gradients(self._joint.graph)
-        kinds = ("result", "update") if backward else ("result",)
-        self._kept = [(node, port) for node, port in self._joint.outputs if port.kind in kinds]
+            part_gradients(joint.graph)
+        self._updates = buffer_updates(joint) if backward else {}
+        self._take(joint)
+
+    def _take(self, joint: Joint, segments: Segments | None = None) -> None:
+        """Take a graph for the model's; its segments are found unless they are known."""
+        self._joint = joint
+        kinds = ("result", "update") if self._backward else ("result",)
+        self._kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
         self._gradients = [
             (node, port)
-            for node, port in self._joint.outputs
-            if port.kind == "gradient" and (trained is None or port.name in trained)
+            for node, port in joint.outputs
+            if port.kind == "gradient" and (self._trained is None or port.name in self._trained)
         ]
         self._ahead = _ancestors([node for node, _ in self._kept])
-        self._segments = find_segments(self._joint, self._ahead)
-        self._updates = buffer_updates(self._joint) if backward else {}
-        self._positions = random_positions(self._joint.graph)
-        self._order = {node: number for number, node in enumerate(self._joint.graph.nodes)}
+        self._segments = segments or find_segments(joint, self._ahead)
+        self._positions = random_positions(joint.graph)
+        self._order = {node: number for number, node in enumerate(joint.graph.nodes)}
         self._readers = self._find_readers()
+
+    def _narrowed(self, stages: Sequence[Sequence[str]], narrow: Collection[int]) -> TracedModel:
+        """Return the model with the products of some stages in bfloat16."""
+        made = copy.copy(self)
+        place = _stage_of_segments(self._segments, stages)
+        made._take(*narrowed(self._joint, self._segments, place, narrow))
+        return made
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -117,6 +132,7 @@ class TracedModel:
         *,
         fates: Sequence[str] | None = None,
         blocks: Sequence[int] = (),
+        narrow: Collection[int] = (),
     ) -> ModelPrograms:
         """Return the programs of stages.
 
@@ -129,11 +145,15 @@ class TracedModel:
                 halves I is all of backward, and W is empty. Any other fate leaves the programs as they are.
             blocks: The number of the block of each stage, if several are on the same devices. What a recomputed stage
                 gave to the next one of its block, whose backward needs it, is there still, and not made again.
+            narrow: Stages whose products are computed in bfloat16; see :mod:`onebox.graph.narrow`.
 
         Raises:
-            UsageError: A stage needs a value of a later one.
+            UsageError: A stage needs a value of a later one, or one that is to be in bfloat16 is in float64.
             CaptureError: An operator that cannot travel.
         """
+        if narrow:
+            other = self._narrowed(stages or [self.segments], narrow)
+            return other.divide(stages, fates=fates, blocks=blocks)
         remade = frozenset(stage for stage, fate in enumerate(fates or ()) if fate == "recompute")
         division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
         outputs = [*self._kept, *self._terms(division)]
@@ -145,7 +165,7 @@ class TracedModel:
 
     def _find_readers(self) -> dict[str, list[fx.Node]]:
         """Return the nodes of forward that read each parameter, itself or a view of it."""
-        names = {node: str(port.name) for node, port in self._joint.inputs if port.kind == "parameter"}
+        names = {node: str(port.name) for node, port in self._joint.inputs if port.kind in ("parameter", "rounded")}
         found: dict[str, list[fx.Node]] = {}
         for node in self._segments.of:
             if node in self._ahead and not (is_view(node) and root_of(node) in names):

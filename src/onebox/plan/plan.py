@@ -67,6 +67,8 @@ class Stage(_Part, frozen=True):
             stages, which may be on one device: a single stage goes back right after forward, and would gain nothing.
         channels_last: Whether its convolutions have channels last in memory, which sums in another order; on CPUs that
             is faster, as a rule.
+        precision: ``bf16`` where its products of matrices and its convolutions are to be of bfloat16, forward and
+            backward, and everything else of float32; ``None`` for what the whole run has.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -74,6 +76,7 @@ class Stage(_Part, frozen=True):
     segments: tuple[str, ...] = ()
     fate: Fate = "keep"
     channels_last: bool = False
+    precision: StagePrecision | None = None
 
     def __post_init__(self) -> None:
         if self.fate not in get_args(Fate):
@@ -85,11 +88,17 @@ class Stage(_Part, frozen=True):
             raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
         if len({len(replica) for replica in self.replicas}) > 1:
             raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
-        if self.channels_last and self.ranks > 1:
-            raise UsageError(
-                "channels_last of a stage whose layers are split: leave it out, or give it one device each"
-            )
+        if self.precision not in (None, *get_args(StagePrecision)):
+            raise UsageError(f"precision={self.precision!r} of a stage: allowed are {_quoted(StagePrecision)}")
+        if self.ranks > 1 and (self.channels_last or self.precision == "bf16"):
+            what = "channels_last" if self.channels_last else "precision='bf16'"
+            raise UsageError(f"{what} of a stage whose layers are split: leave it out, or give it one device each")
         apportion(1, self.shares)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What is said of how it is computed, where that is not the usual way."""
+        return (*(["channels last"] if self.channels_last else []), *([self.precision] if self.precision else []))
 
     @property
     def ranks(self) -> int:
@@ -231,6 +240,11 @@ class Plan(_Part, frozen=True):
         """The stages whose convolutions have channels last in memory."""
         return frozenset(stage for stage, found in enumerate(self.stages) if found.channels_last)
 
+    @property
+    def narrow(self) -> frozenset[int]:
+        """The stages whose products are of bfloat16."""
+        return frozenset(stage for stage, found in enumerate(self.stages) if found.precision == "bf16")
+
     def micro_batches(self, batch: int) -> tuple[MicroBatch, ...]:
         """Cut a batch into micro-batches.
 
@@ -266,7 +280,8 @@ class Plan(_Part, frozen=True):
     def describe(self) -> str:
         """Return one line for a person."""
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
-        return ", ".join((self._where(cut), *self._memory()))
+        narrow = [f"{len(self.narrow)} of bf16"] if self.narrow else []
+        return ", ".join((self._where(cut), *self._memory(), *narrow))
 
     def _memory(self) -> list[str]:
         """Return what is said of fates and of the optimizer's place, where these are not the usual ones."""

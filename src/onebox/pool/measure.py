@@ -17,7 +17,6 @@ from onebox.cost import PoolProfile, Speeds, key_of, near_groups
 from onebox.cost.kernels import LEAST_BYTES, Kernel, kernels, randoms
 from onebox.cost.profile import FORMAT, DeviceProfile
 from onebox.errors import OneboxError, UsageError
-from onebox.pool.device import DeviceInfo
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
 from onebox.wire import TensorSpec
@@ -136,7 +135,7 @@ def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
     """
     own_bytes = _ONE.size_bytes  # of each run, beside its kernel
     sets = [
-        kernels(device.kind, room - own_bytes, bf16=_has_bf16(device))
+        kernels(device.kind, room - own_bytes, bf16=device.has_bf16)
         for device, room in zip(pool.devices, rooms, strict=True)
     ]
     figures: list[dict[str, float]] = [{} for _ in sets]
@@ -145,13 +144,6 @@ def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
         for worker, seconds in _time(pool, chosen).items():
             figures[worker][chosen[worker].name] = chosen[worker].figure(seconds)
     return [Speeds(**found) for found in figures]
-
-
-def _has_bf16(device: DeviceInfo) -> bool:
-    """Tell whether a device has instructions for bf16: an Ampere GPU or a later one (8.0), or a CPU that says so."""
-    if device.kind == "cuda":
-        return device.capability >= (8, 0)
-    return bool({"bf16", "AMX"} & set(device.instructions.hardware)) and "bf" in device.instructions.onednn
 
 
 def _time(pool: Pool, chosen: Mapping[int, Kernel]) -> dict[int, float]:

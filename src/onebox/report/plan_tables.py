@@ -42,13 +42,15 @@ def stage_table(plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
     """
     assert plan.predicted is not None, "a plan that was predicted"
     fates = any(stage.fate != "keep" for stage in plan.stages)
-    headings = ("stage", "segments", "devices", *(["activations"] if fates else []))
+    formats = any(stage.formats for stage in plan.stages)
+    headings = ("stage", "segments", "devices", *(["activations"] if fates else []), *(["formats"] if formats else []))
     table = Table(*headings, caption=_caption(plan.devices, emulated), caption_justify="left")
     for heading in ("forward\nms", "input grad.\nms", "weight grad.\nms"):
         table.add_column(heading, justify="right")
     for number, stage in enumerate(plan.stages):
         times = [f"{seconds * 1e3:.3g}" for seconds in plan.predicted.stages_s[number]]
         cells = [segments_text(stage, names), devices_text(stage, emulated), *([stage.fate] if fates else [])]
+        cells += [", ".join(stage.formats)] if formats else []
         table.add_row(str(number), *map(Text, cells), *times)
     return table
 

@@ -1,16 +1,31 @@
-"""Which stages get channels last: those on CPUs whose segments were measured to gain by it."""
+"""Which stages get channels last and bf16: those whose segments were measured to gain by it."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
-from onebox.cost.model import ModelBytes, ModelProfile, SegmentBytes, SegmentTimes
-from onebox.engine.formats import LEAST_GAIN, LEAST_WORK, compared, convolution_work, with_formats
-from onebox.graph import TracedModel, capture
+from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentBytes, SegmentTimes, Way
+from onebox.engine.formats import (
+    LEAST_GAIN,
+    LEAST_WORK,
+    compared,
+    convolution_work,
+    product_work,
+    ways_of,
+    with_formats,
+    with_precisions_of,
+)
+from onebox.graph import ModelPrograms, Precision, TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import DeviceInfo
+from onebox.wire.sayings import Instructions
+
+Ways = tuple[tuple[Way, tuple[tuple[float, float, float], ...]], ...]
 
 NAMES = ("first", "second", "third")
 SECONDS = ((0.1, 0.1, 0.1), (0.2, 0.1, 0.1), (0.1, 0.0, 0.0))
@@ -23,14 +38,28 @@ def segment(name: str) -> SegmentBytes:
     )  # fmt: skip
 
 
-def profile(*gains: tuple[float, ...], kind: str = "cpu") -> ModelProfile:
-    """Return a profile with what channels last gain, for micro-batches of 1, 2, 4 … samples."""
+LAST, NARROW, BOTH = Way(channels_last=True), Way(bf16=True), Way(channels_last=True, bf16=True)
+
+
+def profile(*gains: tuple[float, ...], kind: str = "cpu", way: Way = LAST, more: Ways = ()) -> ModelProfile:
+    """Return a profile with what a way gains over the usual one, for micro-batches of 1, 2, 4 … samples."""
     times = tuple(
-        SegmentTimes(size=1 << place, seconds=SECONDS, update_s=0.0, call_s=0.0, last_gain_s=own)
+        SegmentTimes(
+            size=1 << place,
+            seconds=SECONDS,
+            update_s=0.0,
+            call_s=0.0,
+            ways=((PLAIN, SECONDS), (way, less(own)), *more) if own else (),
+        )
         for place, own in enumerate(gains)
     )
     memory = ModelBytes(graph="g", size=1, segments=tuple(map(segment, NAMES)), values=(), ties=())
     return ModelProfile(bytes=memory, times={kind: times})
+
+
+def less(gains: tuple[float, ...]) -> tuple[tuple[float, float, float], ...]:
+    """Return the usual seconds with something off each segment's forward."""
+    return tuple((forward - gain, *rest) for (forward, *rest), gain in zip(SECONDS, gains, strict=True))  # type: ignore[misc]
 
 
 def devices(*names: str) -> list[DeviceInfo]:
@@ -78,12 +107,81 @@ def test_layers_that_are_split_stay_as_captured() -> None:
     assert not with_formats(whole, profile((0.2,) * 3), devices("cpu", "cpu")).channels_last
 
 
-def test_times_are_those_of_the_faster_format() -> None:
-    last = SegmentTimes(size=1, seconds=((0.2, 0.1, 0.1), (0.1, 0.1, 0.1), (0.1, 0.0, 0.0)), update_s=0.0, call_s=0.0)
-    found = compared(SegmentTimes(size=1, seconds=SECONDS, update_s=0.5, call_s=0.25), last)
-    assert found.seconds == (SECONDS[0], last.seconds[1], SECONDS[2])
-    assert found.last_gain_s == pytest.approx((-0.1, 0.1, 0.0))
+def precisions(plan: Plan) -> list[tuple[bool, str | None]]:
+    return [(stage.channels_last, stage.precision) for stage in plan.stages]
+
+
+def test_bf16_has_to_be_faster_than_the_best_way_without() -> None:
+    """By the least gain: what changes results has to pay."""
+    gain = 0.4
+    for more, chosen in (
+        (((BOTH, less((0.405, 0.0, 0.0))),), (True, None)),
+        (((BOTH, less((0.45, 0.0, 0.0))),), (True, "bf16")),
+        (((BOTH, less((0.45, 0.0, 0.0))), (NARROW, less((0.46, 0.0, 0.0)))), (False, "bf16")),
+        (((NARROW, less((0.3, 0.0, 0.0))),), (True, None)),
+    ):
+        measured = profile((gain, 0.0, 0.0), more=more)
+        assert precisions(with_formats(plan(NAMES[:2], NAMES[2:]), measured, devices("cpu", "cpu"))) == [
+            chosen, (False, None),
+        ]  # fmt: skip
+
+
+def test_replicas_of_several_types_agree_or_stay_as_captured() -> None:
+    one = profile((0.2, 0.2, 0.2), way=NARROW)
+    for other, chosen in ((0.2, "bf16"), (0.0, None)):
+        times = {**one.times, **profile((other,) * 3, kind="a card", way=NARROW).times}
+        stage = Stage(segments=NAMES, replicas=((0,), (1,)), shares=(1.0, 1.0))
+        mixed = Plan(stages=(stage,), micro_batch=1)
+        found = with_formats(mixed, ModelProfile(bytes=one.bytes, times=times), devices("cpu", "cuda:0"))
+        assert precisions(found) == [(False, chosen)]
+
+
+def test_plans_for_what_is_left_have_the_precisions_of_those_before() -> None:
+    before = plan(NAMES[:2], NAMES[2:])
+    before = replace(before, stages=(replace(before.stages[0], precision="bf16"), before.stages[1]))
+    assert precisions(with_precisions_of(plan(NAMES[:1], NAMES[1:]), before, NAMES)) == [(False, "bf16"), (False, None)]
+    whole = Plan.data_parallel((0,), (1.0,))
+    assert with_precisions_of(whole, before, NAMES) == whole
+    narrow = replace(whole, stages=(replace(whole.stages[0], precision="bf16"),))
+    assert precisions(with_precisions_of(plan(NAMES[:1], NAMES[1:]), narrow, NAMES)) == [(False, "bf16")] * 2
+
+
+def test_times_are_those_of_the_fastest_way() -> None:
+    seconds = ((0.2, 0.1, 0.1), (0.1, 0.1, 0.1), (0.1, 0.0, 0.0))
+    plain, last = (SegmentTimes(size=1, seconds=s, update_s=0.5, call_s=0.25) for s in (SECONDS, seconds))
+    found = compared({PLAIN: plain, LAST: last})
+    assert found.seconds == (SECONDS[0], seconds[1], SECONDS[2])
+    assert found.ways == ((PLAIN, SECONDS), (LAST, seconds))
     assert (found.update_s, found.call_s) == (0.5, 0.25)
+    assert compared({PLAIN: plain}) == plain
+
+
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+def test_bf16_is_tried_where_it_is_asked_for_and_all_devices_have_instructions(precision: Precision) -> None:
+    """A CPU without takes a thousand times as long."""
+    has = Instructions(onednn="AVX-512 with Intel DL Boost and bfloat16 support", hardware=("AVX-512", "bf16"))
+    lacks = Instructions(onednn="AVX2", hardware=("AVX2",))
+    limited = Instructions(onednn="AVX2", hardware=("AVX-512", "bf16"))
+    (cpu,) = devices("cpu")
+    large, small = work_of(nn.Conv2d(3, 256, 3, padding=1), 64), work_of(nn.Conv2d(3, 8, 3), 8)
+    matrix = work_of(nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64)), 64)
+    for said, there in (((has,), True), ((has, lacks), False), ((limited,), False)):
+        found = [dataclasses.replace(cpu, instructions=each) for each in said]
+        narrow = there and precision == "auto"
+        assert ways_of("cpu", found, large, precision) == (PLAIN, LAST, NARROW, BOTH)[: 4 if narrow else 2]
+        assert ways_of("cpu", found, matrix, precision) == (PLAIN, NARROW)[: 1 + narrow]
+        assert ways_of("cpu", found, small, precision) == (PLAIN,)
+    for capability, there in (((8, 0), True), ((7, 5), False)):
+        (card,) = devices("cuda:0")
+        narrow = there and precision == "auto"
+        cards = [dataclasses.replace(card, capability=capability)]
+        assert ways_of("cuda", cards, large, precision) == (PLAIN, NARROW)[: 1 + narrow]
+
+
+def work_of(model: nn.Module, size: int) -> ModelPrograms:
+    """Return the programs of a model of images, or of vectors."""
+    x = torch.randn(4, 3, size, size) if isinstance(model, nn.Conv2d) else torch.randn(64, size)
+    return TracedModel(capture(model, lambda out, _: out.mean(), (x, torch.zeros(1))), backward=True).divide()
 
 
 @pytest.mark.parametrize(("dtype", "work"), [(torch.float32, 2 * 8 * 6 * 6 * 3 * 9), (torch.float64, 0)])
@@ -93,3 +191,4 @@ def test_work_of_convolutions(dtype: torch.dtype, work: int) -> None:
     batch = torch.randn(2, 3, 8, 8, dtype=dtype), torch.randint(5, (2,))
     traced = TracedModel(capture(model, nn.functional.cross_entropy, batch), backward=True)
     assert convolution_work(traced.divide()) == work < LEAST_WORK
+    assert product_work(traced.divide()) == work + (2 * 288 * 5 if work else 0)

@@ -152,7 +152,7 @@ def test_times_that_were_measured_before_are_heeded() -> None:
     slow, quick = (3e-3,) * 3, (1e-3,) * 3
     measured = SegmentTimes(size=SIZE, seconds=(slow, *[quick] * (len(names()) - 1)), update_s=0.0, call_s=1e-5)
     programs_bytes = divided_bytes(workload().captures, workload().batch, SIZE, workload().optimizer)[1]
-    key = times_key(programs_bytes.graph, Left(set()).devices, workload().optimizer, SIZE)
+    key = times_key(programs_bytes.graph, Left(set()).devices, workload().optimizer, SIZE, "fp32")
     store(key, KnownTimes(times={"cpu": measured}))
     assert found(plan, {2, 3}, room).stages[0].segments == names()[:1]
 

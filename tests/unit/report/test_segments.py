@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from onebox.cost.model import CrossingValue, ModelBytes, ModelProfile, SegmentBytes, SegmentTimes
+from onebox.cost.model import PLAIN, CrossingValue, ModelBytes, ModelProfile, SegmentBytes, SegmentTimes, Way
 from onebox.report import segment_tables
 
 
@@ -39,3 +39,15 @@ def test_bytes_are_for_the_size_that_was_timed() -> None:
         ["third", "1.00", "0.00", "2.00", "2", "0", "0"],
     ]
     assert "optimizer 0.50 ms" in shown.get()
+    assert "faster" not in shown.get()
+
+
+def test_what_other_ways_gain() -> None:
+    segments = (segment("first", 8192), segment("second", 0))
+    memory = ModelBytes(graph="g", size=8, segments=segments, values=(), ties=())
+    plain = ((0.004, 0.0, 0.0), (0.002, 0.0, 0.0))
+    ways = ((PLAIN, plain), (Way(channels_last=True, bf16=True), ((0.001, 0.0, 0.0), (0.003, 0.0, 0.0))))
+    times = SegmentTimes(size=4, seconds=plain, update_s=0.0005, call_s=3e-6, ways=ways)
+    (table,) = segment_tables(ModelProfile(bytes=memory, times={"cpu": (times,)}))
+    said = "1 of 2 segments are faster with channels last and bf16, all of which take 2.00 ms less"
+    assert said in str(table.caption)

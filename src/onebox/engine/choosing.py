@@ -1,0 +1,42 @@
+"""Choosing formats for a plan that nobody has searched for: the model is measured on the devices that will train it."""
+
+from __future__ import annotations
+
+from torch.utils import _pytree as pytree
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures
+from onebox.engine.formats import with_formats
+from onebox.engine.remote import RemoteState
+from onebox.plan import Plan
+from onebox.pool import Pool
+
+
+def with_measured_formats(plan: Plan, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch) -> Plan:
+    """Return a plan with each stage in the formats in which it is fastest on its devices, as they are measured.
+
+    Args:
+        plan: The plan.
+        pool: The pool.
+        captures: The captured model.
+        remote: The state.
+        batch: A batch.
+
+    Raises:
+        OneboxError: The model does not fit, or a worker failed.
+    """
+    from onebox.engine.profiling import profile_model  # which trains, by trainers that come back here for their plans
+
+    inputs, targets = pytree.tree_unflatten(list(batch.leaves), batch.structure)
+    recipe = captures.recipe
+    profile, _ = profile_model(
+        recipe.model,
+        recipe.loss,
+        remote.optimizer,
+        inputs,
+        targets,
+        pool=pool,
+        sizes=[max(part.size for part in plan.micro_batches(batch.size))],
+        precision=recipe.precision,
+    )
+    return with_formats(plan, profile, pool.devices)
