@@ -5,8 +5,11 @@ from onebox.feed.sources.cifar10 import Cifar10
 from onebox.feed.sources.image_folder import ImageFolder
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
 from onebox.feed.sources.mnist import Mnist
+from onebox.feed.sources.numpy_files import NumpyFiles
+from onebox.feed.sources.parquet import Parquet
 from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 from onebox.feed.sources.tars import Tars
+from onebox.feed.sources.tokens import Tokens
 
 __all__ = [
     "Arrays",
@@ -19,6 +22,9 @@ __all__ = [
     "MadeStream",
     "Mnist",
     "NodeStream",
+    "NumpyFiles",
     "OneShotStream",
+    "Parquet",
     "Tars",
+    "Tokens",
 ]

@@ -1,0 +1,148 @@
+"""Arrays in NumPy's files, a row a sample, read as they are asked for."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from torch import Tensor
+
+from onebox.errors import DataError
+from onebox.feed.sources.files import open_regular, unreadable
+from onebox.feed.sources.labels import check_classes
+from onebox.feed.sources.npy import Header, read_header, to_tensor
+from onebox.feed.sources.records import Records
+
+MAX_UNPACKED_BYTES = 2 << 30  # of one compressed array, which has to be held in memory
+LOCAL_HEADER_BYTES = 30  # of a member of a zip file, before its name (PKWARE's APPNOTE.TXT, 4.3.7)
+
+
+class NumpyFiles:
+    """Inputs and targets in NumPy's files, one row each a sample; rows are read as they are asked for.
+
+    Args:
+        inputs: A file ``x.npy``; or ``data.npz:x``, the array ``x`` in an archive. Of archives that are compressed,
+            arrays of up to 2 GiB are unpacked into memory.
+        targets: Likewise; None for samples that are inputs only.
+        classes: Names of the classes, where targets number them.
+
+    Attributes:
+        classes: Names of the classes, or None.
+
+    Raises:
+        DataError: A file is missing, damaged, or cut off, has objects in it, or not as many rows as the other.
+
+    Example::
+
+        source = NumpyFiles("images.npy", "labels.npy")
+        images, label = source.decode(source.read(0), 0)
+    """
+
+    def __init__(
+        self,
+        inputs: str | os.PathLike[str],
+        targets: str | os.PathLike[str] | None = None,
+        *,
+        classes: Sequence[str] | None = None,
+    ) -> None:
+        self._parts = [_Rows(os.fspath(part)) for part in (inputs, targets) if part is not None]
+        self.classes = None if classes is None else check_classes(classes)
+        counts = [len(part) for part in self._parts]
+        if len(set(counts)) > 1:
+            came = f"{self._parts[0].where} has {counts[0]} rows and {self._parts[1].where} {counts[1]}"
+            raise DataError(f"{came}; there has to be one target an input.", path=self._parts[1].path)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._parts[0])
+
+    def read(self, index: int) -> tuple[bytes, ...]:
+        """A row of each array, as it is stored.
+
+        Raises:
+            DataError: It cannot be read.
+        """
+        return tuple(part.read(index) for part in self._parts)
+
+    def decode(self, raw: tuple[bytes, ...], index: int) -> Tensor | tuple[Tensor, Tensor]:
+        """A row of each array as a tensor of its type."""
+        rows = [part.decode(row) for part, row in zip(self._parts, raw, strict=True)]
+        return rows[0] if len(rows) == 1 else (rows[0], rows[1])
+
+    def name(self, index: int) -> str:
+        """The file of the inputs, and the number of the row."""
+        return f"{self._parts[0].where}: {index}"
+
+
+class _Rows:
+    """The rows of one array, in its file, or in memory where they were compressed."""
+
+    def __init__(self, place: str) -> None:
+        text, _, array = place.rpartition(":") if ".npz:" in place else (place, "", "")
+        self.path = Path(text).expanduser()
+        self._array = f":{array}" if array else ""
+        self.where = self.path.name + self._array
+        self._content: bytes | None = None
+        try:
+            with os.fdopen(open_regular(self.path), "rb") as file:
+                if self.path.suffix == ".npz":
+                    header, start = self._of_archive(file, array)
+                else:
+                    header = read_header(file)
+                    start = header.offset
+                    self._check_rest(os.fstat(file.fileno()).st_size - start, header)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, RuntimeError) as error:
+            raise self._bad(f"is no array that can be read: {error}") from error
+        if not header.shape or not header.shape[0]:
+            raise self._bad(f"has an array of shape {list(header.shape)}, and has to have rows, one a sample")
+        self._header = header
+        self._row_bytes = header.values_bytes // header.shape[0]
+        self._records = Records([self.path], [header.shape[0]], self._row_bytes, offset=start)
+
+    def __len__(self) -> int:
+        return self._header.shape[0]
+
+    def read(self, index: int) -> bytes:
+        if self._content is None:
+            return self._records.read(index)
+        return self._content[index * self._row_bytes : (index + 1) * self._row_bytes]
+
+    def decode(self, row: bytes) -> Tensor:
+        return to_tensor(row, self._header.dtype, self._header.shape[1:])
+
+    def _of_archive(self, file: BinaryIO, array: str) -> tuple[Header, int]:
+        """The header of an array in an archive, and where its values begin in the file."""
+        with zipfile.ZipFile(file) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+            if array not in names:
+                todo = f"say {self.path.name}:NAME with one of {', '.join(names[:20]) or 'none, it has no arrays'}"
+                raise self._bad(f"has no array {array!r}; {todo}" if array else f"needs the name of an array; {todo}")
+            info = archive.getinfo(array + ".npy")
+            with archive.open(info) as member:
+                header = read_header(cast(BinaryIO, member))
+                self._check_rest(info.file_size - header.offset, header)
+                if info.compress_type != zipfile.ZIP_STORED:
+                    if header.values_bytes > MAX_UNPACKED_BYTES:
+                        came = f"is compressed, and unpacked it has {header.values_bytes} bytes"
+                        raise self._bad(f"{came}; save it by np.savez, or as .npy, which are read row by row")
+                    self._content = member.read(header.values_bytes + 1)
+                    self._check_rest(len(self._content), header)
+        file.seek(info.header_offset)
+        local = file.read(LOCAL_HEADER_BYTES)
+        name_bytes, extra_bytes = struct.unpack("<HH", local[26:])
+        return header, info.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes + header.offset
+
+    def _check_rest(self, came: int, header: Header) -> None:
+        if came != header.values_bytes:
+            said = f"its header says {header.dtype} {list(header.shape)}, {header.values_bytes} bytes of values"
+            raise self._bad(f"is cut off or damaged: {said}, and {came} came. Fetch it again")
+
+    def _bad(self, what: str) -> DataError:
+        return DataError(f"{self.path}{self._array} {what}.", path=self.path)

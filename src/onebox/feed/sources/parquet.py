@@ -1,0 +1,158 @@
+"""Tables in files of Parquet and Arrow, a row a sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onebox.errors import DataError
+from onebox.feed.checks import require_int
+from onebox.feed.decode import ImageDecoder
+from onebox.feed.sources.columns import Columns
+from onebox.feed.sources.files import Paths, expand
+from onebox.feed.sources.groups import GroupCache, Groups
+from onebox.feed.sources.labels import check_classes
+
+CACHE_BYTES = 256 << 20
+MAX_GROUP_BYTES = 4 << 30  # of a row group, unpacked; writers make them of some megabytes
+
+
+class Parquet:
+    """Rows of tables in Parquet, Arrow or Feather files, in any order.
+
+    A row is read with its row group (Parquet) or record batch (Arrow), of which the last ones are kept. Reading in a
+    random order is only fast if these are small (some hundred rows) or all of them fit the cache.
+
+    Pictures are columns of bytes, or as Hugging Face stores them; lists become tensors, numbers too, of the types
+    in the file; strings stay strings. Tensors of a fixed shape (Arrow's extension type) have theirs.
+
+    Args:
+        pattern: The files, as for :class:`onebox.feed.sources.Tars`; those that end in ``.arrow``, ``.feather`` or
+            ``.ipc`` are Arrow's, files or streams; others are Parquet.
+        inputs: A column, or several, which make a tuple. By default, where there are two columns and one of them is
+            called label (or target, class, ...), the other; else samples are dicts of all columns.
+        targets: A column; None for samples that are inputs only.
+        decoder: How pictures become tensors.
+        images: Columns whose bytes are pictures; by default all that have bytes.
+        classes: Names of the classes; by default those that Hugging Face has noted in the file, if any.
+        cache_bytes: Most bytes of groups that are kept, unpacked; one is kept in any case.
+
+    Attributes:
+        classes: Names of the classes, or None.
+
+    Raises:
+        UsageError: A column that is not there, or pyarrow is not installed.
+        DataError: A file is missing, damaged, or has other columns than the first.
+
+    Example::
+
+        source = Parquet("train-*.parquet", inputs="image", targets="label")
+    """
+
+    def __init__(
+        self,
+        pattern: Paths,
+        *,
+        inputs: str | Sequence[str] | None = None,
+        targets: str | None = None,
+        decoder: ImageDecoder | None = None,
+        images: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        require_int("cache_bytes", cache_bytes, least=0)
+        self._groups = Groups(expand(pattern), max_bytes=MAX_GROUP_BYTES)
+        schema = self._groups.schema
+        where = self._groups.paths[0].name
+        self._columns = Columns(schema.names, where, inputs=inputs, targets=targets, decoder=decoder, images=images)
+        self._groups.choose(self._columns.names)
+        self._cache = GroupCache(self._groups.load, cache_bytes)
+        named = classes if classes is not None else _noted_classes(schema, self._columns.targets)
+        self.classes = None if named is None else check_classes(named)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._groups)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The values of a row by column: numbers, bytes, strings, arrays.
+
+        Raises:
+            DataError: The group that it is in cannot be read.
+        """
+        group, row = self._groups.place(index)
+        table = self._cache.get(group)
+        try:
+            return {name: _plain(table.column(name)[row]) for name in self._columns.names}
+        except (ValueError, TypeError, NotImplementedError, OSError) as error:
+            path = self._groups.path(group)
+            said = f"{self.name(index)} cannot be read: {error}"
+            raise DataError(f"{said}. Fetch the file again.", path=path, sample=index) from error
+
+    def decode(self, raw: dict[str, Any], index: int) -> Any:
+        """The sample of a row.
+
+        Raises:
+            DataError: A value is missing or damaged.
+        """
+        path = self._groups.path(self._groups.place(index)[0])
+        return self._columns.sample(raw, index, where=self.name(index), path=path)
+
+    def name(self, index: int) -> str:
+        """The file, and the number of the row in it."""
+        path, row = self._groups.row_of_file(index)
+        return f"{path.name}: row {row}"
+
+
+def _plain(scalar: Any) -> Any:
+    """A value of Arrow's as Python's, or as an array of the same type of numbers."""
+    import pyarrow as pa
+
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if isinstance(kind, pa.BaseExtensionType):
+        stored = _plain(scalar.value)
+        return np.reshape(stored, kind.shape) if isinstance(kind, pa.FixedShapeTensorType) else stored
+    if pa.types.is_nested(kind) and hasattr(scalar, "values") and not pa.types.is_map(kind):
+        return _array(scalar.values)
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return np.asarray(scalar.as_py(), dtype=kind.to_pandas_dtype())
+    return scalar.as_py()
+
+
+def _array(values: Any) -> Any:
+    """A list of Arrow's: an array if it is of numbers, of one shape."""
+    import pyarrow as pa
+
+    leaf, shape = values, [len(values)]
+    while hasattr(leaf, "flatten") and pa.types.is_nested(leaf.type) and not pa.types.is_struct(leaf.type):
+        if leaf.null_count:
+            raise ValueError("a list in it is empty (null)")
+        lengths = (
+            set(leaf.value_lengths().to_pylist())
+            if not pa.types.is_fixed_size_list(leaf.type)
+            else {leaf.type.list_size}
+        )
+        if len(lengths) > 1:
+            raise ValueError(f"its lists have the lengths {sorted(lengths)[:5]}, and one shape is needed")
+        shape.append(lengths.pop() if lengths else 0)
+        leaf = leaf.flatten()
+    if not (pa.types.is_integer(leaf.type) or pa.types.is_floating(leaf.type) or pa.types.is_boolean(leaf.type)):
+        return values.to_pylist()
+    if leaf.null_count:
+        raise ValueError(f"{leaf.null_count} of its numbers are empty (null)")
+    return leaf.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _noted_classes(schema: Any, targets: str | None) -> list[str] | None:
+    """The names of classes that Hugging Face's library notes in the schema."""
+    try:
+        noted = json.loads((schema.metadata or {})[b"huggingface"])
+        names = noted["info"]["features"][targets]["names"]
+        return [str(name) for name in names] or None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
