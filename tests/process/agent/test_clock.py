@@ -24,9 +24,16 @@ def _offset():
 
 time.time = lambda: _wall() + _offset()
 time.time_ns = lambda: _wall_ns() + _offset() * 10**9
-open(os.path.join({marks!r}, str(os.getpid())), "w").close()
+
+
+def _mark():
+    open(os.path.join({marks!r}, str(os.getpid())), "w").close()
+
+
+_mark()
+os.register_at_fork(after_in_child=_mark)
 """
-"""What Python runs first in every process: the agent, its workers, the client."""
+"""What Python runs first in every process: the agent, the client, their workers, some of which are forks of one."""
 
 CLIENT = """
 import os, signal, sys, time
