@@ -29,6 +29,8 @@ class Columns:
         targets: A column; None for samples that are inputs only.
         decoder: How pictures become tensors.
         images: Columns whose bytes are pictures; by default all that have bytes.
+        beside: Whether a picture that has a path in place of bytes is read from there; not where the table is a file
+            from elsewhere.
 
     Attributes:
         names: The columns to read; all, for samples that are dicts, where inputs are not known.
@@ -47,6 +49,7 @@ class Columns:
         targets: str | None = None,
         decoder: ImageDecoder | None = None,
         images: Sequence[str] | None = None,
+        beside: bool = False,
     ) -> None:
         if inputs is None and targets is None:
             inputs, targets = _guess(there)
@@ -59,6 +62,7 @@ class Columns:
         self.targets = targets
         self.names = [*self.inputs, *([targets] if targets is not None else [])] or list(there)
         self._decoder = decoder or ImageDecoder()
+        self._beside = beside
         self._images = None if images is None else tuple(images)
         for name in (*self.names, *(images or ())):
             if name not in there:
@@ -88,7 +92,8 @@ class Columns:
     def _value(self, name: str, value: Any, index: int, where: str, path: object) -> Any:
         place = f"{where}, column {name!r}"
         if isinstance(value, Mapping) and set(value) == {"bytes", "path"}:  # Hugging Face's pictures
-            value = _content(value, index)
+            follow = self._beside and value["bytes"] is None and value["path"]
+            value = read_file(value["path"], sample=index) if follow else value["bytes"]
         if value is None:
             raise DataError(f"{place} is empty; fill it, or take the row away.", path=path, sample=index)
         if isinstance(value, bytes) and (self._images is None or name in self._images):
@@ -107,12 +112,6 @@ def _guess(there: Sequence[str]) -> tuple[str | None, str | None]:
     if len(there) != 2 or targets is None:
         return None, None
     return next(name for name in there if name != targets), targets
-
-
-def _content(picture: Mapping[str, Any], index: int) -> bytes | None:
-    if picture["bytes"] is None and picture["path"]:
-        return read_file(picture["path"], sample=index)
-    return picture["bytes"]
 
 
 def _to_tensor(value: Any) -> Any:

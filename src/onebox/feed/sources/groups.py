@@ -112,12 +112,12 @@ class Groups:
             os.close(open_regular(path))
             kind = _Arrow if path.suffix.lower() in ARROW_ENDINGS else _Parquet
             file = kind(path)
-        except (self._arrow.ArrowException, ValueError) as error:
+        except (self._arrow.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # Arrow's own, of damaged files, has none
+                raise unreadable(path, error) from error
             what = "Arrow" if path.suffix.lower() in ARROW_ENDINGS else "Parquet"
             said = f"{path} is no {what} file that can be read ({error})"
             raise DataError(f"{said}. Fetch it again, or name another.", path=path) from error
-        except OSError as error:
-            raise unreadable(path, error) from error
         if self.schema is None:
             self.schema = file.schema
         if not file.schema.equals(self.schema):

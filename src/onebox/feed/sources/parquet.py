@@ -116,8 +116,12 @@ def _plain(scalar: Any) -> Any:
         return None
     if isinstance(kind, pa.BaseExtensionType):
         stored = _plain(scalar.value)
-        return np.reshape(stored, kind.shape) if isinstance(kind, pa.FixedShapeTensorType) else stored
-    if pa.types.is_nested(kind) and hasattr(scalar, "values") and not pa.types.is_map(kind):
+        if not isinstance(kind, pa.FixedShapeTensorType):
+            return stored
+        if kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation):
+            raise ValueError(f"its tensors are stored in the order {list(kind.permutation)} of their dimensions")
+        return np.reshape(stored, kind.shape)
+    if _is_list(kind):
         return _array(scalar.values)
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return np.asarray(scalar.as_py(), dtype=kind.to_pandas_dtype())
@@ -129,7 +133,7 @@ def _array(values: Any) -> Any:
     import pyarrow as pa
 
     leaf, shape = values, [len(values)]
-    while hasattr(leaf, "flatten") and pa.types.is_nested(leaf.type) and not pa.types.is_struct(leaf.type):
+    while _is_list(leaf.type):
         if leaf.null_count:
             raise ValueError("a list in it is empty (null)")
         lengths = (
@@ -146,6 +150,12 @@ def _array(values: Any) -> Any:
     if leaf.null_count:
         raise ValueError(f"{leaf.null_count} of its numbers are empty (null)")
     return leaf.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _noted_classes(schema: Any, targets: str | None) -> list[str] | None:
