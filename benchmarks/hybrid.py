@@ -8,17 +8,18 @@ which changes nothing but what is allowed:
 
 - ``unlimited``: the plain run on the device;
 - ``chosen``: what the planner found for the budget, on the device and the CPU beside it, or (``alone``) on the device
-  alone, by its memory policies;
-- the trivial policies, blind to budgets but for the last: each block recomputed; each segment offloaded; and the first
-  layers on the CPU, as few as it takes. ``ratio_to_best_trivial`` is the time over that of the quickest of those that
-  fit, 1 where the plans are the same, and ``null`` where none fits;
+  alone, by its memory policies. Micro-batches are of 64 pictures, as in the other sides; smaller ones are allowed where
+  they change nothing but the memory that a step takes, which is so without batch norm. With ``--smaller`` models that
+  have it get rows of their own (``, smaller``), in which they are allowed, and which compute something else;
+- the trivial policies, blind to budgets but for the last: each block recomputed; each segment offloaded, or swapped;
+  and the first layers on the CPU, as few as it takes. ``ratio_to_best_trivial`` is the time over that of the quickest
+  of those that fit, 1 where the plans are the same, and ``null`` where none fits;
 - the rivals, in a process of their own with one thread: PyTorch, with ``torch.utils.checkpoint`` around each block, and
   with ``save_on_cpu``; see ``hybrid_rivals.py`` for what their peaks are. Nothing limits them: they are timed, and one
   looks at what they took.
 
-Every side cuts the batch into the same micro-batches. On a CPU both models have half of the papers' feature maps, so
-that a step takes seconds and activations outweigh parameters, as they do with the batches of a GPU; ``--width 64`` is
-the papers'.
+The models are those of the papers; with ``--width 32`` they have half of the feature maps, and a step takes a third to
+a quarter of the time. ``--rounds 0`` times nothing: it says what trains, in how much memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,15 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), choices=list(BUDGETS))
-    parser.add_argument("--width", type=int, help="channels of the first group; 64 in the papers")
+    parser.add_argument("--width", type=int, default=64, help="channels of the first group; 64 in the papers")
+    parser.add_argument("--smaller", action="store_true", help="rows of smaller micro-batches of batch norm, too")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, default=DATA, help="the folder of CIFAR-10's archives")
     parser.add_argument("--quick", action="store_true", help="small models, random pixels: to try the benchmark out")
     options = parser.parse_args()
-    options.width = options.width or (32 if options.device == "cpu" else 64)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # what the planner measured at another time is not for today
@@ -82,14 +83,31 @@ class Choice:
     """What the planner chose for a budget.
 
     Args:
+        name: What it was allowed, in words.
         side: Under which name it is timed; that of a trivial policy if it is the same.
         plan: The plan; ``None`` where there is none.
         tried: How it went on a device that has no more.
     """
 
+    name: str
     side: str
     plan: Plan | None
     tried: Tried
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowed:
+    """What a choice may be.
+
+    Args:
+        alone: Whether the device is alone.
+        smaller: Whether micro-batches may be smaller than those of the other sides.
+        name: What it is called, behind the budget.
+    """
+
+    alone: bool
+    smaller: bool
+    name: str
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -108,9 +126,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         plans = trivial(bench, pool, budgets)
         peaks = {side: bench.predicted(plan, pool.devices) for side, plan in plans.items()}
         choices = {
-            (label, alone): choose(bench, label, budget, plans, alone=alone)
+            (label, allowed): choose(bench, label, budget, plans, allowed)
             for label, budget in budgets.items()
-            for alone in (False, True)
+            for allowed in ways(bench, smaller=options.smaller)
         }
         for choice in choices.values():
             if choice.plan is not None:
@@ -120,15 +138,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for rival in SIDES:
             peaks[f"torch {rival}"] = int(ask(rivals, f"{rival} peak"))
             sides[f"torch {rival}"] = lambda steps, rival=rival: ask(rivals, f"{rival} {steps}")  # type: ignore[misc]
-        times = in_turn(sides, options.rounds, 1, most_s=math.inf)
+        times = in_turn(sides, options.rounds, 1, most_s=math.inf) if options.rounds else {}
     table(name, options, bench, times, peaks, budgets, plain)
-    for (label, alone), choice in choices.items():
-        what = "nothing fits" if choice.plan is None else told(choice.plan)
-        print(f"  {label}{', alone' if alone else ''}: {what}")
+    for choice in choices.values():
+        peak = f"{choice.tried.measured_bytes / MIB:.0f} MiB, " if choice.tried.trains else "does not train: "
+        print(f"  {choice.name}: {'nothing fits' if choice.plan is None else peak + told(choice.plan)}")
     found: dict[str, dict[str, Any]] = {label: {} for label in budgets}
-    for (label, alone), choice in choices.items():
-        figures = judged(choice, label, alone, times, peaks, budgets, plans)
-        found[label] |= {"alone": figures} if alone else figures
+    for (label, allowed), choice in choices.items():
+        figures = judged(choice, label, allowed.alone, times, peaks, budgets, plans)
+        found[label] |= {allowed.name: figures} if allowed.name else figures
     error = max(off(choice.tried) for choice in choices.values())
     return {
         "width": bench.case.width,
@@ -148,6 +166,7 @@ def trivial(bench: Bench, pool: onebox.Pool, budgets: dict[str, int]) -> dict[st
         PLAIN: bench.plain(),
         "all recomputed": bench.all_recomputed(),
         "all offloaded": bench.all_offloaded(),
+        "all swapped": bench.all_swapped(),
     }
     for budget in budgets.values():
         first = bench.fewest_on_cpu(budget, pool.devices)
@@ -156,17 +175,27 @@ def trivial(bench: Bench, pool: onebox.Pool, budgets: dict[str, int]) -> dict[st
     return found
 
 
-def choose(bench: Bench, label: str, budget: int, plans: dict[str, Plan], *, alone: bool) -> Choice:
+def ways(bench: Bench, *, smaller: bool) -> list[Allowed]:
+    """Return what choices may be: smaller micro-batches where they change nothing, or, beside the others, if asked."""
+    free = not bench.looks_at_batches
+    found = [Allowed(alone=False, smaller=free, name=""), Allowed(alone=True, smaller=free, name="alone")]
+    if smaller and not free:
+        found += [replace(one, smaller=True, name=f"{one.name} smaller".strip()) for one in found]
+    return found
+
+
+def choose(bench: Bench, label: str, budget: int, plans: dict[str, Plan], allowed: Allowed) -> Choice:
     """Let the planner choose for a budget, and run what it chose under that budget."""
-    with bench.pool(budget, alone=alone) as pool:
-        plan = bench.chosen(pool)
+    name = ", ".join([label, *allowed.name.split()])
+    with bench.pool(budget, alone=allowed.alone) as pool:
+        plan = bench.chosen(pool, smaller=allowed.smaller)
     if plan is None:
-        return Choice(side="", plan=None, tried=Tried(trains=False, predicted_bytes=0, measured_bytes=0))
-    with bench.pool(budget, alone=alone) as pool:
+        none = Tried(trains=False, predicted_bytes=0, measured_bytes=0)
+        return Choice(name=name, side="", plan=None, tried=none)
+    with bench.pool(budget, alone=allowed.alone) as pool:
         tried = bench.tried(pool, plan)
     known = (side for side, other in plans.items() if same(plan, other))
-    side = next(known, f"chosen {label}{', alone' if alone else ''}")
-    return Choice(side=side, plan=plan, tried=tried)
+    return Choice(name=name, side=next(known, f"chosen {name}"), plan=plan, tried=tried)
 
 
 def runner(bench: Bench, pool: onebox.Pool, plan: Plan, stack: ExitStack) -> Run:
@@ -202,8 +231,9 @@ def judged(
     plans: dict[str, Plan],
 ) -> dict[str, Any]:
     """Return the figures of a budget."""
-    if choice.plan is None:
-        return {"trains": False, "ratio_to_unlimited": None, "ratio_to_best_trivial": None}
+    if choice.plan is None or not times:
+        bare = {"trains": choice.tried.trains, "ratio_to_unlimited": None, "ratio_to_best_trivial": None}
+        return bare if choice.plan is None else {**bare, "plan": told(choice.plan)}
 
     def over(side: str) -> float:
         return round(statistics.median(ratios(times[choice.side], times[side])), 4)
@@ -230,10 +260,11 @@ def off(tried: Tried) -> float:
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """Return the targets' figures: the worst of all models and budgets."""
     budgets = [model[label] for model in result.values() for label in BUDGETS if label in model]
-    every = [*budgets, *(budget["alone"] for budget in budgets)]
+    every = [*budgets, *(found for budget in budgets for found in budget.values() if isinstance(found, dict))]
     known = [one["ratio_to_best_trivial"] for one in every if one["ratio_to_best_trivial"] is not None]
     return {
         "quarter_trains": all(model["1/4"]["trains"] for model in result.values() if "1/4" in model),
+        "quarter_trains_alone": all(model["1/4"]["alone"]["trains"] for model in result.values() if "1/4" in model),
         "worst_ratio_to_best_trivial": max(known, default=None),
         "memory_error": max(model["memory_error"] for model in result.values()),
     }
@@ -250,16 +281,17 @@ def table(
 ) -> None:
     """Print what each side took."""
     rows = []
-    for side, seconds in times.items():
-        fits = [label for label, budget in budgets.items() if peaks[side] <= budget]
+    for side, peak_bytes in peaks.items():
+        seconds = times.get(side)
+        fits = [label for label, budget in budgets.items() if peak_bytes <= budget]
         rows.append(
             [
                 side,
-                f"{peaks[side] / MIB:.0f}",
-                f"{peaks[side] / plain.measured_bytes:.2f}",
+                f"{peak_bytes / MIB:.0f}",
+                f"{peak_bytes / plain.measured_bytes:.2f}",
                 fits[-1] if fits else "-",
-                spread(seconds, 2),
-                spread(ratios(seconds, times[PLAIN]), 2),
+                spread(seconds, 2) if seconds else "-",
+                spread(ratios(seconds, times[PLAIN]), 2) if seconds else "-",
             ]
         )
     case = bench.case

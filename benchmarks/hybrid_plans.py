@@ -1,7 +1,7 @@
 """The plans that ``hybrid.py`` compares: what the planner chooses, and policies that need no planner.
 
-Device 0 is the one whose memory is short, device 1 the CPU beside it. All plans have the same micro-batches, so that
-all runs have the same losses.
+Device 0 is the one whose memory is short, device 1 the CPU beside it. All plans have the same micro-batches, but for
+choices that may have smaller ones, so that all runs have the same losses.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ class Bench:
         """Offload each segment, so that only what the next one needs comes back early."""
         return self._each([(name,) for name in self.segments], "offload")
 
+    def all_swapped(self) -> Plan:
+        """Swap each segment: nothing of it is on the device between its forward and its backward."""
+        return self._each([(name,) for name in self.segments], "swap")
+
     def _each(self, parts: Sequence[tuple[str, ...]], fate: Fate) -> Plan:
         stages = (Stage(segments=names, replicas=((DEVICE,),), shares=(1.0,), fate=fate) for names in parts)
         return Plan(stages=tuple(stages), micro_batch=self.case.micro_batch)
@@ -128,9 +132,19 @@ class Bench:
         )
         return (counts[place], self.first_on_cpu(counts[place])) if place < len(counts) else None
 
-    def chosen(self, pool: onebox.Pool) -> Plan | None:
-        """Return what the planner chooses for a pool, if it finds anything that fits."""
-        model = self.case.model()
+    @property
+    def looks_at_batches(self) -> bool:
+        """Whether the model looks at a micro-batch as a whole, so that smaller ones would compute something else."""
+        return any(isinstance(module, nn.BatchNorm2d) for module in self.case.model().modules())
+
+    def chosen(self, pool: onebox.Pool, *, smaller: bool) -> Plan | None:
+        """Return what the planner chooses for a pool, if it finds anything that fits.
+
+        Args:
+            pool: The pool.
+            smaller: Whether it may halve micro-batches, up to three times.
+        """
+        model, size = self.case.model(), self.case.micro_batch
         try:
             planned = onebox.make_plan(
                 model,
@@ -138,7 +152,7 @@ class Bench:
                 sgd(model),
                 *self.data,
                 pool=pool,
-                micro_batches=[self.case.micro_batch],
+                micro_batches=[size // part for part in (1, 2, 4, 8) if size >= part] if smaller else [size],
                 update=("device", "host"),
                 budget_s=self.case.search_s,
             )
@@ -173,4 +187,5 @@ def told(plan: Plan) -> str:
         fates = Counter(stage.fate for stage in stages)
         several = ", ".join(f"{count} {fate}" for fate, count in fates.items())
         runs.append(f"device {' and '.join(str(replica[0]) for replica in replicas)}: {several}")
-    return f"{'; '.join(runs)}; {plan.schedule}" + (", the optimizer on the host" if plan.update == "host" else "")
+    more = ", the optimizer on the host" if plan.update == "host" else ""
+    return f"{'; '.join(runs)}; {plan.schedule}, micro-batches of {plan.micro_batch}{more}"

@@ -23,6 +23,7 @@ def test_small_models_train_with_less_memory() -> None:
     budget = model["1/4"]
     assert budget["trains"]
     assert found["quarter_trains"]
+    assert "quarter_trains_alone" in found
     assert min(budget[key] for key in ("ratio_to_unlimited", "ratio_to_best_trivial")) > 0
     assert set(budget) >= {"ratio_to_torch_checkpoint", "ratio_to_torch_save_on_cpu", "alone"}
 
