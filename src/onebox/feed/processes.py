@@ -118,10 +118,12 @@ class Nursery:
             try:
                 socket.send_fds(self._control, [question], [] if link is None else [link.fileno()])
                 answer = self._control.recv(64)
+            except ConnectionError:
+                answer = b""
             except OSError as error:
                 raise WorkError(f"no process can be had: {error}") from error
         if not answer:
-            raise WorkError("no process can be had: the one that forks them has ended")
+            raise WorkError("the process that forks its processes has ended, and they with it")
         return answer
 
 
