@@ -12,6 +12,7 @@ import torch
 from onebox.pool.rendezvous import KeyValues
 from onebox.wire.messages import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Left, Lookup
+from onebox.worker.carriers import Carrier
 from onebox.worker.links import Wires
 from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost
@@ -98,6 +99,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     devices: Sequence[torch.device] = (),
     links: Mapping[int, Sequence[EmulatedLink]] | None = None,
+    carriers: Mapping[int, Carrier] | None = None,
 ) -> list[Any]:
     """Form a group, run a function for each rank, in threads, and return what each returns.
 
@@ -107,16 +109,18 @@ def run_ranks(
         timeout_s: Bound of every wait.
         devices: Of each rank; CPUs where left out.
         links: Emulated links that each rank has to others.
+        carriers: What copies for ranks whose device is an accelerator.
     """
     keys = Keys()
 
     def one(number: int) -> Any:
         own = tuple((links or {}).get(number, ()))
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
-        met = meet(form, keys)
+        carrier = (carriers or {}).get(number)
+        met = meet(form, keys, "cpu" if carrier is None else "cuda")
         if len(met.memories) < size:
             raise PeerLost(f"only ranks {sorted(met.memories)} share memory")
-        group = SharedGroup(form, met, devices[number] if devices else CPU, Progress(), Wires())
+        group = SharedGroup(form, met, devices[number] if devices else CPU, Progress(), Wires(), carrier)
         del met
         try:
             return rank(number, group)

@@ -19,6 +19,7 @@ from onebox.cost.profile import FORMAT, DeviceProfile
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
+from onebox.pool.ways import shares_memory
 from onebox.wire import TensorSpec
 from onebox.wire.messages import (
     Ask,
@@ -53,7 +54,7 @@ def profile_key(pool: Pool) -> str:
     """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
     links = sorted((source, target, link) for (source, target), link in pool.links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
-    return key_of("pool", FORMAT, str(torch.__version__), here, pool.devices, links)
+    return key_of("pool", FORMAT, str(torch.__version__), here, pool.devices, links, shares_memory())
 
 
 def measure_pool(pool: Pool) -> PoolProfile:

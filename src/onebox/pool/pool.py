@@ -19,7 +19,7 @@ from onebox.pool.device import DeviceInfo
 from onebox.pool.discover import cores
 from onebox.pool.failures import raise_first
 from onebox.pool.heal import PATIENCE_S, Healing, heal
-from onebox.pool.links import EMULATED_KINDS, LinkMap, directed, outgoing
+from onebox.pool.links import LinkMap, directed, outgoing
 from onebox.pool.local import LOCAL_HOST
 from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
@@ -167,12 +167,12 @@ class Pool:
             )
         if "sim" in kinds and via == "client":
             raise UsageError("sim devices have no values that a client could add up; let their sums go via workers")
-        shared = (self.shared or "sim" in kinds or any(links)) and (aside or kinds <= EMULATED_KINDS)
         backend: Literal["gloo", "nccl", "client"] = "gloo"
         if via == "client":
             backend = "client"
         elif not aside and all(self.devices[worker].nccl for worker in workers):  # whatever this client's PyTorch has
             backend = "nccl"
+        shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)
         try:

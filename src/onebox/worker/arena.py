@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-_ALIGN = 64
+ALIGN = 64
 _STEPS = 4
 """Sizes of blocks between one power of two and the next; what a block is larger than asked for is not written to, and
 takes address space only."""
@@ -38,17 +38,23 @@ class Arena:
     and in the cache. Pages of free blocks go back to the system when more are held than twice what was in use lately.
 
     Args:
-        start: First byte of the span, a multiple of 64.
+        start: First byte of the span; blocks begin at multiples of ``align`` behind it.
         end: Where it ends.
         discard: Called with the offset and size of a range whose pages are not needed.
+        align: A multiple of 64.
+        keep: Whether all pages are kept until :meth:`empty`.
     """
 
-    def __init__(self, start: int, end: int, discard: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, start: int, end: int, discard: Callable[[int, int], None], *, align: int = ALIGN, keep: bool = False
+    ) -> None:
         self.used_bytes = 0
         self.backed_bytes = 0
-        self._top = start
+        self._align = align
+        self._top = -(-start // align) * align
         self._end = end
         self._discard = discard
+        self._keep = keep
         self._free: dict[int, list[Block]] = defaultdict(list)
         self._peaks = [0, 0]  # most bytes in use, in this window of operations and in the one before
         self._count = 0
@@ -59,7 +65,7 @@ class Arena:
         Raises:
             MemoryError: The span is full.
         """
-        size = _rounded(size)
+        size = rounded(size, self._align)
         free = self._free[size]
         if free:
             block = free.pop()
@@ -84,7 +90,7 @@ class Arena:
             self._count = 0
             self._peaks = [self.used_bytes, self._peaks[0]]
         free = self._free[block.size]
-        if self.backed_bytes > 2 * max(self._peaks) + _SLACK_BYTES:
+        if not self._keep and self.backed_bytes > 2 * max(self._peaks) + _SLACK_BYTES:
             self._discard(block.offset, block.size)
             self.backed_bytes -= block.size
             block.backed = False
@@ -100,9 +106,9 @@ class Arena:
             block.backed = False
 
 
-def _rounded(size: int) -> int:
-    """Return the size of the blocks that so many bytes go into."""
-    if size <= _ALIGN * _STEPS:
-        return max(_ALIGN, -(-size // _ALIGN) * _ALIGN)
-    step = 1 << ((size - 1).bit_length() - _STEPS.bit_length())
-    return -(-size // step) * step
+def rounded(size: int, align: int = ALIGN) -> int:
+    """Return the size of the blocks that so many bytes go into: a multiple of ``align``, and never nothing."""
+    if size > ALIGN * _STEPS:
+        step = 1 << ((size - 1).bit_length() - _STEPS.bit_length())
+        size = -(-size // step) * step
+    return max(align, -(-size // align) * align)

@@ -19,6 +19,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import FormGroup, Rendezvous
 from onebox.wire.sayings import Contribution, Lookup
+from onebox.worker.carriers import carrier_for
 from onebox.worker.interfaces import NoAddress, is_foreign
 from onebox.worker.joint import JointGroup
 from onebox.worker.links import Wires
@@ -195,8 +196,8 @@ def form_group(
         return ClientGroup(form, channel, device)
     store = ChannelStore(channel, form.group, form.timeout_s)
     with progress.wait():
-        met = meet(form, store) if form.shared and supported() else None
-        near = SharedGroup(form, met, device, progress, wires) if met is not None else None
+        met = meet(form, store, device.type) if form.shared and supported() else None
+        near = None if met is None else SharedGroup(form, met, device, progress, wires, carrier_for(device))
         if near is not None and met is not None and len(met.memories) == form.size:
             return near
         try:

@@ -37,10 +37,12 @@ class Met:
     Args:
         memories: Its own memory and theirs, by their ranks.
         watches: Tell whether their processes are still there.
+        paged: Whether the driver of an accelerator knows some of the memory by its pages.
     """
 
     memories: Mapping[int, Memory]
     watches: Mapping[int, ProcessWatch]
+    paged: bool = False
 
     @property
     def speeds(self) -> Sequence[Speed]:
@@ -51,16 +53,17 @@ class Met:
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a rank is, and its memory: by process, bytes, inode, and the name of a :class:`Post`."""
+    """Where a rank is, the kind of its device, and its memory: process, bytes, inode, name of its :class:`Post`."""
 
     place: str
+    kind: str
     process: int
     size: int
     inode: int
     post: str
 
     def __str__(self) -> str:
-        return f"{self.place}:{self.process}:{self.size}:{self.inode}:{self.post}"
+        return f"{self.place}:{self.kind}:{self.process}:{self.size}:{self.inode}:{self.post}"
 
     @classmethod
     def of(cls, text: bytes) -> _Card:
@@ -70,9 +73,9 @@ class _Card:
             WireError: It is no such card.
         """
         try:
-            place, process, size, inode, post = text.decode("ascii").split(":")
+            place, kind, process, size, inode, post = text.decode("ascii").split(":")
             bytes.fromhex(post)
-            card = cls(place, int(process), int(size), int(inode), post)
+            card = cls(place, kind, int(process), int(size), int(inode), post)
         except ValueError:
             raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
         if not LEAST_BYTES <= card.size <= SPAN_BYTES or card.size % 8 or not post:
@@ -80,12 +83,13 @@ class _Card:
         return card
 
 
-def meet(form: FormGroup, keys: Keys) -> Met:
+def meet(form: FormGroup, keys: Keys, kind: str = "cpu") -> Met:
     """Find out who shares memory with this rank, which may be nobody.
 
     Args:
         form: This worker's place in the group.
         keys: The group's key-value store.
+        kind: The kind of its device, as torch calls it.
 
     Raises:
         PeerLost: Another rank has ended, or did not come.
@@ -94,10 +98,9 @@ def meet(form: FormGroup, keys: Keys) -> Met:
     own = Memory.make()
     slowest = Speed.slowest([Speed.of(link) for link in form.links])
     _SPEED.pack_into(own.map, 8 * FREE, slowest.latency_ns, slowest.ns_per_byte)
-    others = [rank for rank in range(form.size) if rank != form.rank]
     memories = {form.rank: own}
     try:
-        near, came = _exchange(form, keys, own, others)
+        near, came = _exchange(form, keys, own, kind)
         try:
             for rank in list(came):
                 memories[rank] = Memory.of(came.pop(rank), near[rank].size)
@@ -111,22 +114,23 @@ def meet(form: FormGroup, keys: Keys) -> Met:
         raise
     finally:
         own.seal()
-    for rank in near.keys() - (agreed & memories.keys()):
+    for rank in sorted(near.keys() - (agreed & memories.keys())):
         _say(form, rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
+    together = agreed & memories.keys()
     return Met(
-        {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in agreed},
-        {rank: ProcessWatch(near[rank].process) for rank in agreed & memories.keys()},
+        {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
+        {rank: ProcessWatch(near[rank].process) for rank in together},
+        "cuda" in {kind, *(near[rank].kind for rank in together)},
     )
 
 
-def _exchange(
-    form: FormGroup, keys: Keys, own: Memory, others: Sequence[int]
-) -> tuple[dict[int, _Card], dict[int, int]]:
+def _exchange(form: FormGroup, keys: Keys, own: Memory, kind: str) -> tuple[dict[int, _Card], dict[int, int]]:
     """Return the ranks that are in this one's place, and the descriptors that came from them."""
     post = Post()
     try:
-        card = _Card(whereabouts(), os.getpid(), len(own.map), own.inode, post.name)
+        card = _Card(whereabouts(), kind, os.getpid(), len(own.map), own.inode, post.name)
         keys.set(f"memory/{form.rank}", str(card))
+        others = [rank for rank in range(form.size) if rank != form.rank]
         cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
         near = {rank: other for rank, other in cards.items() if other.place == card.place}
         watches = {rank: ProcessWatch(other.process) for rank, other in near.items()}

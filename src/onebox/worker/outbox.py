@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import threading
 import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from onebox.wire import TensorSpec
-from onebox.worker.arena import Arena, Block
+from onebox.worker.arena import ALIGN, Arena, Block
 from onebox.worker.letters import (
     CELL_BYTES,
     CHUNK_CELLS,
@@ -42,30 +44,39 @@ class _Lane:
 
 
 class Outbox:
-    """The letters that a rank has written.
+    """The letters that a rank has written; several threads may use it.
 
     Args:
         memory: Its own.
         size: How many ranks there are.
+        paged: Whether blocks begin at pages, and keep them until the rank leaves.
     """
 
-    def __init__(self, memory: Memory, size: int) -> None:
-        self._memory = memory
+    def __init__(self, memory: Memory, size: int, *, paged: bool = False) -> None:
+        self.memory = memory
         self._lanes = [_Lane(peer) for peer in range(size)]
-        self._arena = Arena(lane_start(size), len(memory.map), memory.discard)
+        align = mmap.PAGESIZE if paged else ALIGN
+        self._arena = Arena(lane_start(size), len(memory.map), memory.discard, align=align, keep=paged)
         self._cells: list[int] = []
+        self._lock = threading.RLock()
 
     @property
     def unread_bytes(self) -> int:
         """Bytes of blocks that some reader is not done with."""
-        self._collect()
-        return self._arena.used_bytes
+        with self._lock:
+            self._collect()
+            return self._arena.used_bytes
+
+    def take(self, size_bytes: int) -> Block:
+        """Return a block, to be posted once it has been written to; it is held until its readers have returned it."""
+        with self._lock:
+            self._collect()
+            return self._arena.take(size_bytes)
 
     def write(self, tensors: Sequence[Tensor], size_bytes: int) -> Block:
         """Copy tensors of one type into a block, one behind the other; it is held until each reader has returned it."""
-        self._collect()
-        memory = self._memory
-        block = self._arena.take(size_bytes)
+        memory = self.memory
+        block = self.take(size_bytes)
         offset = block.offset
         for tensor in tensors:
             count = tensor.nbytes
@@ -90,34 +101,37 @@ class Outbox:
             code: For the reader.
             at_ns: When it is there, if later than now.
         """
-        memory, lane, shape = self._memory, self._lanes[peer], spec.shape
-        cell, lane.cell = lane.cell, self._cell()
-        if block is not None:
-            block.readers += 1
-        lane.held[cell] = block
-        at_ns = max(at_ns, time.monotonic_ns())
-        offset = -1 if block is None else block.offset
-        dtype = TYPE_CODES[spec.dtype]
-        HEADERS[len(shape)].pack_into(
-            memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
-        )
-        lane.sent += 1
-        memory.publish(lane.word + SENT, lane.sent)
+        memory, lane, shape = self.memory, self._lanes[peer], spec.shape
+        with self._lock:
+            cell, lane.cell = lane.cell, self._cell()
+            if block is not None:
+                block.readers += 1
+            lane.held[cell] = block
+            at_ns = max(at_ns, time.monotonic_ns())
+            offset = -1 if block is None else block.offset
+            dtype = TYPE_CODES[spec.dtype]
+            HEADERS[len(shape)].pack_into(
+                memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
+            )
+            lane.sent += 1
+            memory.publish(lane.word + SENT, lane.sent)
         return at_ns
 
     def drop(self, block: Block) -> None:
         """Note that one of its readers is done with a block."""
-        block.readers -= 1
-        if not block.readers:
-            self._arena.give(block)
+        with self._lock:
+            block.readers -= 1
+            if not block.readers:
+                self._arena.give(block)
 
     def leave(self) -> None:
         """Tell all readers that nothing more will come; only what they have not read, or still use, stays in memory."""
-        self._memory.publish(LEFT, 1)
+        self.memory.publish(LEFT, 1)
         for lane in self._lanes:
-            self._memory.wake(lane.word + SENT)
-        self._collect()
-        self._arena.empty()
+            self.memory.wake(lane.word + SENT)
+        with self._lock:
+            self._collect()
+            self._arena.empty()
 
     def _cell(self) -> int:
         if not self._cells:
@@ -127,7 +141,7 @@ class Outbox:
 
     def _collect(self) -> None:
         """Take back what readers have returned."""
-        memory = self._memory
+        memory = self.memory
         for lane in self._lanes:
             returned = memory.words[lane.word + RETURNED]
             while lane.returned < returned:

@@ -1,6 +1,9 @@
-"""Groups of the workers of one host, through shared memory: no sockets, no threads, and one wait at the end.
+"""Groups of the workers of one host, through shared memory: no sockets, and one wait at the end.
 
 A rank lets the others have its tensors by copying them into memory that they map (see :mod:`onebox.worker.letters`).
+Large ones stay there while they are used, and are not copied again (``benchmarks/transfers.py``); an accelerator copies
+to and from there by itself (see :mod:`onebox.worker.poster`).
+
 For a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n
 ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the
 kernel twice in each direction (``benchmarks/scaling.py``).
@@ -23,6 +26,7 @@ from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
 from onebox.wire.messages import FormGroup
 from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block
+from onebox.worker.carriers import Carrier
 from onebox.worker.collective import Collective, is_sum, of_sum
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import Letter, check_dimensions
@@ -31,6 +35,7 @@ from onebox.worker.meeting import Met
 from onebox.worker.memory import PeerLost, sleep_until, wake_on_time
 from onebox.worker.outbox import Outbox
 from onebox.worker.peers import Arrived, Finish
+from onebox.worker.poster import Poster
 from onebox.worker.tape import Progress
 
 _COLLECTIVES = -1 << 62
@@ -43,12 +48,21 @@ class SharedGroup:
     Args:
         form: This worker's place in it.
         met: The memories of the ranks that are there. Only with those of all ranks there are sums and gathers.
-        device: ``cpu``, or ``meta`` for a worker that does not compute.
+        device: Where tensors live; ``meta`` for a worker that does not compute.
         progress: Marked during waits.
         wires: What is under way on this worker's emulated links.
+        carrier: Copies for a device whose tensors are not in the host's memory.
     """
 
-    def __init__(self, form: FormGroup, met: Met, device: torch.device, progress: Progress, wires: Wires) -> None:
+    def __init__(
+        self,
+        form: FormGroup,
+        met: Met,
+        device: torch.device,
+        progress: Progress,
+        wires: Wires,
+        carrier: Carrier | None = None,
+    ) -> None:
         self._rank = form.rank
         self._size = form.size
         self._timeout_s = form.timeout_s
@@ -61,18 +75,25 @@ class SharedGroup:
         self._timed = 0  # collectives whose end on the ring is known
         self._running: WeakValueDictionary[int, Collective] = WeakValueDictionary()
         self._interrupted = False
-        self._outbox: Outbox | None = Outbox(met.memories[self._rank], self._size)
+        self._outbox: Outbox | None = Outbox(met.memories[self._rank], self._size, paged=met.paged)
+        self._poster = None if carrier is None else Poster(self._outbox, carrier)
         ranks = sorted(met.memories)
         self._inboxes = {rank: Inbox(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
         self._ring = Ring(met.speeds)
         wake_on_time()
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> int:
-        """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds."""
+        """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds.
+
+        An accelerator's is there when its copy is made, which is not known here.
+        """
         outbox = self._member(peer)
         begin_ns = time.monotonic_ns()
         spec = spec_of(tensor)
         check_dimensions(spec)
+        if self._poster is not None:
+            self._poster.send(tensor, peer, channel)
+            return begin_ns
         block = None if tensor.is_meta else outbox.write([tensor], spec.size_bytes)
         due_ns = 0
         if peer in self._links:
@@ -89,12 +110,10 @@ class SharedGroup:
                 letter = self._wait(expected)
                 if letter.spec != spec:
                     raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
-                if self._device.type == "meta":
-                    made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
-                else:
-                    made = expected.take(letter)
-            finally:
+                made = self._made(expected, letter, peer)
+            except BaseException:
                 expected.give_back()
+                raise
             self._sleep_until(letter.at_ns)
             return Arrived(made, letter.at_ns)
 
@@ -117,6 +136,10 @@ class SharedGroup:
     def close(self) -> None:
         """Leave the group and let go of its memory. Idempotent."""
         if self._outbox is not None:
+            if self._poster is not None:
+                with self._progress.wait():
+                    self._poster.close()
+                self._poster = None
             self._outbox.leave()
             self._outbox = None
             for inbox in self._inboxes.values():
@@ -125,6 +148,17 @@ class SharedGroup:
     def interrupt(self) -> None:
         """Let nobody wait here any longer; callable from any thread, and heard of within :data:`SLICE_S`."""
         self._interrupted = True
+
+    def _made(self, expected: Expected, letter: Letter, peer: int) -> Tensor:
+        """Return the tensor of a letter, which is given back when its elements are not needed any more."""
+        if self._poster is not None and letter.offset >= 0:
+            memory = self._inboxes[peer].memory
+            assert memory is not None
+            return self._poster.receive(expected, letter, memory)
+        if self._device.type != "meta":
+            return expected.take(letter)
+        expected.give_back()
+        return torch.empty(letter.spec.shape, dtype=DTYPES[letter.spec.dtype], device="meta")
 
     # ---- collectives
 
@@ -138,7 +172,8 @@ class SharedGroup:
         outbox = self._member(self._rank)
         self._order += 1
         order = self._order
-        block = None if tensors[0].is_meta else outbox.write(tensors, spec.size_bytes)
+        host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
+        block = None if tensors[0].is_meta else outbox.write(host, spec.size_bytes)
         if block is not None:
             block.readers += 1  # this rank
         now_ns = time.monotonic_ns()
@@ -160,6 +195,7 @@ class SharedGroup:
             finally:
                 collective.give_back()
             self._sleep_until(collective.end_ns)
+            made = made if self._poster is None else made.to(self._device)
             return Arrived(made, time.monotonic_ns())
 
         return finish
