@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from onebox.errors import UsageError
 from onebox.feed.source import Source, Stream
+from onebox.feed.sources.huggingface import HuggingFace, HuggingFaceStream
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
 from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 
@@ -57,6 +58,10 @@ def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
         raise _refused(what)
     if isinstance(what, Source | Stream):
         return what
+    if _is_of(what, "datasets.", ("Dataset",)):
+        return HuggingFace(what)
+    if _is_of(what, "datasets.", ("IterableDataset",)):
+        return HuggingFaceStream(what)
     if isinstance(what, DataLoader):
         return LoaderStream(what)
     if isinstance(what, IterableDataset):

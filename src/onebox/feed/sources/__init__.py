@@ -2,6 +2,7 @@
 
 from onebox.feed.sources.arrays import Arrays
 from onebox.feed.sources.cifar10 import Cifar10
+from onebox.feed.sources.huggingface import HuggingFace, HuggingFaceStream
 from onebox.feed.sources.image_folder import ImageFolder
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
 from onebox.feed.sources.mnist import Mnist
@@ -15,6 +16,8 @@ __all__ = [
     "Arrays",
     "Cifar10",
     "DatasetSource",
+    "HuggingFace",
+    "HuggingFaceStream",
     "ImageFolder",
     "IterableDatasetStream",
     "IterableStream",
