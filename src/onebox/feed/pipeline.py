@@ -84,7 +84,7 @@ class Pipeline:
         self._cores = cores if cores is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         limits = [1 if spec.concurrency == "auto" else spec.concurrency for spec in stages]
         self._flow = Flow(limits, ahead=ahead, limit_bytes=limit_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage, at any place, may close the pipeline that it is in
         self._may_work = [threading.Condition(self._lock) for _ in stages]
         self._arrived = threading.Condition(self._lock)
         self._tallies = [*(Tally(spec.name, spec.by) for spec in stages), Tally(CONSUMER)]
@@ -165,11 +165,12 @@ class Pipeline:
             self._wake()
         for nursery in self._nurseries.values():
             nursery.close()
+        if threading.current_thread() in self._threads:  # which may be at it within its own work, by a collection
+            return
         end_s = time.monotonic() + STOP_S
-        others = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in others:
+        for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
-        stuck = next((thread.name for thread in others if thread.is_alive()), None)
+        stuck = next((thread.name for thread in self._threads if thread.is_alive()), None)
         if stuck is not None:
             said = f"{stuck} has been inside one item for {STOP_S:g} s since the feed ended"
             warnings.warn(f"{said}; the thread ends when the work on it returns.", RuntimeWarning, stacklevel=2)

@@ -379,3 +379,12 @@ def test_auto_gives_a_slow_stage_more_workers(monkeypatch):
         assert list(ready) == list(range(60))
         assert ready.counters()[0].concurrency == 1
         assert ready.counters()[1].concurrency == 3
+
+
+def test_a_worker_may_close_the_pipeline_that_it_works_for():
+    ready = Pipeline(itertools.count(), [StageSpec("read", lambda item: ready.close())])
+    with ready:
+        for thread in feed_threads():
+            thread.join(PATIENCE_S)
+        with pytest.raises(UsageError, match="closed before its end"):
+            list(ready)
