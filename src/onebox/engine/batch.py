@@ -23,11 +23,13 @@ class Batch:
         leaves: Their tensors, flattened; each has the samples as its first dimension.
         structure: How to nest them again.
         size: Samples.
+        samples: Which they are, ``int64 [B]``, if that is known.
     """
 
     leaves: tuple[Tensor, ...]
     structure: Any
     size: int
+    samples: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -55,8 +57,13 @@ class Batch:
         return str(self.structure), leaves, size
 
 
-def as_batch(inputs: Any, targets: Any) -> Batch:
+def as_batch(inputs: Any, targets: Any, samples: Any = None) -> Batch:
     """Flatten inputs and targets.
+
+    Args:
+        inputs: Tensors nested in tuples and dicts.
+        targets: Likewise.
+        samples: Whole numbers that tell the samples from all others, if that is known.
 
     Raises:
         UsageError: They hold something else than tensors, or the tensors differ in the number of samples.
@@ -75,4 +82,18 @@ def as_batch(inputs: Any, targets: Any) -> Batch:
             f"every tensor of inputs and targets needs the same, non-zero number of samples as its first dimension; "
             f"shapes: {shapes or 'no tensor at all'}"
         )
-    return Batch(leaves=tuple(leaf.detach().to("cpu") for leaf in leaves), structure=structure, size=sizes[0])
+    return Batch(
+        leaves=tuple(leaf.detach().to("cpu") for leaf in leaves),
+        structure=structure,
+        size=sizes[0],
+        samples=None if samples is None else _numbers(samples, sizes[0]),
+    )
+
+
+def _numbers(samples: Any, size: int) -> Tensor:
+    found = torch.as_tensor(samples)
+    if found.shape != (size,) or found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool:
+        raise UsageError(
+            f"samples= is {found.dtype} {list(found.shape)}; allowed are whole numbers, one for each of {size} samples"
+        )
+    return found.to("cpu", torch.int64)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from onebox.engine.batch import as_batch
+from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
+from onebox.engine.history import Recovery
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import Event
 from onebox.engine.run import TrainingRun
 from onebox.engine.upload import UploadCounters
 from onebox.errors import UsageError
+from onebox.plan import Plan
 from onebox.wire.sayings import Memory
 
 
@@ -27,6 +30,35 @@ class Observed:
         self._remote = remote
         self._closed = False
 
+    @property
+    def steps_done(self) -> int:
+        """Steps begun so far, those before a checkpoint included."""
+        return self._run.steps_done
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; ``None`` before the first step."""
+        return self._run.plan
+
+    @property
+    def captures(self) -> Captures:
+        """The captured model; before the first step that of a trainer of the same model may take its place."""
+        return self._run.captures
+
+    @captures.setter
+    def captures(self, captures: Captures) -> None:
+        self._run.captures = captures
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """What was lost so far, and how the run went on."""
+        return tuple(self._run.guard.recoveries) if self._run.guard else ()
+
+    @property
+    def snapshots_apart(self) -> int:
+        """Steps from one snapshot to the next, as it is now; 0 without ``recover``."""
+        return self._run.guard.cadence.every if self._run.guard else 0
+
     def memory(self) -> list[Memory]:
         """Return for each device the bytes used, the peak so far, and the quota."""
         self._require_open()
@@ -35,6 +67,8 @@ class Observed:
     def predicted_memory(self, inputs: Any, targets: Any, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
 
+        What of ``cache`` is there counts, too.
+
         Args:
             inputs: As for :meth:`Trainer.step`.
             targets: Likewise.
@@ -42,7 +76,8 @@ class Observed:
         """
         self._require_open()
         batch = as_batch(inputs, targets)
-        return self._run.set_up(batch).peaks(batch, ahead=ahead)
+        peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
+        return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
     def predicted_curves(self, inputs: Any, targets: Any) -> dict[int, Curve]:
         """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.

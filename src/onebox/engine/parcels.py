@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Compiled, put_leaves
@@ -46,24 +48,48 @@ def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int, packing: 
     ]
     if not parts:
         return Part(bindings=(), size_bytes=0)
-    put, numbers, frames = put_leaves(pool, parts)
-    packed = [
-        packing.packed(worker, leaf, frame)
-        for (_, leaf), frame in zip(compiled.routines[worker].leaves, frames, strict=True)
-    ]
+    put, frames = put_packed(pool, parts, [leaf for _, leaf in compiled.routines[worker].leaves], worker, packing)
+    return Part(
+        bindings=put.buffers,
+        size_bytes=sum(part.nbytes for part in parts),
+        instructions=(put,),
+        frames=tuple(frames),
+    )
+
+
+def put_packed(
+    pool: Pool, tensors: Sequence[Tensor], leaves: Sequence[int], worker: int, packing: Packing
+) -> tuple[Put, list[memoryview | bytes]]:
+    """Return the instruction that uploads tensors into new buffers, and their elements as they travel.
+
+    Args:
+        pool: The pool.
+        tensors: Not to be written to until the worker has them.
+        leaves: Which tensor of the batch each is a part of.
+        worker: To whom.
+        packing: How they travel.
+    """
+    put, _, frames = put_leaves(pool, tensors)
+    packed = [packing.packed(worker, leaf, frame) for leaf, frame in zip(leaves, frames, strict=True)]
     if any(codec for codec, _ in packed):
         put = Put(put.buffers, put.specs, tuple(codec or "" for codec, _ in packed))
-    return Part(
-        bindings=numbers,
-        size_bytes=sum(len(frame) for frame in frames),
-        instructions=(put,),
-        frames=tuple(frame for _, frame in packed),
-    )
+    return put, [frame for _, frame in packed]
 
 
 def parts_of(pool: Pool, batch: Batch, compiled: Compiled, packing: Packing) -> dict[int, Part]:
     """Return what brings each worker its part of a batch."""
     return {worker: part_of(pool, batch, compiled, worker, packing) for worker in compiled.routines}
+
+
+def needs_of(batch: Batch, compiled: Compiled) -> dict[int, int]:
+    """Return the bytes that each worker's part of a batch takes there, with places of its samples."""
+    found = {}
+    for worker, routine in compiled.routines.items():
+        found[worker] = 0
+        for micro_batch, leaf in routine.leaves:
+            size = compiled.micro_batches[micro_batch].size
+            found[worker] += batch.leaves[leaf].nbytes // batch.size * size + 16 * size * (batch.samples is not None)
+    return found
 
 
 @dataclass(eq=False)
@@ -73,7 +99,8 @@ class Parcel:
     Args:
         batch: The client's copy.
         compiled: The routines that its parts are for; ``None`` before there are any.
-        parts: Those of each worker.
+        parts: Those of each worker, where they have been made.
+        needs: Their bytes.
         sent: Whether they have been sent.
         stepped: Whether its step has been asked for.
     """
@@ -81,5 +108,6 @@ class Parcel:
     batch: Batch
     compiled: Compiled | None = None
     parts: Mapping[int, Part] = field(default_factory=dict)
+    needs: Mapping[int, int] = field(default_factory=dict)
     sent: bool = False
     stepped: bool = False

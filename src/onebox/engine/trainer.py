@@ -15,7 +15,6 @@ from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.evaluate import evaluate
-from onebox.engine.history import Recovery
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
 from onebox.engine.remote import RemoteState
@@ -24,7 +23,7 @@ from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
 from onebox.engine.setup import Request, check_settings, recovers, steps_in_flight
 from onebox.engine.state import OptimizerEntries
-from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads
+from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.front import OnDevice
@@ -83,6 +82,10 @@ class Trainer(Observed):
             run's own seeds. A module is in training mode when the model is. It is in no checkpoint.
         ahead_bytes: The most bytes of each device that batches may take which :meth:`upload` has brought there ahead of
             their steps; never more than steps leave free. 0 for none.
+        cache: The most bytes of each device, such as ``"1GiB"``, that samples may take there which stay, so that only
+            their places travel when they are used again; never more than steps leave free. Which samples a batch has
+            is said by ``samples=`` of :meth:`step` and :meth:`upload`. What is made of a sample must be the same each
+            time it is used: random changes belong into ``on_device``.
 
     Raises:
         UsageError: An argument is wrong.
@@ -121,6 +124,7 @@ class Trainer(Observed):
         snapshot_every: int | None = None,
         on_device: OnDevice | None = None,
         ahead_bytes: int = AHEAD_BYTES,
+        cache: int | str | None = None,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
@@ -152,7 +156,7 @@ class Trainer(Observed):
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
         )
-        uploads = Uploads(pool, ahead_bytes)
+        uploads = Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(
             pool,
             request,
@@ -175,7 +179,7 @@ class Trainer(Observed):
 
     # ---- training
 
-    def upload(self, inputs: Any, targets: Any) -> Uploaded:
+    def upload(self, inputs: Any, targets: Any, samples: Any = None) -> Uploaded:
         """Begin to bring each worker its part of a batch, ahead of its step; any thread may call this.
 
         Up to two batches lie at the workers ahead of the steps under way, as far as there is room; what is uploaded
@@ -184,6 +188,7 @@ class Trainer(Observed):
         Args:
             inputs: As for :meth:`step`; copied, so they may be written to afterwards.
             targets: Likewise.
+            samples: Whole numbers that tell its samples from all others, one for each; only for ``cache``.
 
         Returns:
             What :meth:`step` takes instead of the batch. Uploads are to be stepped in the order of their making.
@@ -204,15 +209,16 @@ class Trainer(Observed):
             (8, 160)
         """
         self._require_open()
-        return self._run.uploads.add(as_batch(inputs, targets).kept())
+        return self._run.uploads.add(as_batch(inputs, targets, samples).kept())
 
-    def step(self, inputs: Any, targets: Any = None) -> StepLoss:
+    def step(self, inputs: Any, targets: Any = None, samples: Any = None) -> StepLoss:
         """Start one training step.
 
         Args:
             inputs: Tensors nested in tuples and dicts; the first dimension of each is the samples. Or what
                 :meth:`upload` returned, alone.
             targets: Likewise.
+            samples: As for :meth:`upload`.
 
         Returns:
             The loss, which arrives later; asking for it waits. At most ``in_flight`` steps are under way: when there
@@ -225,11 +231,11 @@ class Trainer(Observed):
         """
         self._require_open()
         if isinstance(inputs, Uploaded):
-            if targets is not None:
+            if targets is not None or samples is not None:
                 raise UsageError("step() was given an upload and targets; an upload has its targets already")
             result = self._run.step(inputs.parcel.batch, inputs)
         else:
-            result = self._run.step(as_batch(inputs, targets))
+            result = self._run.step(as_batch(inputs, targets, samples))
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         return result
 
@@ -241,35 +247,6 @@ class Trainer(Observed):
         """
         self._run.wait(0)
 
-    @property
-    def steps_done(self) -> int:
-        """Steps begun so far, those before a checkpoint included."""
-        return self._run.steps_done
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan; ``None`` before the first step."""
-        return self._run.plan
-
-    @property
-    def captures(self) -> Captures:
-        """The captured model; before the first step that of a trainer of the same model may take its place."""
-        return self._run.captures
-
-    @captures.setter
-    def captures(self, captures: Captures) -> None:
-        self._run.captures = captures
-
-    @property
-    def recoveries(self) -> tuple[Recovery, ...]:
-        """What was lost so far, and how the run went on."""
-        return tuple(self._run.guard.recoveries) if self._run.guard else ()
-
-    @property
-    def snapshots_apart(self) -> int:
-        """Steps from one snapshot to the next, as it is now; 0 without ``recover``."""
-        return self._run.guard.cadence.every if self._run.guard else 0
-
     # ---- evaluation
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Evaluation:
@@ -280,6 +257,7 @@ class Trainer(Observed):
 
         Raises:
             UsageError: There is no batch.
+            DeviceMemoryError: A batch would need more than a device has, or may take; nothing of it was sent.
             OneboxError: Something failed on a worker.
         """
         self._require_open()
@@ -288,7 +266,7 @@ class Trainer(Observed):
             return evaluate(
                 batches,
                 pool=self.pool,
-                prepare=lambda batch: self._run.set_up(batch).compiler.evaluation(batch),
+                prepare=lambda batch: self._run.set_up(batch).evaluation(batch, stepped=self.steps_done > 0),
                 metrics=list(self._metrics),
                 parts=self._run.uploads.parts,
                 in_flight=self._in_flight,

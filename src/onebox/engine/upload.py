@@ -10,16 +10,18 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from onebox.engine.batch import Batch
+from onebox.engine.cached import SampleCache
 from onebox.engine.compiler import Compiled
-from onebox.engine.parcels import Parcel, Part, parts_of
+from onebox.engine.parcels import Parcel, Part, needs_of, part_of, parts_of
 from onebox.engine.setup import Ready
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import Pool
+from onebox.sizes import parse_size
 from onebox.wire.messages import Free
 
 AHEAD_STEPS = 2
@@ -59,12 +61,16 @@ class UploadCounters:
         ahead: Those whose batch had been sent before.
         caller_s: Seconds that the steps' callers spent in bringing batches on their way.
         sent_bytes: Bytes of tensors that were sent to all workers: batches, and all else.
+        hits: Samples that a worker had already, counted for each worker and tensor that needed them.
+        misses: Samples that were sent although a worker has a cache.
     """
 
     steps: int
     ahead: int
     caller_s: float
     sent_bytes: int
+    hits: int = 0
+    misses: int = 0
 
 
 class Uploads:
@@ -75,10 +81,12 @@ class Uploads:
     Args:
         pool: The pool.
         ahead_bytes: The most bytes that batches of later steps may take on a worker.
+        cache_bytes: The most bytes that samples may take there which stay.
     """
 
-    def __init__(self, pool: Pool, ahead_bytes: int) -> None:
+    def __init__(self, pool: Pool, ahead_bytes: int, cache_bytes: int = 0) -> None:
         self._pool = pool
+        self._cache = SampleCache(pool, cache_bytes) if cache_bytes else None
         self._ahead_bytes = ahead_bytes
         self._lock = threading.RLock()
         self._ready: Ready | None = None
@@ -101,7 +109,8 @@ class Uploads:
             UsageError: The trainer is closed.
         """
         parcel = Parcel(batch)
-        self._prepare(parcel, self._ready)  # before anybody has to wait for it
+        if self._cache is None:  # what is cached is known only when it is sent
+            self._prepare(parcel)  # before anybody has to wait for it
         with self._lock:
             if self._closed:
                 raise UsageError("this trainer is closed; make another one on the pool")
@@ -120,8 +129,17 @@ class Uploads:
     def counters(self) -> UploadCounters:
         """Return what uploading took so far."""
         return UploadCounters(
-            steps=self._steps, ahead=self._ahead, caller_s=self._caller_s, sent_bytes=sum(self._pool.sent_bytes)
+            steps=self._steps,
+            ahead=self._ahead,
+            caller_s=self._caller_s,
+            sent_bytes=sum(self._pool.sent_bytes),
+            hits=self._cache.hits if self._cache else 0,
+            misses=self._cache.misses if self._cache else 0,
         )
+
+    def cached_bytes(self, worker: int) -> int:
+        """Return the bytes that are kept on a worker for samples that stay."""
+        return self._cache.held_bytes(worker) if self._cache else 0
 
     # ---- the thread that begins steps
 
@@ -162,9 +180,17 @@ class Uploads:
             self._send()
 
     def parts(self, batch: Batch, compiled: Compiled) -> dict[int, Part]:
-        """Return what brings each worker its part of a batch for some routines."""
-        assert self._ready is not None
-        return parts_of(self._pool, batch, compiled, self._ready.packing)
+        """Return what brings each worker its part of a batch for some routines; it has to be sent in this order."""
+        ready, cache = self._ready, self._cache
+        assert ready is not None
+        if cache is None or batch.samples is None:
+            return parts_of(self._pool, batch, compiled, ready.packing)
+        found = {}
+        for worker, needs in needs_of(batch, compiled).items():
+            spare_bytes = ready.spare_bytes.get(worker, 0) - (AHEAD_STEPS + 1) * needs
+            part = cache.part_of(batch, compiled, worker, ready.packing, spare_bytes)
+            found[worker] = part or part_of(self._pool, batch, compiled, worker, ready.packing)
+        return found
 
     def kept(self, batch: Batch) -> Batch:
         """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
@@ -182,6 +208,8 @@ class Uploads:
             return
         with self._lock:
             self._return_all()
+            if self._cache is not None:
+                self._cache.clear()
             self._ready = ready
 
     @contextlib.contextmanager
@@ -202,6 +230,8 @@ class Uploads:
             self._closed = True
             self._return_all()
             self._waiting.clear()
+            if self._cache is not None:
+                self._cache.clear()
 
     # ---- under the lock
 
@@ -214,7 +244,7 @@ class Uploads:
             self._free(parcel)
             return None
         if not parcel.sent:
-            return parcel.parts
+            return parcel.parts or None
         self._ahead += 1
         return {
             worker: Part(bindings=part.bindings, size_bytes=part.size_bytes) for worker, part in parcel.parts.items()
@@ -227,36 +257,46 @@ class Uploads:
         for parcel in self._waiting:
             if parcel.sent:
                 continue
-            self._prepare(parcel, self._ready)
-            if self._held or parcel.compiled is None or len(sent) >= AHEAD_STEPS or not self._fits([*sent, parcel]):
+            if self._held or len(sent) >= AHEAD_STEPS or not self._prepare(parcel) or not self._fits([*sent, parcel]):
                 return
             sent.append(parcel)
             try:
                 parcel.sent = True
+                if not parcel.parts and parcel.compiled is not None:
+                    parcel.parts = self.parts(parcel.batch, parcel.compiled)
                 for worker, part in parcel.parts.items():
                     self._pool.post(worker, part.instructions, part.frames)
             except OneboxError:  # the next step says why, or goes on with those that are left
                 self._free(parcel)
+                if self._cache is not None:  # nobody knows what of it is there
+                    self._cache.clear()
                 return
 
-    def _prepare(self, parcel: Parcel, ready: Ready | None) -> None:
-        """Make the parts of a batch, if the routines for it are there and they have not been made."""
+    def _prepare(self, parcel: Parcel) -> bool:
+        """Make the parts of a batch where they do not depend on others; tell whether the routines for it are there."""
+        ready = self._ready
         compiled = None if ready is None else ready.compiler.known(parcel.batch)
         if compiled is not parcel.compiled:
-            parcel.parts = {}
+            parcel.parts, parcel.needs = {}, {}
             if compiled is not None and ready is not None:
-                parcel.parts = parts_of(self._pool, parcel.batch, compiled, ready.packing)
+                parcel.needs = needs_of(parcel.batch, compiled)
+                if self._cache is None:
+                    parcel.parts = parts_of(self._pool, parcel.batch, compiled, ready.packing)
             parcel.compiled = compiled
+        return compiled is not None
 
     def _fits(self, parcels: list[Parcel]) -> bool:
         """Tell whether batches fit into what steps leave free."""
-        assert self._ready is not None
-        needed: dict[int, int] = {}
+        if self._ready is None:
+            return False
+        needed: Counter[int] = Counter()
         for parcel in parcels:
-            for worker, part in parcel.parts.items():
-                needed[worker] = needed.get(worker, 0) + part.size_bytes
+            needed.update(parcel.needs)
         spare = self._ready.spare_bytes
-        return all(size <= min(self._ahead_bytes, spare.get(worker, 0)) for worker, size in needed.items())
+        return all(
+            size <= min(self._ahead_bytes, spare.get(worker, 0) - self.cached_bytes(worker))
+            for worker, size in needed.items()
+        )
 
     def _make_room(self) -> None:
         """Free what lies ahead where it does not fit beside a step any more: a batch of another shape needs more."""
@@ -264,6 +304,10 @@ class Uploads:
         sent = [parcel for parcel in self._waiting if parcel.sent]
         while sent and not self._fits(sent):
             self._free(sent.pop())
+        if self._cache is not None and self._ready is not None:
+            for worker, spare_bytes in self._ready.spare_bytes.items():
+                if self._cache.held_bytes(worker) > spare_bytes:
+                    self._cache.drop(worker)
 
     def _clean(self) -> None:
         while self._dropped:
@@ -285,7 +329,21 @@ class Uploads:
         if not parcel.sent:
             return
         parcel.sent = False
+        if self._cache is not None:  # what is cached may be another by the next time
+            parcel.compiled = None
         for worker, part in parcel.parts.items():
             if worker not in self._pool.gone:
                 with contextlib.suppress(OneboxError):
                     self._pool.post(worker, [Free(part.bindings)])
+
+
+def cache_bytes(cache: int | str | None) -> int:
+    """Return how many bytes of each device samples may take.
+
+    Raises:
+        UsageError: It is no size.
+    """
+    size = 0 if cache is None else parse_size("cache", cache) if isinstance(cache, str) else cache
+    if not isinstance(size, int) or size < 0:
+        raise UsageError(f"cache={cache!r}: allowed are sizes such as '1GiB', or bytes")
+    return size
