@@ -7,6 +7,7 @@ from onebox.feed.sources.image_folder import ImageFolder
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
 from onebox.feed.sources.mnist import Mnist
 from onebox.feed.sources.numpy_files import NumpyFiles
+from onebox.feed.sources.opening import open_source
 from onebox.feed.sources.parquet import Parquet
 from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 from onebox.feed.sources.tars import Tars
@@ -30,4 +31,5 @@ __all__ = [
     "Parquet",
     "Tars",
     "Tokens",
+    "open_source",
 ]

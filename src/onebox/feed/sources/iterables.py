@@ -22,6 +22,10 @@ class IterableStream:
         self.batched = batched
         self._items = items
 
+    def __len__(self) -> int:
+        """Number of items, where the iterable says it; else a TypeError."""
+        return length_of(self._items)
+
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch, in the iterable's own order."""
         tell_epoch(self._items, epoch)
@@ -101,6 +105,18 @@ def tell_epoch(what: Any, epoch: int) -> None:
     tell = getattr(what, "set_epoch", None)
     if callable(tell):
         tell(epoch)
+
+
+def length_of(what: Any) -> int:
+    """The length of an object, which is a TypeError also where asking for it fails in another way.
+
+    Raises:
+        TypeError: It has none.
+    """
+    try:
+        return len(what)
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(f"{kind_of(what)} does not say how long it is") from error
 
 
 def _known_parameters(make: Callable[..., Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from onebox.errors import UsageError
-from onebox.feed.sources.iterables import tell_epoch
+from onebox.feed.sources.iterables import length_of, tell_epoch
 from onebox.feed.sources.naming import blamed, kind_of
 
 
@@ -70,6 +70,10 @@ class IterableDatasetStream:
         self.batched = batched
         self.dataset = dataset
 
+    def __len__(self) -> int:
+        """Number of items, where the data set says it; else a TypeError."""
+        return length_of(self.dataset)
+
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch, in the order of the data set."""
         tell_epoch(self.dataset, epoch)
@@ -95,6 +99,10 @@ class LoaderStream:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self.batched = loader.batch_sampler is not None or loader.batch_size is not None
+
+    def __len__(self) -> int:
+        """What comes in an epoch, as the loader says; one over a data set without a length raises a TypeError."""
+        return len(self.loader)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch; closing the iterator ends the loader's workers, unless they are persistent."""

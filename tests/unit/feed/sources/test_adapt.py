@@ -299,3 +299,11 @@ def test_several_weighted_sources_go_on_where_an_epoch_would_be():
     orders = [ints(gone_through, epoch) for epoch in range(3)]
     assert ints(make(), 2) == orders[2]
     assert orders[1] != orders[2]
+
+
+def test_streams_say_how_long_they_are_where_they_know():
+    assert len(as_source([1, 2, 3])) == 3
+    assert len(as_source(loader(batch_size=8))) == 7
+    for endless in (Coming(), torch_data.DataLoader(Coming())):
+        with pytest.raises(TypeError, match="does not say how long it is"):
+            len(as_source(endless))
