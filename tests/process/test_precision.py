@@ -39,10 +39,18 @@ PRODUCTS = {
 }  # fmt: skip
 
 
+NORMS = {_aten.native_batch_norm.default: (0,), _aten.native_batch_norm_backward.default: (0, 1)}
+"""Batch norms, all of which are behind convolutions here; and what they read in bfloat16."""
+
+
 class Rounding(TorchDispatchMode):
-    """Computes products in bfloat16, and widens what they make."""
+    """Computes products and the batch norms behind them in bfloat16, and widens what they make."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in NORMS:
+            given = [cast(value, torch.bfloat16) if n in NORMS[func] else value for n, value in enumerate(args)]
+            first, *rest = func(*given, **(kwargs or {}))
+            return cast(first, torch.float32), *rest
         if func not in PRODUCTS:
             return func(*args, **(kwargs or {}))
         narrow = tree_map(functools.partial(cast, dtype=torch.bfloat16), args)

@@ -3,8 +3,9 @@
 In such a stage products of matrices and convolutions, forward and backward, read bfloat16 and make bfloat16, summing in
 float32 as the libraries do; what they make is widened for whatever else reads it. A value is rounded once in a stage,
 however many products read it or views of it. A parameter is an input in bfloat16 of its own, which is made of it once a
-step. Operators that only choose among elements (relu, max pooling, concatenation and their gradients) commute with
-widening: they are computed in bfloat16 where all that they read has been widened, to the same bits.
+step. Batch norms of what products have made read and make bfloat16, too: they compute in float32, with weights and
+statistics of float32. Operators that only choose among elements (relu, max pooling, concatenation and their gradients)
+commute with widening: they are computed in bfloat16 where all that they read has been widened, to the same bits.
 
 Widening is exact, so phases make widened values again, as they do with views: what is kept or travels is the bfloat16.
 """
@@ -41,6 +42,14 @@ PRODUCTS = frozenset(
     }
 )
 """Operators that read bfloat16 in stages of that precision."""
+
+
+_NORMS: Mapping[Any, tuple[int, ...]] = {
+    _aten._native_batch_norm_legit_functional.default: (0,),
+    _aten._native_batch_norm_legit_no_training.default: (0,),
+    _aten.native_batch_norm_backward.default: (1, 0),
+}
+"""Batch norms: the places of the arguments that are rounded, where the first of them has been widened."""
 
 
 def _backward_of_apart(node: fx.Node) -> bool:
@@ -119,6 +128,8 @@ class _Narrowing:
         if self._is_product(node) or self._chooses(node):
             made = self._emit(node.target, *self._in_bfloat16(node), node)
             return self._widen(made, node) if isinstance(made.meta["val"], Tensor) else made
+        if self._normalises(node):
+            return self._normalised(node)
         copy = self._graph.node_copy(node, self._new.__getitem__)
         self._of[copy] = self._segments.of[node]
         return copy
@@ -146,6 +157,24 @@ class _Narrowing:
             return False
         sources = [self._new[source] for source in _floating(node)]
         return bool(sources) and all(root_of(source) in self._widened for source in sources)
+
+    def _normalises(self, node: fx.Node) -> bool:
+        """Tell whether a node is a batch norm of something that has been widened, or the gradient of one."""
+        if node.target not in _NORMS or not self._is_narrow(node):
+            return False
+        source: Any = node.args[_NORMS[node.target][0]]
+        return root_of(self._new[source]) in self._widened
+
+    def _normalised(self, node: fx.Node) -> fx.Node:
+        """Return a batch norm that reads bfloat16, and makes that first."""
+        stage = self._place[self._segments.of[node]]
+        args: list[Any] = list(map_arg(node.args, self._new.__getitem__))
+        for place in _NORMS[node.target]:
+            args[place] = self._round(args[place], stage, node)
+        made = self._emit(node.target, tuple(args), node.kwargs, node)
+        first, *rest = node.meta["val"]  # what the tracer takes for bfloat16, too, is of float32
+        made.meta["val"] = (None if first is None else made.meta["val"][0], *rest)
+        return made
 
     def _in_bfloat16(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a node, rounded."""

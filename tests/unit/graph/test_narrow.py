@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, NamedProgram, Port
 from onebox.plan import Plan, Stage
-from onebox.wire import DType, Operator, Program, Slot, TensorSpec, Value, specs_by_slot, with_deaths
+from onebox.wire import DType, Operator, Program, Slot, TensorSpec, reads, specs_by_slot, with_deaths
 from tests.models import CASES
 from tests.unit.graph.staged import SIZE, Ran, Traced, order_of, run, trace
 from tests.unit.graph.test_recompute import cut, saved_bytes
@@ -22,7 +22,24 @@ from tests.unit.graph.test_recompute import cut, saved_bytes
 PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 )
-NARROW = "bfloat16"
+NORMS = {
+    "aten._native_batch_norm_legit_functional.default": (0,),
+    "aten._native_batch_norm_legit_no_training.default": (0,),
+    "aten.native_batch_norm_backward.default": (1, 0),
+}
+"""Batch norms, and the places of what they read in bfloat16 where the first of that was made by a product."""
+
+CHOOSING = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "cat", "clone", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "permute", "relu", "reshape",
+        "t", "threshold_backward", "transpose", "_unsafe_view", "view",
+    )
+)  # fmt: skip
+"""What makes something widened of that."""
+
+CAST = "aten._to_copy.default"
+NARROW: Literal["bfloat16"] = "bfloat16"
 
 
 @functools.cache
@@ -37,47 +54,80 @@ def single(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
 
-def each_rounded(program: Program) -> Program:
-    """Return a program each of whose products rounds what it reads, and has what it makes widened."""
-    specs = specs_by_slot(program)
-    operators: list[Operator] = []
-    count = program.slots
+class Rounding:
+    """Programs each of whose products rounds what it reads for itself, and has what it makes widened.
 
-    def cast(slot: int, dtype: str, into: int) -> None:
-        spec = TensorSpec(dtype, specs[slot].shape)  # type: ignore[arg-type]
-        operators.append(Operator("aten._to_copy.default", (Slot(slot),), {"dtype": DType(dtype)}, (into,), (spec,)))  # type: ignore[arg-type]
+    Batch norms do so with what has been widened, whether by the same program or another one.
+    """
 
-    for operator in program.operators:
-        if operator.name not in PRODUCTS:
-            operators.append(operator)
-            continue
-        args: list[Value] = []
-        for value in operator.args:
-            if isinstance(value, Slot):
-                cast(value.index, NARROW, count)
-                args.append(Slot(count))
-                count += 1
-            else:
-                args.append(value)
-        outs = [None if slot is None else count + place for place, slot in enumerate(operator.outs)]
-        made = [None if spec is None else TensorSpec(NARROW, spec.shape) for spec in operator.specs]
-        count += len(outs)
-        operators.append(Operator(operator.name, tuple(args), operator.kwargs, tuple(outs), tuple(made)))
-        for slot, new in zip(operator.outs, outs, strict=True):
+    def __init__(self) -> None:
+        self.widened: set[Port] = set()
+
+    def program(self, named: NamedProgram) -> NamedProgram:
+        """Return what stands for a program, those that it reads of being known."""
+        program = named.program
+        self._specs, self._count = specs_by_slot(program), program.slots
+        self._operators: list[Operator] = []
+        widened = {slot for slot, port in enumerate(named.inputs) if port in self.widened}
+        for operator in program.operators:
+            places = self._places(operator, widened)
+            self._operators += [] if places else [operator]
+            if places:
+                self._add(operator, places)
+            if places or (operator.name in CHOOSING and widened.issuperset(self._floating(operator))):
+                widened |= {slot for slot in operator.outs[:1] if slot is not None}
+                widened |= {slot for slot in operator.outs if slot is not None and operator.name in PRODUCTS}
+        self.widened |= {port for port, slot in zip(named.outputs, program.outputs, strict=True) if slot in widened}
+        made = Program(program.inputs, tuple(self._operators), program.outputs, self._count)
+        return replace(named, program=with_deaths(made))
+
+    def _floating(self, operator: Operator) -> list[int]:
+        return [slot for slot in reads(operator) if self._specs[slot].dtype == "float32"]
+
+    def _places(self, operator: Operator, widened: set[int]) -> tuple[int, ...]:
+        """Return which arguments are rounded."""
+        if operator.name in PRODUCTS:
+            return tuple(place for place, value in enumerate(operator.args) if isinstance(value, Slot))
+        places = NORMS.get(operator.name, ())
+        source = operator.args[places[0]] if places else None
+        return places if isinstance(source, Slot) and source.index in widened else ()
+
+    def _add(self, operator: Operator, places: tuple[int, ...]) -> None:
+        args = list(operator.args)
+        for place in places:
+            source = args[place]
+            assert isinstance(source, Slot)
+            args[place] = Slot(self._cast(source.index, NARROW, self._specs[source.index]))
+        outs, specs = list(operator.outs), list(operator.specs)
+        chosen = [place for place, spec in enumerate(specs) if spec and (place == 0 or operator.name in PRODUCTS)]
+        for place in chosen:
+            spec = specs[place]
+            assert spec is not None
+            specs[place] = TensorSpec(NARROW, spec.shape)
+            if outs[place] is not None:
+                outs[place], self._count = self._count, self._count + 1
+        self._operators.append(Operator(operator.name, tuple(args), operator.kwargs, tuple(outs), tuple(specs)))
+        for place in chosen:
+            slot, new = operator.outs[place], outs[place]
             if slot is not None and new is not None:
-                spec = specs[slot]
-                wide: Mapping[str, Value] = {"dtype": DType("float32")}
-                operators.append(Operator("aten._to_copy.default", (Slot(new),), dict(wide), (slot,), (spec,)))
-    return with_deaths(Program(program.inputs, tuple(operators), program.outputs, count))
+                self._cast(new, "float32", self._specs[slot], slot)
+
+    def _cast(self, slot: int, dtype: Literal["bfloat16", "float32"], like: TensorSpec, into: int | None = None) -> int:
+        if into is None:
+            into, self._count = self._count, self._count + 1
+        spec = TensorSpec(dtype, like.shape)
+        self._operators.append(Operator(CAST, (Slot(slot),), {"dtype": DType(dtype)}, (into,), (spec,)))
+        return into
 
 
 def expected(model: ModelPrograms, narrow: set[int], given: Traced, *, halves: bool) -> Ran:
     """Return what programs of float32 make with the products of some stages rounded."""
-    phases: dict[object, NamedProgram] = {
-        phase: replace(named, program=each_rounded(named.program)) if phase.stage in narrow else named
-        for phase, named in model.phases.items()
-    }
-    return run(replace(model, phases=phases), given.given, order_of(model, halves=halves))  # type: ignore[arg-type]
+    rounding, order = Rounding(), order_of(model, halves=halves)
+    phases = dict(model.phases)
+    for phase in order:
+        if phase.stage in narrow:
+            phases[phase] = rounding.program(model.phases[phase])
+    return run(replace(model, phases=phases), given.given, order)
 
 
 def found(model: ModelPrograms, given: Traced, *, halves: bool) -> Ran:
@@ -169,7 +219,8 @@ def test_plans_say_which_stages() -> None:
     other = Stage(replicas=((0,),), shares=(1.0,), segments=("b",), precision="bf16", channels_last=True)
     plan = Plan(stages=(stage, other), micro_batch=1)
     assert Plan.from_json(plan.to_json()) == plan
-    assert (plan.narrow, other.formats, stage.formats) == ({1}, ("channels last", "bf16"), ())
+    assert (set(plan.narrow), other.formats) == ({1}, ("channels last", "bf16"))
+    assert not stage.formats
     assert plan.describe().endswith("1 of bf16")
     with pytest.raises(UsageError, match="precision='bf16' of a stage whose layers are split"):
         Stage(replicas=((0, 1),), shares=(1.0,), precision="bf16")
