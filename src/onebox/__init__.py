@@ -19,16 +19,30 @@ if TYPE_CHECKING:
     from onebox.engine.fitting import fit
     from onebox.engine.planning import make_plan
     from onebox.errors import OneboxError
+    from onebox.feed import Feed
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
     from onebox.vgpu import open_devices as open
 
 __version__ = "0.1.0"
 
-__all__ = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "fit", "make_plan", "open"]
+__all__ = [
+    "Evaluation",
+    "Feed",
+    "Link",
+    "OneboxError",
+    "Plan",
+    "Pool",
+    "StepLoss",
+    "Trainer",
+    "fit",
+    "make_plan",
+    "open",
+]
 
 _HOMES = {
     "Evaluation": "onebox.engine",
+    "Feed": "onebox.feed",
     "Link": "onebox.pool",
     "OneboxError": "onebox.errors",
     "Plan": "onebox.plan",

@@ -12,7 +12,19 @@ import pytest
 
 import onebox
 
-PUBLIC = ["Evaluation", "Link", "OneboxError", "Plan", "Pool", "StepLoss", "Trainer", "fit", "make_plan", "open"]
+PUBLIC = [
+    "Evaluation",
+    "Feed",
+    "Link",
+    "OneboxError",
+    "Plan",
+    "Pool",
+    "StepLoss",
+    "Trainer",
+    "fit",
+    "make_plan",
+    "open",
+]
 
 
 def test_the_public_names_are_pinned() -> None:

@@ -1,18 +1,31 @@
-"""The feed: data sets, batches in a repeatable order, and reading ahead of compute.
+"""The feed: data sources, batches in a repeatable order, and their preparation ahead of compute.
 
-Nothing here knows of devices. A data set is held as bytes; what a step needs of it is scaled where it is
-used::
+Nothing here knows of devices. A :class:`Feed` reads samples, decodes and transforms them, makes batches of them and
+hands these on, all while its user computes on earlier ones::
 
-    data = load_dataset("digits")
-    batches = Batches(split=data.train, batch_size=64, seed=0)
-    with Prefetch(batches.epoch(0), depth=2) as ready:
-        for images, labels in ready:
-            ...
+    feed = Feed(source, batch_size=64, seed=0)
+    for inputs, targets in feed.epoch(0):
+        ...
 """
 
-from onebox.feed.batches import Batches, Position
+from onebox.feed.adapt import as_source
+from onebox.feed.batches import Batches
 from onebox.feed.catalog import load_dataset
 from onebox.feed.dataset import DataSet, Split
+from onebox.feed.feed import Feed
+from onebox.feed.order import Position
 from onebox.feed.prefetch import Prefetch
+from onebox.feed.source import Source, Stream
 
-__all__ = ["Batches", "DataSet", "Position", "Prefetch", "Split", "load_dataset"]
+__all__ = [
+    "Batches",
+    "DataSet",
+    "Feed",
+    "Position",
+    "Prefetch",
+    "Source",
+    "Split",
+    "Stream",
+    "as_source",
+    "load_dataset",
+]

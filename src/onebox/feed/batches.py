@@ -7,16 +7,15 @@ would have seen.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from onebox.errors import UsageError
 from onebox.feed.checks import require_int
 from onebox.feed.dataset import Split
+from onebox.feed.order import order_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +33,7 @@ class Batches:
         UsageError: A batch size below 1, or so large that ``drop_last`` leaves nothing.
 
     Example:
+        >>> import torch
         >>> split = Split(images=torch.zeros(5, 1, 8, 8, dtype=torch.uint8), labels=torch.arange(5))
         >>> batches = Batches(split=split, batch_size=2, seed=0, shuffle=False)
         >>> [labels.tolist() for _, labels in batches.epoch(0, start=1)]
@@ -64,11 +64,7 @@ class Batches:
         Raises:
             UsageError: A negative epoch.
         """
-        require_int("epoch", epoch, least=0)
-        if not self.shuffle:
-            return torch.arange(len(self.split))
-        generator = torch.Generator().manual_seed(_mix(self.seed, epoch))
-        return torch.randperm(len(self.split), generator=generator)
+        return order_of(len(self.split), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from number ``start`` on.
@@ -92,53 +88,3 @@ class Batches:
         for number in range(start, len(self)):
             chosen_B = order_N[number * self.batch_size : (number + 1) * self.batch_size]
             yield self.split.images[chosen_B], self.split.labels[chosen_B]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run stands in its data: what a checkpoint has to keep to go on with the next batch.
-
-    Args:
-        epoch: Number of the epoch, from 0.
-        index: Number of the next batch in it, from 0.
-        seed: Seed of the :class:`Batches` that it counts in.
-
-    Raises:
-        UsageError: A field that is not an integer, or a negative epoch or index.
-
-    Example:
-        >>> position = Position(epoch=1, index=3, seed=0)
-        >>> Position.from_dict(position.to_dict()) == position
-        True
-    """
-
-    epoch: int
-    index: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        require_int("epoch", self.epoch, least=0)
-        require_int("index", self.index, least=0)
-        require_int("seed", self.seed)
-
-    def to_dict(self) -> dict[str, int]:
-        """The fields as plain numbers, for a JSON manifest."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, int]) -> Position:
-        """The position that :meth:`to_dict` wrote.
-
-        Raises:
-            UsageError: A field is missing, unknown or wrong.
-        """
-        expected = {field.name for field in fields(cls)}
-        if set(values) != expected:
-            raise UsageError(f"A position came with {sorted(values)}; its fields are {sorted(expected)}.")
-        return cls(**values)
-
-
-def _mix(seed: int, epoch: int) -> int:
-    """64 bits from any two integers, the same in every process (``hash()`` promises no such thing)."""
-    digest = hashlib.blake2b(f"onebox.feed.order {seed} {epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -22,6 +22,7 @@ class StageSpec:
         by: Threads, or processes where the work holds the interpreter's lock; ``processes.py`` says what items and
             results of these may be.
         timeout_s: How long the work may take for an item until the pipeline ends with an error.
+        describe: Says of an item, by its number, what it is, while the work on it takes too long.
 
     Raises:
         UsageError: A value that is not allowed.
@@ -32,6 +33,7 @@ class StageSpec:
     concurrency: int | Literal["auto"] = 1
     by: By = "threads"
     timeout_s: float = 300.0
+    describe: Callable[[int], str] = "item {}".format
 
     def __post_init__(self) -> None:
         if not self.name or self.name == CONSUMER:
@@ -67,6 +69,6 @@ def failure(stage: str, number: int, error: BaseException) -> Failure:
 
 def hang(spec: StageSpec, number: int) -> Failure:
     """Return what the consumer is told of work that takes too long."""
-    said = f"{spec.name} has been inside item {number} for {spec.timeout_s:g} s"
+    said = f"{spec.name} has been inside {spec.describe(number)} for {spec.timeout_s:g} s"
     todo = "look for what it waits for, or allow more by timeout_s"
     return Failure(DataError(f"{said}: {todo}.", sample=number))

@@ -17,4 +17,15 @@ def test_docstring_examples(name):
 
 
 def test_public_names():
-    assert onebox.feed.__all__ == ["Batches", "DataSet", "Position", "Prefetch", "Split", "load_dataset"]
+    assert onebox.feed.__all__ == [
+        "Batches",
+        "DataSet",
+        "Feed",
+        "Position",
+        "Prefetch",
+        "Source",
+        "Split",
+        "Stream",
+        "as_source",
+        "load_dataset",
+    ]

@@ -1,0 +1,71 @@
+"""Samples become a batch; where they do not go together, the one that differs is named.
+
+What a sample is made of is told by its *form*: types and shapes, nested as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+Collate = Callable[[list[Any]], Any]
+
+
+def form_of(value: Any) -> str:
+    """Say what a sample is made of.
+
+    Args:
+        value: The sample: tensors, arrays and numbers, nested in tuples and dicts.
+
+    Example:
+        >>> import torch
+        >>> form_of((torch.zeros(3, 8, 8), 7))
+        '(float32 [3, 8, 8], int)'
+    """
+    match value:
+        case Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        case np.ndarray():
+            return f"{value.dtype} {list(value.shape)}"
+        case Mapping():
+            return "{" + ", ".join(f"{key}: {form_of(value[key])}" for key in sorted(value, key=str)) + "}"
+        case list() | tuple():
+            return "(" + ", ".join(map(form_of, value)) + ")"
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def misfits(samples: Sequence[Any]) -> tuple[list[int], str]:
+    """Find the samples of a batch whose form is not the one that most of them have.
+
+    Args:
+        samples: They; where two forms are equally frequent, the one that came first counts.
+
+    Returns:
+        Their places in the batch, and the form of the others.
+    """
+    forms = [form_of(sample) for sample in samples]
+    usual = Counter(forms).most_common(1)[0][0]  # of equal counts that which was met first
+    return [place for place, form in enumerate(forms) if form != usual], usual
+
+
+def collate(samples: list[Any], own: Collate | None = None) -> Any:
+    """Make a batch of samples.
+
+    Args:
+        samples: At least one.
+        own: What does it; ``None`` for ``torch.utils.data.default_collate``.
+
+    Returns:
+        The batch; a pair is a tuple.
+
+    Raises:
+        Exception: What collating raises.
+    """
+    batch = (own or default_collate)(samples)
+    return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch

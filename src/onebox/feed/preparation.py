@@ -1,0 +1,236 @@
+"""The work of the stages `read` and `process`, on the samples of a batch: reading, decoding, transforming, collating.
+
+What is done is a pure function of the source, the seed, the epoch and the samples' numbers, whichever thread or process
+does it. A sample that cannot be had is either an error, which names it and where it failed, or is left out and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from onebox.errors import DataError, UsageError
+from onebox.feed.collate import Collate, collate, form_of, misfits
+from onebox.feed.order import Cut
+from onebox.feed.seeding import Globals, generator_for, sample_seed, seeded
+from onebox.feed.source import Source
+
+OnError = Literal["stop", "skip"]
+Where = Literal["read", "decode", "transform", "collate"]
+Transform = Callable[..., Any]
+
+_NOT_OF_DATA = (UsageError, MemoryError)
+"""Errors that no sample is to blame for."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that was left out.
+
+    Args:
+        index: Of the sample in the source; of a stream, in the epoch.
+        name: What it is: its file.
+        stage: Where it failed: read, decode, transform or collate.
+        reason: Why.
+    """
+
+    index: int
+    name: str
+    stage: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"sample {self.index} ({self.name}) failed in {self.stage}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch that is ready, or on the way to it.
+
+    Args:
+        number: Of the batch in its epoch, from 0.
+        end: Place in the order of the epoch after its last sample.
+        batch: What was collated, or uploaded; ``None`` where no sample is left.
+        skipped: The samples that were left out.
+    """
+
+    number: int
+    end: int
+    batch: Any
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Samples that were read.
+
+    Args:
+        cut: Which they are.
+        samples: They; none where they are read together with processing them.
+        skipped: Those that could not be read.
+    """
+
+    cut: Cut
+    samples: tuple[tuple[int, Any], ...] | None
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to samples.
+
+    Args:
+        decode: Makes the sample of what was read, given its index, too.
+        name: Says where a sample comes from.
+        read: Reads a sample, given its index.
+        transform: Maps a sample's input, the first of a pair, to what the model takes; a sample that is no pair whole.
+        transform_takes_generator: Whether it is given a generator of its own for each sample, by name.
+        collate: Makes a batch of a list of samples; ``None`` for PyTorch's default.
+        seed: Of the feed.
+        epoch: Number of the epoch.
+        on_error: What becomes of a sample that fails.
+        globals: Who draws from the generators of the process.
+        late: Whether samples are read where they are processed, as reading draws from those generators, too.
+    """
+
+    read: Callable[[int], Any]
+    decode: Callable[[Any, int], Any]
+    name: Callable[[int], str]
+    transform: Transform | None
+    transform_takes_generator: bool
+    collate: Collate | None
+    seed: int
+    epoch: int
+    on_error: OnError
+    globals: Globals
+    late: bool = False
+    at: set[int] = field(default_factory=set, compare=False)
+    """The samples that this process is at."""
+
+    def read_batch(self, cut: Cut) -> Raw:
+        """Read the samples of a batch: the work of the stage `read`."""
+        return Raw(cut, None) if self.late else self._read(cut)
+
+    def process_batch(self, raw: Raw) -> Prepared:
+        """Decode, transform and collate the samples of a batch: the work of the stage `process`."""
+        if raw.samples is None:
+            raw = self._read(raw.cut)
+        skipped = list(raw.skipped)
+        samples: list[tuple[int, Any]] = []
+        for index, value in raw.samples or ():
+            made = self._attempt(index, skipped, partial(self.process, value, index))
+            samples += [(index, found) for found in made]
+        batch = self._collate(samples, skipped) if samples else None
+        return Prepared(raw.cut.number, raw.cut.first + len(raw.cut.indices), batch, tuple(skipped))
+
+    def read_one(self, index: int, say: Callable[[Where], None] = lambda where: None) -> Any:
+        """Read a sample, seeded for it.
+
+        Args:
+            index: Of the sample.
+            say: Told where it is.
+        """
+        say("read")
+        with seeded(sample_seed("read", self.seed, self.epoch, index), self.globals):
+            return self.read(index)
+
+    def process(self, raw: Any, index: int, say: Callable[[Where], None] = lambda where: None) -> Any:
+        """Decode and transform a sample, seeded for it.
+
+        Args:
+            raw: What was read.
+            index: Of the sample.
+            say: Told where it is.
+        """
+        seed = sample_seed("process", self.seed, self.epoch, index)
+        with seeded(seed, self.globals):
+            say("decode")
+            sample = self.decode(raw, index)
+            if self.transform is None:
+                return sample
+            say("transform")
+            named = {"generator": generator_for(seed)} if self.transform_takes_generator else {}
+            if isinstance(sample, tuple | list) and len(sample) == 2:
+                return self.transform(sample[0], **named), sample[1]
+            return self.transform(sample, **named)
+
+    def _read(self, cut: Cut) -> Raw:
+        skipped: list[Skipped] = []
+        samples: list[tuple[int, Any]] = []
+        for index in cut.indices:
+            found = self._attempt(index, skipped, partial(self.read_one, index))
+            samples += [(index, value) for value in found]
+        return Raw(cut, tuple(samples), tuple(skipped))
+
+    def _attempt(self, index: int, skipped: list[Skipped], work: Callable[[Callable[[Where], None]], Any]) -> list[Any]:
+        """Do something for a sample; return nothing where it failed and may be left out."""
+        where: list[Where] = []
+        self.at.add(index)
+        try:
+            return [work(where.append)]
+        except _NOT_OF_DATA:
+            raise
+        except Exception as error:
+            failed = Skipped(index, self.named(index), where[-1], _said(error))
+            if self.on_error == "stop":
+                raise self._error(failed, error) from error
+            skipped.append(failed)
+            return []
+        finally:
+            self.at.discard(index)
+
+    def _collate(self, samples: list[tuple[int, Any]], skipped: list[Skipped]) -> Any:
+        """Make the batch; where that fails for samples that are unlike the others, it is one without these."""
+        try:
+            return collate([value for _, value in samples], self.collate)
+        except _NOT_OF_DATA:
+            raise
+        except Exception as error:
+            places, usual = misfits([value for _, value in samples])
+            if not places:
+                first, last = samples[0][0], samples[-1][0]
+                what = f"a batch of {len(samples)} samples, {first} to {last}, each {form_of(samples[0][1])}"
+                raise DataError(f"{what}, failed in collate: {_said(error)}", sample=first) from error
+            like = next(index for place, (index, _) in enumerate(samples) if place not in places)
+            for place in places:
+                index, value = samples[place]
+                reason = f"it is {form_of(value)}; sample {like} ({self.named(like)}) of its batch is {usual}"
+                skipped.append(Skipped(index, self.named(index), "collate", reason))
+            if self.on_error == "stop":
+                raise self._error(skipped[-len(places)], error) from error
+            odd = set(places)
+            return self._collate([pair for place, pair in enumerate(samples) if place not in odd], skipped)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """Say which samples a batch has, and which of them this process is at."""
+        now = next((index for index in indices if index in self.at), None)
+        if now is not None:
+            return f"sample {now} ({self.named(now)})"
+        more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+        return f"the batch of sample {indices[0]} ({self.named(indices[0])}){more}"
+
+    def named(self, index: int) -> str:
+        """Say where a sample comes from, whatever happens."""
+        try:
+            return self.name(index)
+        except Exception as error:  # a name is for the message of another error, which must not be lost
+            return f"without a name: {_said(error)}"
+
+    def _error(self, failed: Skipped, error: Exception) -> DataError:
+        path = getattr(error, "path", None)
+        todo = "mend or remove it, or leave such samples out by on_error='skip'"
+        return DataError(f"{failed}; {todo}", path=path or failed.name, sample=failed.index)
+
+
+def preparation_of(source: Source, **options: Any) -> Preparation:
+    """Return the preparation of a source's samples; ``options`` are the other fields of :class:`Preparation`."""
+    return Preparation(read=source.read, decode=source.decode, name=source.name, **options)
+
+
+def _said(error: Exception) -> str:
+    said = str(error).strip()
+    if isinstance(error, DataError):
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,0 +1,213 @@
+"""What a feed is made from: its source, its options, and the stages that they make of an epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onebox.errors import UsageError
+from onebox.feed.checks import require_int
+from onebox.feed.collate import Collate
+from onebox.feed.order import cuts, order_of
+from onebox.feed.preparation import OnError, Preparation, Prepared, Transform
+from onebox.feed.probing import PROBED, By, Habits, arranged, habits_of
+from onebox.feed.seeding import takes_generator
+from onebox.feed.source import Source, Stream
+from onebox.feed.stages import StageSpec
+from onebox.feed.streaming import StreamReader
+
+Concurrency = int | Literal["auto"]
+Workers = Literal["threads", "processes"]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An epoch that can be run.
+
+    Args:
+        items: What is read, batch by batch.
+        stages: What is done to it.
+        close: To be called when nobody reads any more.
+    """
+
+    items: Iterable[Any]
+    stages: tuple[StageSpec, ...]
+    close: Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """The source and the options of a feed; see :class:`onebox.feed.Feed` for what they mean.
+
+    Raises:
+        UsageError: One of them is wrong.
+    """
+
+    source: Source | Stream
+    batch_size: int | None
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    transform: Transform | None
+    collate: Collate | None
+    read: Concurrency
+    process: Concurrency
+    process_by: By
+    on_error: OnError
+    timeout_s: float
+    upload: Callable[[Any, Any], Any] | None
+    _habits: Habits | None = None
+
+    def __post_init__(self) -> None:
+        require_int("seed", self.seed)
+        for name, value, allowed in (
+            ("process_by", self.process_by, ("threads", "processes", "auto")),
+            ("on_error", self.on_error, ("stop", "skip")),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name} is {value!r}; allowed are {', '.join(allowed)}")
+        for name, number in (("read", self.read), ("process", self.process)):
+            if number != "auto":
+                require_int(name, number, least=1)
+        for name, work in (("transform", self.transform), ("collate", self.collate), ("upload", self.upload)):
+            if work is not None and not callable(work):
+                raise UsageError(f"{name} is a {type(work).__name__}; it has to be callable, or None")
+        self._check_size()
+
+    @property
+    def stream(self) -> Stream | None:
+        """The source, if it is a stream."""
+        return self.source if isinstance(self.source, Stream) else None
+
+    @property
+    def batched(self) -> bool:
+        """Whether the items of the source are batches."""
+        return self.stream is not None and self.stream.batched
+
+    @property
+    def size(self) -> int:
+        """Items of the source in a batch."""
+        return self.batch_size or 1
+
+    def begin(self, epoch: int, number: int, first: int) -> Begun:
+        """Begin an epoch.
+
+        Args:
+            epoch: Its number.
+            number: Of its first batch that is wanted.
+            first: Items of the source before it.
+
+        Raises:
+            UsageError: The samples cannot be prepared by what the options say.
+            DataError: The first ones took too long.
+        """
+        return self._of_source(epoch, number, first) if self.stream is None else self._of_stream(epoch, number, first)
+
+    def _of_source(self, epoch: int, number: int, first: int) -> Begun:
+        source = self.source
+        assert isinstance(source, Source)
+        order_N = order_of(len(source), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        probed = order_N[first : first + PROBED].tolist()
+        work, by = self._arrange(self._preparation(epoch, source.read, source.decode), probed)
+        items = cuts(order_N, self.size, number=number, first=first, drop_last=self.drop_last)
+
+        def describe(item: int) -> str:
+            begin = first + item * self.size
+            return work.describe(order_N[begin : begin + self.size].tolist())
+
+        return Begun(items, self._stages(work, work.read_batch, self.read, by, describe), lambda: None)
+
+    def _of_stream(self, epoch: int, number: int, first: int) -> Begun:
+        assert self.stream is not None
+        reader = StreamReader(
+            self.stream,
+            epoch,
+            self.seed,
+            size=self.size,
+            number=number,
+            first=first,
+            drop_last=self.drop_last,
+        )
+        known: list[Any] = []
+        probed = [0] if self.transform is not None and (self._habits is None) else []
+
+        def first_item(index: int) -> Any:
+            known.extend(known or reader.peek())
+            return known[0]
+
+        work, by = self._arrange(self._preparation(epoch, first_item, lambda raw, index: raw), probed)
+        return Begun(
+            reader.tasks(),
+            self._stages(work, reader.read, 1, by, lambda item: work.describe(reader.indices(item))),
+            reader.close,
+        )
+
+    def _preparation(self, epoch: int, read: Callable[[int], Any], decode: Callable[[Any, int], Any]) -> Preparation:
+        return Preparation(
+            read=read,
+            decode=decode,
+            name=self.source.name,
+            transform=self.transform,
+            transform_takes_generator=self.transform is not None and takes_generator(self.transform),
+            collate=_the_only_one if self.batched else self.collate,
+            seed=self.seed,
+            epoch=epoch,
+            on_error=self.on_error,
+            globals="untouched",
+        )
+
+    def _arrange(self, work: Preparation, probed: list[int]) -> tuple[Preparation, Workers]:
+        if self._habits is None:
+            self._habits = habits_of(work, probed, timeout_s=self.timeout_s)
+        return arranged(work, self.process_by, self._habits or Habits(), may_be_late=self.stream is None)
+
+    def _stages(
+        self,
+        work: Preparation,
+        read: Callable[[Any], Any],
+        concurrency: Concurrency,
+        by: Workers,
+        describe: Callable[[int], str],
+    ) -> tuple[StageSpec, ...]:
+        def process(raw: Any) -> Prepared | None:
+            return None if raw is None else work.process_batch(raw)
+
+        def stage(name: str, work: Callable[[Any], Any], concurrency: Concurrency, by: Workers) -> StageSpec:
+            return StageSpec(name, work, concurrency, by, self.timeout_s, describe)
+
+        stages = stage("read", read, concurrency, "threads"), stage("process", process, self.process, by)
+        return stages if self.upload is None else (*stages, stage("upload", self._uploaded, 1, "threads"))
+
+    def _uploaded(self, prepared: Prepared | None) -> Prepared | None:
+        if prepared is None or prepared.batch is None:
+            return prepared
+        assert self.upload is not None
+        batch = prepared.batch
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple) else "")
+            todo = "let transform or collate make a pair"
+            raise UsageError(f"what is uploaded is a pair (inputs, targets), and a batch is {came}; {todo}")
+        return dataclasses.replace(prepared, batch=self.upload(*batch))
+
+    def _check_size(self) -> None:
+        if self.batched:
+            if self.batch_size is not None:
+                came = f"batch_size is {self.batch_size}, and the items of the source are batches"
+                raise UsageError(f"{came}; leave it out, or give a source of samples")
+            if self.collate is not None:
+                raise UsageError("collate is for samples, and the items of the source are batches; leave it out")
+            return
+        if self.batch_size is None:
+            raise UsageError("batch_size is needed: the source gives single samples")
+        require_int("batch_size", self.batch_size, least=1)
+        if self.stream is None and self.drop_last and self.batch_size > len(self.source):  # type: ignore[arg-type]
+            came = f"batch_size is {self.batch_size} and drop_last is set"
+            most = len(self.source)  # type: ignore[arg-type]
+            raise UsageError(f"{came}, which leaves no batch: allowed are at most {most}, the samples.")
+
+
+def _the_only_one(items: list[Any]) -> Any:
+    """Take the batch of a stream of batches as it is."""
+    return tuple(items[0]) if isinstance(items[0], list) and len(items[0]) == 2 else items[0]

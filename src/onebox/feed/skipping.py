@@ -1,0 +1,70 @@
+"""The account of samples that were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onebox.errors import DataError
+from onebox.feed.preparation import Skipped
+
+NAMED = 10
+"""Samples that are kept by name; of more only the number is."""
+
+
+@dataclass
+class Skips:
+    """Samples that were left out of batches which have been handed out, or of which nothing was left.
+
+    Args:
+        limit: The most that an epoch may leave out; ``None`` for no limit.
+        count: How many in all epochs.
+        first: The first ones.
+        in_epoch: How many in the last epoch.
+    """
+
+    limit: int | None
+    count: int = 0
+    first: list[Skipped] = field(default_factory=list)
+    in_epoch: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self.in_epoch = 0
+
+    def add(self, skipped: Sequence[Skipped]) -> None:
+        """Take note of the samples of a batch.
+
+        Raises:
+            DataError: There are more than the limit allows.
+        """
+        for one in skipped:
+            self.count += 1
+            self.in_epoch += 1
+            if one not in self.first and len(self.first) < NAMED:
+                self.first.append(one)
+            if self.limit is not None and self.in_epoch > self.limit:
+                came = f"{self.in_epoch} samples of an epoch were left out, and max_skipped allows {self.limit}"
+                raise DataError(f"{came}; the last: {one}", path=one.name, sample=one.index)
+
+    def end(self, batches: int) -> None:
+        """An epoch has ended.
+
+        Args:
+            batches: How many there were.
+
+        Raises:
+            DataError: There was none, as every sample was left out.
+        """
+        if self.in_epoch and not batches:
+            one = self.first[0]
+            raise DataError(f"all {self.in_epoch} samples were left out; the first: {one}", path=one.name)
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "no sample was left out"
+        more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+        return f"{self.count} left out: " + "; ".join(map(str, self.first)) + more
