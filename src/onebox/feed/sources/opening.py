@@ -20,7 +20,7 @@ Pair = tuple[Source, Source | None]
 
 TRAIN = ("train", "training")
 TEST = ("val", "valid", "validation", "test", "testing")
-"""What parts to test on are called, the first that is there counts; those called test often lack labels where others exist."""
+"""What parts to test on are called; the first that is there counts, as one called test may lack labels beside a val."""
 
 COMMA = re.compile(r",(?![^{]*\})")  # not within braces
 

@@ -102,7 +102,7 @@ class LoaderStream:
 
     def __len__(self) -> int:
         """What comes in an epoch, as the loader says; one over a data set without a length raises a TypeError."""
-        return len(self.loader)
+        return length_of(self.loader)
 
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch; closing the iterator ends the loader's workers, unless they are persistent."""
