@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
+from onebox.engine.batch import as_batch
+from onebox.engine.ledger import peak_of
 from onebox.errors import DeviceMemoryError, PlanError, UsageError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
@@ -111,6 +113,50 @@ def test_a_step_that_will_not_fit_is_refused_before_anything_is_uploaded(pool: o
             trainer.step(*large)
         assert trainer.step(*(tensor[:8] for tensor in small)).item() > 0, "nothing was lost"
         assert trainer.steps_done == 2
+
+
+def test_an_evaluation_that_will_not_fit_is_refused_before_anything_is_sent(pool: onebox.Pool, parts: Any) -> None:
+    model, loss, optimizer, batch = parts
+    large = (torch.ones(512, 8), torch.zeros(512, 8))
+    plan = replace(halved(parts), micro_batch=512)
+    small = tuple(tensor[:8] for tensor in batch)
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan) as trainer:
+        trainer.step(*small).item()
+        before = held_bytes(pool)
+        with pytest.raises(DeviceMemoryError, match=r"nothing was sent\n.*evaluate smaller batches") as caught:
+            trainer.evaluate([large])
+        assert held_bytes(pool) == before
+        error = caught.value
+        assert (error.worker, error.stage, error.allowed_bytes) == (1, 1, SMALL_BYTES)
+        assert error.asked_bytes + error.used_bytes > SMALL_BYTES
+        assert trainer.evaluate([small]).samples == 8
+        assert trainer.step(*small).item() > 0, "nothing was lost"
+
+
+def test_the_memory_of_an_evaluation_is_the_predicted_one(parts: Any) -> None:
+    """To the byte; and where it is too much at once, it is divided as steps are."""
+    model, loss, optimizer, batch = parts
+    large = (torch.ones(1024, 8), torch.zeros(1024, 8))
+    plan = Plan.data_parallel([0], [1.0], micro_batch=4)
+    with onebox.open("cpu", threads=1) as pool:
+        with onebox.Trainer(model, loss, optimizer, pool=pool, plan=plan) as trainer:
+            whole = trainer.evaluate([large]).loss
+            measured = trainer.memory()[0].peak_bytes
+            ready = trainer._run.set_up(as_batch(*large))
+            (found,) = ready.evaluation_contents(as_batch(*large), at_once=True, stepped=False).values()
+            assert peak_of(found) == measured
+        for spare_bytes, count in ((0, 1), (-1, 256)):
+            own = replace(plan, memory_bytes=(measured + spare_bytes,))
+            with onebox.Trainer(model, loss, optimizer, pool=pool, plan=own) as trainer:
+                assert trainer.evaluate([large]).loss == pytest.approx(whole)
+                ready = trainer._run.set_up(as_batch(*large))
+                assert len(ready.evaluation(as_batch(*large), stepped=False).micro_batches) == count
+        own = replace(plan, micro_batch=None, memory_bytes=(measured - 1,))
+        with onebox.Trainer(model, loss, optimizer, pool=pool, plan=own) as trainer:
+            with pytest.raises(DeviceMemoryError, match="1 too many; nothing was sent"):
+                trainer.evaluate([large])
+            assert held_bytes(pool) == [0]
+            assert trainer.evaluate([batch]).samples == 64
 
 
 def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> None:

@@ -232,19 +232,23 @@ class Compiler:
 
     def known(self, batch: Batch) -> Compiled | None:
         """Return the routines that train with a batch if they are with the workers; callable from any thread."""
-        key = (batch.signature(batch.size), True)
+        key = (batch.signature(batch.size), True, self._plan.micro_batch)
         return self._compiled[key] if key in self._there else None
 
     def laid_out(self, batch: Batch) -> Compiled:
         """Return the routines that train with a batch, which may not be with the workers yet."""
         return self._compile(batch, self._plan, train=True)
 
-    def evaluation(self, batch: Batch) -> Compiled:
-        """Return the routines that evaluate a batch, which are with the workers; made once for each shape."""
-        plan = self._plan
-        if plan.whole:  # nothing depends on how a batch is divided: each replica takes its part at once
-            plan = Plan(stages=plan.stages, sync=plan.sync)
-        return self._sent(batch, plan, train=False)
+    def evaluation(self, batch: Batch, *, at_once: bool, send: bool = True) -> Compiled:
+        """Return the routines that evaluate a batch; made once for each shape.
+
+        Args:
+            batch: The batch.
+            at_once: Whether each replica takes its part as one micro-batch, which plans of one stage may do.
+            send: Whether they are to be with the workers.
+        """
+        plan = Plan(stages=self._plan.stages, sync=self._plan.sync) if at_once else self._plan
+        return self._sent(batch, plan, train=False) if send else self._compile(batch, plan, train=False)
 
     def labels(self, worker: int, routine: int) -> Sequence[Label]:
         """Return what the instructions of a routine of a worker are; nothing where there is none such."""
@@ -254,15 +258,21 @@ class Compiler:
                 return found.labels
         return ()
 
-    def constant_bytes(self, batch: Batch, worker: int) -> dict[int, int]:
-        """Return the bytes of the constants that a worker has when it trains with a batch, by number of the buffer.
+    def constant_bytes(self, batch: Batch, compiled: Compiled, worker: int, *, train: bool = True) -> dict[int, int]:
+        """Return the bytes of the constants that a worker has when a batch is computed, by number of the buffer.
 
         Those that batches of other shapes have brought there stay.
+
+        Args:
+            batch: The batch.
+            compiled: Its routines.
+            worker: The worker.
+            train: Whether they train with it.
         """
         found: dict[int, int] = self._constants.uploaded | self._stored.get(worker, {})
-        for size in {part.size for part in self._plan.micro_batches(batch.size)}:
-            tensors = self._model(batch, size, train=True).programs.constants
-            for name, number in self._numbers_of_constants(batch, size, train=True).items():
+        for size in {part.size for part in compiled.micro_batches}:
+            tensors = self._model(batch, size, train=train).programs.constants
+            for name, number in self._numbers_of_constants(batch, size, train=train).items():
                 found[number] = tensors[name].nbytes
         return found
 
@@ -273,7 +283,7 @@ class Compiler:
         return self._lowering.gradients
 
     def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
-        key = (batch.signature(batch.size), train)
+        key = (batch.signature(batch.size), train, plan.micro_batch)
         if key not in self._compiled:
             assert self._lowering is not None
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
@@ -294,7 +304,7 @@ class Compiler:
     def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
         """Return routines, and bring them to the workers where they are not there yet."""
         compiled = self._compile(batch, plan, train=train)
-        key = (batch.signature(batch.size), train)
+        key = (batch.signature(batch.size), train, plan.micro_batch)
         if key not in self._there:
             self._there.add(key)
             for size in dict.fromkeys(part.size for part in compiled.micro_batches):

@@ -242,12 +242,18 @@ class TrainingRun:
 
     # ---- setting up
 
-    def set_up(self, batch: Batch) -> Ready:
-        """Plan and compile, with the first batch."""
+    def set_up(self, batch: Batch, *, steps: bool = True) -> Ready:
+        """Plan and compile, with the first batch.
+
+        Args:
+            batch: The batch.
+            steps: Whether it is one to train with; else it is one to evaluate.
+        """
         if self._ready is None:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
-            ready = set_up(self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm)
+            given = self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm
+            ready = set_up(*given, steps=steps)
             if self.guard is not None:
                 self._keep(self.guard, ready)
             self._ready = ready

@@ -11,18 +11,18 @@ from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
-from onebox.engine.curve import Peak, peak_at
+from onebox.engine.curve import peak_at
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
+from onebox.engine.room import IN_EVALUATION, no_room
 from onebox.engine.state import optimizer_factor
-from onebox.errors import DeviceMemoryError, OneboxError, UsageError
+from onebox.errors import OneboxError, UsageError
 from onebox.graph import Precision
 from onebox.graph.placements import Shard
 from onebox.plan import Plan, Sync, UpdateAt
-from onebox.pool import DeviceInfo, Pool
-from onebox.pool.failures import ADVICE_IN_STEPS, Place
+from onebox.pool import Pool
 from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
 
@@ -80,11 +80,12 @@ class Ready:
         batch: The first batch.
         max_norm: For clipping; 0 for none.
         strict: Whether to refuse what does not fit the memory of the devices.
+        steps: Whether the first batch is one to train with; else it is one to evaluate.
 
     Raises:
         CaptureError: The model cannot be captured, or replicas cannot share it.
         UsageError: The plan is for another model.
-        DeviceMemoryError: A step needs more than a device has, or may take; nothing has been uploaded then.
+        DeviceMemoryError: That needs more than a device has, or may take; nothing has been uploaded then.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Ready:
         max_norm: float,
         *,
         strict: bool = False,
+        steps: bool = True,
     ) -> None:
         self.plan = plan
         self._remote = remote
@@ -106,6 +108,7 @@ class Ready:
         self._pool = pool
         self._strict = strict
         self._fitting: set[Hashable] = set()
+        self._at_once: dict[Hashable, bool] = {}  # of shapes of batches that are evaluated
         self.spare_bytes: dict[int, int] = {}
         """For each worker what is left while a step runs with a batch of any shape so far; only where ``strict``."""
         self._groups: dict[Members, int] = {}
@@ -129,7 +132,10 @@ class Ready:
                 groups=self._groups,
                 max_norm=max_norm,
             )
-            self._require_room(batch)
+            if steps:
+                self._require_room(batch)
+            else:
+                self._may_be_at_once(batch, stepped=False)
             self._packing = Packing(pool, plan.devices) if strict else None
             remote.upload(holdings.holders, holdings)
             remote.define_optimizer(optimizer, trained, holdings, host=on_host)
@@ -148,18 +154,54 @@ class Ready:
         self._require_room(batch)
         return self.compiler.step(batch)
 
+    def evaluation(self, batch: Batch, *, stepped: bool) -> Compiled:
+        """Return the routines that evaluate a batch, which are with the workers.
+
+        Each replica of a plan of one stage takes its part of the batch at once where there is room for it, else in
+        micro-batches as in training: nothing depends on how it is divided.
+
+        Args:
+            batch: The batch.
+            stepped: Whether the optimizer has stepped, and its state is there.
+
+        Raises:
+            DeviceMemoryError: It needs more than a device has, or may take; nothing has changed on the workers.
+        """
+        key = (batch.signature(batch.size), stepped)
+        if key not in self._at_once:
+            self._at_once[key] = self._may_be_at_once(batch, stepped=stepped)
+        return self.compiler.evaluation(batch, at_once=self._at_once[key])
+
+    def _may_be_at_once(self, batch: Batch, *, stepped: bool) -> bool:
+        """Tell whether a batch is evaluated at once or in micro-batches; refuse it where neither would fit."""
+        ways = [True] * self.plan.whole + [False] * (not self.plan.whole or self.plan.micro_batch is not None)
+        short: list[tuple[Contents, int]] = []
+        for at_once in ways:
+            found = self.evaluation_contents(batch, at_once=at_once, stepped=stepped)
+            over = [worker for worker, contents in found.items() if peak_of(contents) > self._room_bytes(worker)]
+            if not over:
+                return at_once
+            short = [(found[worker], worker) for worker in over]
+        contents, worker = short[0]
+        device, room_bytes = self._pool.devices[worker], self._room_bytes(worker)
+        raise no_room(peak_at(worker, contents), device, room_bytes, advice=IN_EVALUATION)
+
+    def _room_bytes(self, worker: int) -> int:
+        """Return the most bytes that may be used of a worker."""
+        budgets = dict(zip(self.plan.devices, self.plan.memory_bytes, strict=False))
+        device = self._pool.devices[worker]
+        return min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
+
     def _require_room(self, batch: Batch) -> None:
         """Refuse a batch, the first of its shape, with which a step would not fit."""
         shape = batch.signature(batch.size)
         if not self._strict or shape in self._fitting:
             return
-        budgets = dict(zip(self.plan.devices, self.plan.memory_bytes, strict=False))
         for worker, contents in self.contents(batch).items():
-            device = self._pool.devices[worker]
-            room_bytes = min(device.memory_bytes, budgets.get(worker) or device.memory_bytes)
+            room_bytes = self._room_bytes(worker)
             spare_bytes = room_bytes - peak_of(contents)
             if spare_bytes < 0:
-                raise no_room(peak_at(worker, contents), device, room_bytes)
+                raise no_room(peak_at(worker, contents), self._pool.devices[worker], room_bytes)
             self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
         self._fitting.add(shape)
 
@@ -184,7 +226,20 @@ class Ready:
 
     def contents(self, batch: Batch) -> dict[int, Contents]:
         """Return what each worker has when a step with a batch begins, from which its memory can be followed."""
-        compiled = self.compiler.laid_out(batch)
+        return self._contents(batch, self.compiler.laid_out(batch), train=True, stepped=True)
+
+    def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, Contents]:
+        """Return what each worker has when the evaluation of a batch begins.
+
+        Args:
+            batch: The batch.
+            at_once: Whether each replica takes its part as one micro-batch.
+            stepped: Whether the optimizer's state is there.
+        """
+        compiled = self.compiler.evaluation(batch, at_once=at_once, send=False)
+        return self._contents(batch, compiled, train=False, stepped=stepped)
+
+    def _contents(self, batch: Batch, compiled: Compiled, *, train: bool, stepped: bool) -> dict[int, Contents]:
         leaves = {
             (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
             for part in compiled.micro_batches
@@ -201,7 +256,7 @@ class Ready:
                 )
                 for n in self._holdings.held_by(worker, state.tensors)
             }
-            sizes = self.compiler.constant_bytes(batch, worker)
+            sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)
             held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
             trained = [
                 self._holdings.spec(worker, name, state.spec(name)).size_bytes
@@ -212,7 +267,7 @@ class Ready:
                 held=held,
                 leaves=leaves,
                 gradients=self.compiler.gradients,
-                optimizer_bytes=int(self._factor * sum(trained)) + self._fixed_bytes * len(trained),
+                optimizer_bytes=stepped * (int(self._factor * sum(trained)) + self._fixed_bytes * len(trained)),
             )
         return found
 
@@ -221,31 +276,6 @@ class Ready:
         for members, group in self._groups.items():
             self._pool.leave_group(group, members)
         self._groups = {}
-
-
-def no_room(peak: Peak, device: DeviceInfo, room_bytes: int) -> DeviceMemoryError:
-    """Return the error that says that a step does not fit a device.
-
-    Args:
-        peak: What the device would need, and when.
-        device: The device.
-        room_bytes: What it has, or may take.
-    """
-    place = Place(worker=device.number, host=device.host, device=device.device)
-    work_bytes = peak.sorts.get("work", 0)
-    error = DeviceMemoryError(
-        f"{place}: {peak.operator or peak.name} would fail in {peak.name}: {peak.size_bytes} bytes needed, but the "
-        f"quota is {room_bytes}: {peak.size_bytes - room_bytes} too many; no step was begun\n  {ADVICE_IN_STEPS}",
-        operator=peak.operator,
-        worker=device.number,
-        host=device.host,
-        device=device.device,
-        asked_bytes=work_bytes,
-        used_bytes=peak.size_bytes - work_bytes,
-        allowed_bytes=room_bytes,
-    )
-    error.doing, error.stage = peak.name, peak.action.stage if peak.action else None
-    return error
 
 
 _BY_ELEMENT = frozenset(
@@ -266,9 +296,16 @@ def _check_split(remote: RemoteState, holdings: Holdings) -> None:
 
 
 def set_up(
-    request: Request, pool: Pool, captures: Captures, remote: RemoteState, batch: Batch, max_norm: float
+    request: Request,
+    pool: Pool,
+    captures: Captures,
+    remote: RemoteState,
+    batch: Batch,
+    max_norm: float,
+    *,
+    steps: bool = True,
 ) -> Ready:
-    """Plan and compile, given the first batch."""
+    """Plan and compile, given the first batch, which is one to train with unless ``steps`` says otherwise."""
     plan = request.plan
     if plan is None:
         devices = pool.present
@@ -281,7 +318,7 @@ def set_up(
         )
         if captures.recipe.precision == "auto" and not pool.gone:
             plan = with_measured_formats(plan, pool, captures, remote, batch)
-    return Ready(plan, pool, captures, remote, batch, max_norm, strict=True)
+    return Ready(plan, pool, captures, remote, batch, max_norm, strict=True, steps=steps)
 
 
 def check_settings(

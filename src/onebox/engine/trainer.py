@@ -266,7 +266,9 @@ class Trainer(Observed):
             return evaluate(
                 batches,
                 pool=self.pool,
-                prepare=lambda batch: self._run.set_up(batch).evaluation(batch, stepped=self.steps_done > 0),
+                prepare=lambda batch: self._run.set_up(batch, steps=False).evaluation(
+                    batch, stepped=self.steps_done > 0
+                ),
                 metrics=list(self._metrics),
                 parts=self._run.uploads.parts,
                 in_flight=self._in_flight,
