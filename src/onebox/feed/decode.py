@@ -127,7 +127,9 @@ class ImageDecoder:
             height, width = self.size
             picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
         pixels = np.array(picture)
-        return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[:, :, None]).permute(2, 0, 1).contiguous()
+        pixels_HWC = pixels if pixels.ndim == 3 else pixels[:, :, None]
+        # NumPy turns it by itself; PyTorch would by threads of its own, which a forked process must not.
+        return torch.from_numpy(np.ascontiguousarray(pixels_HWC.transpose(2, 0, 1)))
 
     def _by_torchvision(self, raw: bytes) -> Tensor:
         vision = _torchvision()
