@@ -24,6 +24,8 @@ ALLOWED = (
     "a Source or Stream, a torch Dataset, IterableDataset or DataLoader, a datasets.Dataset or IterableDataset, "
     "a torchdata.nodes graph, an iterable of batches, or a callable that makes one"
 )
+TABLES = ("pandas", "polars", "pyarrow")
+"""Packages of tables, which are iterable, too, but by columns."""
 
 
 def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
@@ -56,6 +58,9 @@ def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
         or isinstance(what, str | bytes | PurePath | Mapping | Tensor | np.ndarray)
     ):
         raise _refused(what)
+    if type(what).__module__.partition(".")[0] in TABLES:
+        todo = "give its columns as arrays, onebox.feed.sources.Arrays(inputs, targets), or a file of it to Parquet"
+        raise UsageError(f"Data came as a {type(what).__module__}.{type(what).__name__}; {todo}.")
     if isinstance(what, Source | Stream):
         return what
     if _is_of(what, "datasets.", ("Dataset",)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,27 @@ def kind_of(what: Any) -> str:
     if isinstance(what, functools.partial):
         return kind_of(what.func)
     return getattr(what, "__qualname__", type(what).__qualname__)
+
+
+def origin(dataset: Any, index: int) -> str | None:
+    """The file of a sample of a data set, where that tells: by the lists that torchvision's data sets have.
+
+    Args:
+        dataset: The data set; subsets and concatenations of PyTorch are looked through.
+        index: Number of the sample.
+    """
+    inner, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+    if inner is not None and indices is not None:
+        return origin(inner, int(indices[index]))
+    ends = getattr(dataset, "cumulative_sizes", None)
+    if isinstance(ends, list):
+        number = bisect.bisect_right(ends, index)
+        return origin(dataset.datasets[number], index - (ends[number - 1] if number else 0))
+    samples = getattr(dataset, "samples", None)
+    if not isinstance(samples, list) or not 0 <= index < len(samples):
+        return None
+    first = samples[index][0] if isinstance(samples[index], tuple) and samples[index] else samples[index]
+    return os.fspath(first) if isinstance(first, str | os.PathLike) else None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onebox.errors import UsageError
 from onebox.feed.sources.iterables import length_of, tell_epoch
-from onebox.feed.sources.naming import blamed, kind_of
+from onebox.feed.sources.naming import blamed, kind_of, origin
 
 
 class DatasetSource:
@@ -46,16 +46,26 @@ class DatasetSource:
         Raises:
             DataError: The data set raised something; that is the cause.
         """
-        with blamed(self.name(index), index):
+        try:
             return self.dataset[index]
+        except Exception:  # who makes a name for each sample, makes most for nothing
+            with blamed(self.name(index), index, path=self._origin(index)):
+                raise
 
     def decode(self, raw: Any, index: int) -> Any:
         """What was read."""
         return raw
 
     def name(self, index: int) -> str:
-        """The sample's number, and the class of the data set."""
-        return f"sample {index} of {kind_of(self.dataset)}"
+        """The sample's number and the class of the data set, or the file where the data set tells."""
+        path = self._origin(index)
+        return f"sample {index} of {kind_of(self.dataset)}{f' ({path})' if path else ''}"
+
+    def _origin(self, index: int) -> str | None:
+        try:
+            return origin(self.dataset, index)
+        except (TypeError, LookupError, AttributeError, ValueError):  # it has such lists, and means something else
+            return None
 
 
 class IterableDatasetStream:

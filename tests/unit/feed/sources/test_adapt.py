@@ -5,6 +5,7 @@ import random
 import threading
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils import data as torch_data
@@ -58,6 +59,37 @@ def test_what_a_data_set_raises_names_the_sample():
         as_source(Counting()).read(13)
     assert raised.value.sample == 13
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+class Pictures(torch_data.Dataset):
+    """Has what torchvision's data sets have."""
+
+    def __init__(self, *names):
+        self.samples = [(f"/data/{name}.jpg", 0) for name in names]
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        raise OSError("cut off")
+
+
+def test_a_file_is_named_where_the_data_set_tells():
+    both = torch_data.ConcatDataset([Pictures("a", "b"), torch_data.Subset(Pictures("c", "d", "e"), [2, 0])])
+    source = as_source(both)
+    assert source.name(2) == "sample 2 of ConcatDataset (/data/e.jpg)"
+    with pytest.raises(
+        DataError, match=r"sample 1 of ConcatDataset \(/data/b.jpg\) cannot be read: OSError: cut off"
+    ) as raised:
+        source.read(1)
+    assert (raised.value.path, raised.value.sample) == ("/data/b.jpg", 1)
+
+
+@pytest.mark.parametrize("samples", [3, ["a"], [()], [(1, 2)], {"a": 1}])
+def test_lists_that_mean_something_else_are_no_harm(samples):
+    dataset = Counting()
+    dataset.samples, dataset.cumulative_sizes, dataset.indices = samples, [3], [0]
+    assert as_source(dataset).name(7) == "sample 7 of Counting"
 
 
 def test_an_object_with_length_and_items_is_a_data_set():
@@ -239,6 +271,13 @@ def test_a_callable_that_makes_nothing_to_iterate_over():
 def test_what_is_no_data_is_refused(what, came):
     with pytest.raises(UsageError, match=f"Data came as {came}; allowed are"):
         as_source(what)
+
+
+def test_tables_are_refused_as_they_are_iterable_by_columns():
+    with pytest.raises(
+        UsageError, match=r"a pyarrow.lib.Table; give its columns as arrays, onebox.feed.sources.Arrays"
+    ):
+        as_source(pa.table({"x": [1]}))
 
 
 @pytest.mark.parametrize("arrays", [(torch.zeros(4), torch.zeros(4)), [np.zeros(4), np.zeros(4)]])
