@@ -277,7 +277,7 @@ def script(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[st
         try:
             assert process.stdout is not None
             workers = [int(word) for word in process.stdout.readline().split()]
-            assert len(workers) == 2
+            assert len(workers) == 2, process.communicate(timeout=PATIENCE_S)
             yield process, [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         finally:
             process.kill()
@@ -296,6 +296,7 @@ def test_ctrl_c_ends_everything_at_once(script):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("script", ["iterating"], indirect=True)
 def test_nobody_outlives_a_parent_that_is_killed(script):
     process, pids = script
     assert len(pids) == 3

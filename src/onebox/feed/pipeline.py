@@ -164,6 +164,8 @@ class Pipeline:
             self._tallies[-1].switch(self, None, time.perf_counter())
             self._wake()
         for nursery in self._nurseries.values():
+            nursery.stop()  # all of them at the same time
+        for nursery in self._nurseries.values():
             nursery.close()
         if threading.current_thread() in self._threads:  # which may be at it within its own work, by a collection
             return

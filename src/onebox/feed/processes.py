@@ -72,7 +72,7 @@ class Nursery:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._lock = threading.Lock()
-        self._closed = False
+        self._stopped = self._closed = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(ANSWER_S)
         with theirs:
@@ -89,13 +89,18 @@ class Nursery:
         """Fork a child; where that fails, it says so when it is first called."""
         return Child(self)
 
+    def stop(self) -> None:
+        """Begin to end the children, whatever they are doing, and the nursery. Idempotent."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # which wakes who waits for an answer, too
+
     def close(self) -> None:
-        """End the children, whatever they are doing, and the nursery. Idempotent."""
+        """End the children, whatever they are doing, and the nursery, and wait for that. Idempotent."""
+        self.stop()
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # which wakes who waits for an answer, too
         poll = select.poll()
         poll.register(self._ended, select.POLLIN)
         if not poll.poll(STOP_S * 1000):
@@ -113,7 +118,7 @@ class Nursery:
             WorkError: It has ended, or does not answer.
         """
         with self._lock:
-            if self._closed:
+            if self._stopped:
                 raise WorkError("the feed has ended")
             try:
                 socket.send_fds(self._control, [question], [] if link is None else [link.fileno()])
@@ -247,8 +252,10 @@ def _nurse(control: socket.socket, parent: int, work: Callable[[Any], Any]) -> N
                 control.send(b"%d" % (len(children) - 1))
             else:
                 control.send(b"%d" % _reap(children, int(question.split()[1])))
+        for pid in filter(None, children):
+            os.kill(pid, signal.SIGKILL)
         for number in range(len(children)):
-            _reap(children, number, kill=True)
+            _reap(children, number)
         status = 0
     except BrokenPipeError:
         status = 0  # the parent is gone: its children end with this process
@@ -270,20 +277,17 @@ def _fork_child(control: socket.socket, link: socket.socket, work: Callable[[Any
     return pid
 
 
-def _reap(children: list[int], number: int, *, kill: bool = False) -> int:
-    """Wait for the end of a child, which has closed its socket or is to be killed; return its exit status."""
-    pid = children[number]
+def _reap(children: list[int], number: int) -> int:
+    """Wait for the end of a child, which has closed its socket or was killed; return its exit status."""
+    pid, children[number] = children[number], 0
     if not pid:
         return 0
-    if not kill:
-        ended = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        kill = not poll.poll(STOP_S / 2 * 1000)  # it has closed its socket by itself, and lives on
-        os.close(ended)
-    if kill:
+    ended = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    if not poll.poll(STOP_S / 2 * 1000):  # it has closed its socket by itself, and lives on
         os.kill(pid, signal.SIGKILL)
-    children[number] = 0
+    os.close(ended)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
