@@ -130,9 +130,22 @@ class _Narrowing:
             return self._widen(made, node) if isinstance(made.meta["val"], Tensor) else made
         if self._normalises(node):
             return self._normalised(node)
-        copy = self._graph.node_copy(node, self._new.__getitem__)
+        copy = self._graph.node_copy(node, lambda source: self._given(source, node))
         self._of[copy] = self._segments.of[node]
         return copy
+
+    def _given(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return what a node reads in float32.
+
+        The gradient of relu looks at signs alone: in bfloat16, where products have that kept anyway. What is positive
+        stays so by rounding, unless it is at most 2^-134.
+        """
+        wide = self._new[source]
+        if reader.target is _aten.threshold_backward.default and self._is_narrow(reader):
+            rounded = self._rounded.get((canonical(wide), self._place[self._segments.of[reader]]))
+            if rounded is not None and source is reader.args[1] and reader.args[2] == 0:
+                return self._widen(rounded, reader)
+        return wide
 
     # ---- what is in bfloat16
 
