@@ -5,11 +5,9 @@ import random
 import threading
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from torch.utils import data as torch_data
-from torchdata import nodes
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.adapt import as_source
@@ -274,6 +272,7 @@ def test_what_is_no_data_is_refused(what, came):
 
 
 def test_tables_are_refused_as_they_are_iterable_by_columns():
+    pa = pytest.importorskip("pyarrow")
     with pytest.raises(
         UsageError, match=r"a pyarrow.lib.Table; give its columns as arrays, onebox.feed.sources.Arrays"
     ):
@@ -289,14 +288,19 @@ def test_a_pair_of_arrays_is_told_what_to_do(arrays):
 # ---- torchdata
 
 
-def graph(threads=2):
+@pytest.fixture
+def nodes():
+    return pytest.importorskip("torchdata.nodes")
+
+
+def graph(nodes, threads=2):
     sampler = torch_data.RandomSampler(range(40))
     mapped = nodes.ParallelMapper(nodes.SamplerWrapper(sampler), lambda n: n * 2, num_workers=threads)
     return nodes.Prefetcher(nodes.Batcher(mapped, 8), prefetch_factor=2)
 
 
-def test_a_graph_of_nodes_follows_from_seed_and_epoch():
-    first, second = as_source(graph()), as_source(nodes.Loader(graph()))
+def test_a_graph_of_nodes_follows_from_seed_and_epoch(nodes):
+    first, second = as_source(graph(nodes)), as_source(nodes.Loader(graph(nodes)))
 
     order = ints(first, 2, 5)
     assert first.batched
@@ -306,9 +310,9 @@ def test_a_graph_of_nodes_follows_from_seed_and_epoch():
     assert ints(second, 2, 5) == order
 
 
-def test_no_thread_of_a_graph_is_left():
+def test_no_thread_of_a_graph_is_left(nodes):
     before = set(threading.enumerate())
-    iterator = as_source(graph()).begin(0, 0)
+    iterator = as_source(graph(nodes)).begin(0, 0)
     next(iterator)
     assert set(threading.enumerate()) - before
     iterator.close()
@@ -317,7 +321,7 @@ def test_no_thread_of_a_graph_is_left():
     assert not set(threading.enumerate()) - before
 
 
-def test_a_sampler_in_a_graph_is_told_the_epoch():
+def test_a_sampler_in_a_graph_is_told_the_epoch(nodes):
     def make():
         sampler = torch_data.distributed.DistributedSampler(range(40), num_replicas=2, rank=1)
         return as_source(nodes.SamplerWrapper(sampler), batched=False)
@@ -329,7 +333,7 @@ def test_a_sampler_in_a_graph_is_told_the_epoch():
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_several_weighted_sources_go_on_where_an_epoch_would_be():
+def test_several_weighted_sources_go_on_where_an_epoch_would_be(nodes):
     def make():
         sources = {name: nodes.IterableWrapper([name * 2] * 30) for name in "ab"}
         return as_source(nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 2.0}, "FIRST_DATASET_EXHAUSTED"))

@@ -5,8 +5,6 @@ import importlib
 import pkgutil
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 import onebox.feed.sources
@@ -62,9 +60,10 @@ def test_archives(tmp_path, write_tar, jpeg):
 
 
 def test_tables(tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "data").mkdir()
     for name, values in (("train-00000-of-00002", [0, 1]), ("train-00001-of-00002", [2]), ("test-00000-of-00001", [7])):
-        pa.parquet.write_table(pa.table({"x": values, "label": values}), tmp_path / "data" / f"{name}.parquet")
+        parquet.write_table(pa.table({"x": values, "label": values}), tmp_path / "data" / f"{name}.parquet")
     train, test = open_source(f"parquet:{tmp_path}")
     assert (labels(train), labels(test)) == ([0, 1, 2], [7])
     train, test = open_source(f"parquet:{tmp_path}/data/train-00001-of-00002.parquet")

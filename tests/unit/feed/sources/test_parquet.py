@@ -7,9 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.feather
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +17,9 @@ from onebox.feed.source import Source
 from onebox.feed.sources import Parquet
 from onebox.feed.sources.groups import GroupCache
 
+pa = pytest.importorskip("pyarrow")
+feather, parquet = pytest.importorskip("pyarrow.feather"), pytest.importorskip("pyarrow.parquet")
+
 
 def rows(source):
     return [source.decode(source.read(index), index) for index in range(len(source))]
@@ -27,9 +27,9 @@ def rows(source):
 
 def write(path, table, kind="parquet", rows_of_group=3):
     if kind == "parquet":
-        pa.parquet.write_table(table, path, row_group_size=rows_of_group)
+        parquet.write_table(table, path, row_group_size=rows_of_group)
     elif kind == "feather":
-        pa.feather.write_feather(table, path, chunksize=rows_of_group)
+        feather.write_feather(table, path, chunksize=rows_of_group)
     else:
         with (pa.ipc.new_file if kind == "arrow" else pa.ipc.new_stream)(path, table.schema) as writer:
             writer.write_table(table, max_chunksize=rows_of_group)
@@ -190,7 +190,7 @@ def test_a_file_that_is_cut_off(tmp_path, kind, keep):
 
 def test_a_row_group_that_is_damaged(tmp_path):
     path = tmp_path / "x.parquet"
-    pa.parquet.write_table(pa.table({"x": np.arange(1000)}), path, row_group_size=500, compression="zstd")
+    parquet.write_table(pa.table({"x": np.arange(1000)}), path, row_group_size=500, compression="zstd")
     content = bytearray(path.read_bytes())
     content[300:700] = bytes(400)
     path.write_bytes(content)

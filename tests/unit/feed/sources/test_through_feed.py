@@ -1,18 +1,16 @@
 """Sources at work in a feed: the same batches by threads and processes, resumed anywhere, and broken data left out."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 import torch
 from torch.utils import data as torch_data
-from torchdata import nodes
 
 from onebox.errors import DataError
 from onebox.feed import Feed
 from onebox.feed.sources import Arrays, ImageFolder, NumpyFiles, Parquet, Tars, Tokens
 
-datasets = pytest.importorskip("datasets")
+pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+nodes, datasets = pytest.importorskip("torchdata.nodes"), pytest.importorskip("datasets")
 
 
 def write_everything(folder, write_tar, jpeg):
@@ -24,7 +22,7 @@ def write_everything(folder, write_tar, jpeg):
         path.write_bytes(picture)
     write_tar(folder / "a.tar", [(f"class{n % 2}/{n}.jpg", picture) for n, picture in enumerate(pictures)])
     table = pa.table({"image": pictures, "label": np.arange(20)})
-    pa.parquet.write_table(table, folder / "a.parquet", row_group_size=3)
+    parquet.write_table(table, folder / "a.parquet", row_group_size=3)
     np.save(folder / "x.npy", np.arange(20.0))
     np.save(folder / "y.npy", np.arange(20))
     np.arange(101, dtype=np.uint16).tofile(folder / "a.bin")
