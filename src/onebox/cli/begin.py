@@ -18,7 +18,7 @@ from onebox.cli.models import build_model
 from onebox.cli.stored import read_config
 from onebox.engine import Trainer
 from onebox.errors import CheckpointError, DataError, UsageError
-from onebox.feed import DataSet, Position, load_dataset
+from onebox.feed import Data, Position, open_dataset
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.report import RunFolder
@@ -44,17 +44,17 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).float().mean()
 
 
-def load_data(spec: str) -> DataSet:
-    """Load a data set.
+def load_data(config: JobConfig) -> Data:
+    """Open the data set of a run.
 
     Raises:
         UsageError: There is no such data set.
         DataError: It cannot be read.
     """
     try:
-        return load_dataset(spec)
+        return open_dataset(config.data, size=config.image_size)
     except OSError as error:
-        raise DataError(f"--data {spec} cannot be read: {error}") from error
+        raise DataError(f"--data {config.data} cannot be read: {error}") from error
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
             folder.path.rmdir()
 
 
-def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, plan: Plan | None) -> Start:
+def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: Plan | None) -> Start:
     """Make a trainer, or bring one back from the newest checkpoint of the run.
 
     Args:
@@ -119,7 +119,7 @@ def start(config: TrainConfig, folder: RunFolder, data: DataSet, pool: Pool, pla
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 
 
-def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool, plan: Plan | None) -> Start:
+def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> Start:
     assert config.resume is not None
     model = make_model(config, data)
     options: dict[str, Any] = {"sync": config.sync, "update": config.update} if plan is None else {"plan": plan}
@@ -143,9 +143,9 @@ def _resumed(config: TrainConfig, saved: Path, data: DataSet, pool: Pool, plan: 
     return Start(trainer=trainer, standing=standing, saved=saved)
 
 
-def make_model(config: JobConfig, data: DataSet) -> nn.Module:
+def make_model(config: JobConfig, data: Data) -> nn.Module:
     """Return the model of a run, for the images of its data."""
-    channels, height, width = data.train.images.shape[1:]
+    channels, height, width = data.shape
     return build_model(
         config.model,
         classes=data.classes,

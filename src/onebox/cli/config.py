@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar, cast
@@ -36,6 +37,9 @@ _LEARNING_RATES: dict[str, float] = {"adamw": 1e-3, "adam": 1e-3, "sgd": 5e-2}
 _WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0}  # torch.optim's own defaults
 _SGD_MOMENTUM = 0.9
 
+_SEVERAL = ("tar", "parquet")  # data of several places, between commas
+_COMMA = re.compile(r",(?![^{]*\})")  # not within the braces of a pattern
+
 T = TypeVar("T")
 
 
@@ -44,7 +48,11 @@ class JobConfig(OfPool):
     """What is trained, and on which devices: the options that planning and training share.
 
     Args:
-        data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files) or cifar10:FOLDER (two tar files).
+        data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
+            pictures that are read as they are needed: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's
+            layout) or parquet:PATTERN; of these the ones to test on come after a comma.
+        image_size: Height and width that pictures of folder, tar and parquet get, resized and cut at their centre;
+            without it those of the first picture.
         model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
         batch: Samples of a step, over all devices together.
         optimizer: Class of torch.optim: adamw, adam or sgd.
@@ -67,6 +75,7 @@ class JobConfig(OfPool):
     """
 
     data: str = "digits"
+    image_size: Int = None
     model: ModelName = "cnn"
     batch: int = 64
     optimizer: OptimizerName = "adamw"
@@ -80,7 +89,7 @@ class JobConfig(OfPool):
     memory: Bytes = None
 
     def __post_init__(self) -> None:
-        at_least(1, batch=self.batch, threads=self.threads)
+        at_least(1, batch=self.batch, threads=self.threads, image_size=self.image_size)
         positive(lr=self.lr)
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay {self.weight_decay}: allowed are 0 and more")
@@ -94,8 +103,9 @@ class JobConfig(OfPool):
 
     def resolved(self) -> Self:
         """Return the same with the optimizer's defaults filled in and the data folder made absolute."""
-        name, colon, folder = self.data.partition(":")
-        place = str(Path(folder).expanduser().absolute()) if folder else ""
+        name, colon, places = self.data.partition(":")
+        parts = _COMMA.split(places) if name in _SEVERAL else [places]
+        place = ",".join(str(Path(part).expanduser().absolute()) for part in parts if part)
         return dataclasses.replace(
             self,
             data=f"{name}{colon}{place}",
@@ -127,6 +137,9 @@ class TrainConfig(JobConfig):
         recover: Whether to go on when workers are lost: auto (where other machines have a part in it), on or off.
         snapshot_every: Steps from one snapshot, from which a run goes on after a loss, to the next; without it as many
             as keep their cost low.
+        read: Batches that are read at once: a number, or auto, within the cores that workers leave free.
+        process: Batches that are decoded at once; likewise.
+        on_error: What becomes of a sample that is broken: stop, or skip it.
 
     Raises:
         UsageError: A value is out of range, or two do not go together.
@@ -145,9 +158,13 @@ class TrainConfig(JobConfig):
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = None
+    read: str = "auto"
+    process: str = "auto"
+    on_error: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.readers, self.processors
         at_least(1, epochs=self.epochs, micro_batch=self.micro_batch, save_every=self.save_every, every=self.every)
         at_least(1, snapshot_every=self.snapshot_every)
         if self.snapshot_every is not None and self.recover == "off":
@@ -170,6 +187,16 @@ class TrainConfig(JobConfig):
         if not self.plan or odd:
             what = f"and {odd[0]}: a plan says that itself; give one of them" if odd else "'': a plan file, or auto"
             raise UsageError(f"--plan {self.plan} {what}".replace("  ", " "))
+
+    @property
+    def readers(self) -> int | Literal["auto"]:
+        """``read`` as the feed takes it."""
+        return _concurrency("--read", self.read)
+
+    @property
+    def processors(self) -> int | Literal["auto"]:
+        """``process`` as the feed takes it."""
+        return _concurrency("--process", self.process)
 
     @property
     def recovers(self) -> bool | None:
@@ -322,6 +349,14 @@ class FitConfig(JobConfig):
             raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
         if (self.gflops is None) != (self.bandwidth is None):
             raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")
+
+
+def _concurrency(flag: str, value: str) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if not value.isascii() or not value.isdigit() or not int(value):
+        raise UsageError(f"{flag} {value}: allowed are auto, and 1 and more")
+    return int(value)
 
 
 def _first(value: T | None, default: T) -> T:

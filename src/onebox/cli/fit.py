@@ -35,7 +35,7 @@ def show_fit(config: FitConfig) -> int:
     check_target("--out", config.out)
     check_target("--json", config.json)
     job = config.resolved()
-    data = load_data(job.data)
+    data = load_data(job)
     model = make_model(job, data)
     found = fit(
         model,

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from onebox.cli.config import TrainConfig
 from onebox.engine import StepLoss, Trainer
 from onebox.engine.history import Recovery
+from onebox.engine.upload import Uploaded
 from onebox.errors import CheckpointError, OneboxError
-from onebox.feed import Batches, Position, Prefetch
+from onebox.feed import Data, Feed, Position
 from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
 
-_READ_AHEAD = 4
 _REMEMBERED = 1000
 _BEHIND = 2
 """Losses are asked for so many steps later: as many steps as the trainer has in flight by default."""
@@ -56,11 +55,13 @@ class Standing:
         position: The next batch.
         loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is no finite number.
         last: The last epoch's result.
+        skipped: Samples of the epoch that were left out so far.
     """
 
     position: Position
     loss_sum: float | None = 0.0
     last: EpochResult | None = None
+    skipped: int = 0
 
     def to_extra(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -119,7 +120,8 @@ class Loop:
     Args:
         config: The options.
         trainer: The trainer.
-        train: Batches to train on.
+        data: The data set.
+        train: Batches to train on, uploaded.
         test: Batches to test on, of one epoch in a fixed order.
         folder: Where checkpoints go.
         log: Where results go.
@@ -134,8 +136,9 @@ class Loop:
 
     config: TrainConfig
     trainer: Trainer
-    train: Batches
-    test: Batches
+    data: Data
+    train: Feed
+    test: Feed
     folder: RunFolder
     log: MetricsLog
     progress: Progress
@@ -153,7 +156,7 @@ class Loop:
     @property
     def full_batch(self) -> int:
         """Samples of a whole batch."""
-        return min(self.config.batch, len(self.train.split))
+        return min(self.config.batch, len(self.data.train))
 
     @property
     def computes(self) -> bool:
@@ -176,30 +179,30 @@ class Loop:
         self.progress.epoch(position.epoch + 1)
         self.meter.begin()
         self._loss_sum = math.nan if standing.loss_sum is None else standing.loss_sum
-        batches = self.train.epoch(position.epoch, start=position.index)
-        with Prefetch(batches, depth=_READ_AHEAD) as ready:
-            for index, (images, labels) in enumerate(ready, start=position.index + 1):
-                self._step(images, labels, position.epoch)
-                if self._save_now() and index < len(self.train):  # the epoch's end is saved with its results
+        with self.train.epoch(position.epoch) as batches:
+            for uploaded in batches:
+                self._step(uploaded, position.epoch)
+                here = self.train.position
+                if self._save_now() and here.index < len(self.train):  # the epoch's end is saved with its results
                     self._drain(position.epoch)
-                    here = Position(epoch=position.epoch, index=index, seed=position.seed)
-                    self._save(Standing(position=here, loss_sum=self._loss_sum, last=standing.last))
+                    skipped = standing.skipped + self.train.skipped.in_epoch
+                    self._save(Standing(position=here, loss_sum=self._loss_sum, last=standing.last, skipped=skipped))
         self._drain(position.epoch)
+        self._tell_feed(position.epoch + 1)
         if not self.peak_bytes:  # now, as a test may need more than a step
             memory, present = self.trainer.memory(), self.trainer.pool.present
             self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
-        result = self._test(position.epoch + 1)
-        following = Position(epoch=position.epoch + 1, index=0, seed=position.seed)
-        self._save(Standing(position=following, last=result))
+        result = self._test(position.epoch + 1, standing.skipped + self.train.skipped.in_epoch)
+        self._save(Standing(position=self.train.position, last=result))
 
-    def _step(self, images: Tensor, labels: Tensor, epoch: int) -> None:
+    def _step(self, uploaded: Uploaded, epoch: int) -> None:
         first = self.trainer.plan is None
-        loss = self.trainer.step(images, labels)
+        loss = self.trainer.step(uploaded)
         if first and self.trainer.plan is not None:
             self.progress.note(f"plan: {self.trainer.plan.describe()}")
-        if len(labels) == self.full_batch:
+        if uploaded.size == self.full_batch:
             self.full_steps.append(self.trainer.steps_done - 1)
-        self._pending.append((self.trainer.steps_done, loss, len(labels)))
+        self._pending.append((self.trainer.steps_done, loss, uploaded.size))
         if len(self._pending) > _BEHIND:
             self._record(epoch)
 
@@ -218,12 +221,23 @@ class Loop:
         while self._pending:
             self._record(epoch)
 
-    def _test(self, epoch: int) -> EpochResult:
-        found = self.trainer.evaluate(self.test.epoch(0))
+    def _tell_feed(self, epoch: int) -> None:
+        """Say which stage bounded the epoch."""
+        stages = {each.name: msgspec.to_builtins(each) for each in self.train.counters}
+        skipped = [msgspec.to_builtins(one) for one in self.train.skipped.first]
+        about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped}
+        self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about})
+        self.progress.note(self.train.report())
+
+    def _test(self, epoch: int, skipped: int) -> EpochResult:
+        with self.test.epoch(0) as batches:
+            found = self.trainer.evaluate(batches)
+        if self.test.skipped.in_epoch:
+            self.progress.note(f"of those to test on: {self.test.skipped}")
         result = EpochResult(
             step=self.trainer.steps_done,
             epoch=epoch,
-            train_loss=self._loss_sum / len(self.train.split),
+            train_loss=self._loss_sum / (len(self.data.train) - skipped),
             test_loss=found.loss,
             test_accuracy=found.metrics["accuracy"],
             samples_per_s=self.meter.epoch_samples_per_s,

@@ -16,7 +16,7 @@ from onebox.cli.planning import Foreseen, sample_batch
 from onebox.engine import Trainer
 from onebox.engine.curve import Curve
 from onebox.engine.fitting import fit
-from onebox.feed import DataSet
+from onebox.feed import Data
 from onebox.plan import Plan, Reason, reasons
 from onebox.pool import Pool, raise_first
 from onebox.report.memory import MemoryComparison, compare_memory, curve_lines, fates_table, peak_table
@@ -56,7 +56,7 @@ class SeenMemory:
     allocated: Mapping[int, int]
 
 
-def see_memory(config: JobConfig, found: Foreseen, data: DataSet, pool: Pool) -> SeenMemory:
+def see_memory(config: JobConfig, found: Foreseen, data: Data, pool: Pool) -> SeenMemory:
     """Follow the memory of a plan's step, and run some steps to measure it, if it fits.
 
     Args:
@@ -115,7 +115,7 @@ def _peaks_anew(pool: Pool) -> None:
 
 
 def _predicted(
-    config: JobConfig, found: Foreseen, data: DataSet, pool: Pool, budgets: Mapping[int, int | None]
+    config: JobConfig, found: Foreseen, data: Data, pool: Pool, budgets: Mapping[int, int | None]
 ) -> tuple[Mapping[int, Curve], tuple[MemoryComparison, ...], tuple[MemoryRow, ...]]:
     """Return what a plan that does not fit would use."""
     model = make_model(config, data)

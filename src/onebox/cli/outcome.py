@@ -95,14 +95,14 @@ def _compare(loop: Loop) -> Comparison | None:
     plan, trainer = loop.trainer.plan, loop.trainer
     if loop.config.plan is None or plan is None or not loop.full_steps:
         return None
-    split, size = loop.train.split, loop.full_batch
+    size = loop.full_batch
     return compare(
         plan,
         trainer.events(),
         loop.peak_bytes,
         batch=size,
         steps=set(loop.full_steps),
-        exact=trainer.predicted_memory(split.images[:size], split.labels[:size]),
+        exact=trainer.predicted_memory(*loop.data.example(size)),
     )
 
 
@@ -133,8 +133,7 @@ def _draw(loop: Loop, pool: Pool, expected: Simulation | None) -> None:
 
 def _curves(loop: Loop) -> dict[int, Curve]:
     """Return the memory that each device was expected to use over a whole step."""
-    split, size = loop.train.split, loop.full_batch
-    return loop.trainer.predicted_curves(split.images[:size], split.labels[:size])
+    return loop.trainer.predicted_curves(*loop.data.example(loop.full_batch))
 
 
 def _memory(loop: Loop) -> list[dict[str, Any]]:

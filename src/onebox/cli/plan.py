@@ -37,7 +37,7 @@ def show_plan(config: PlanConfig) -> None:
     """
     given = Plan.read(config.check) if config.check is not None else None
     _check_targets(config)
-    data = load_data(config.resolved().data)
+    data = load_data(config.resolved())
     quiet = config.json == _STANDARD_OUTPUT
     console = OutputConsole(highlight=False, quiet=quiet)
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:

@@ -19,7 +19,7 @@ from onebox.engine.planning import make_plan, pool_links
 from onebox.engine.problem import make_problem
 from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
-from onebox.feed import DataSet
+from onebox.feed import Data
 from onebox.plan import (
     FATES,
     SCHEDULES,
@@ -69,14 +69,14 @@ class Foreseen:
         return dict(zip(self.plan.devices, self.plan.predicted.peak_bytes, strict=True))
 
 
-def sample_batch(config: JobConfig, data: DataSet) -> tuple[Tensor, Tensor]:
+def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
     """Return a batch of a data set, as a step gets it."""
-    return data.train.images[: config.batch], data.train.labels[: config.batch]
+    return data.example(config.batch)
 
 
 def search_plan(
     config: JobConfig,
-    data: DataSet,
+    data: Data,
     pool: Pool,
     *,
     micro_batches: Sequence[int] | None = None,
@@ -127,7 +127,7 @@ def search_plan(
     )
 
 
-def predict_plan(config: JobConfig, data: DataSet, pool: Pool, plan: Plan, *, fresh: bool = False) -> Foreseen:
+def predict_plan(config: JobConfig, data: Data, pool: Pool, plan: Plan, *, fresh: bool = False) -> Foreseen:
     """Measure, and predict a given plan.
 
     Args:
@@ -183,7 +183,7 @@ def _check_table(problem: Problem, plan: Plan) -> None:
 
 
 def plan_of_run(
-    config: TrainConfig, folder: RunFolder, data: DataSet, say: Callable[[str], None] = lambda text: None
+    config: TrainConfig, folder: RunFolder, data: Data, say: Callable[[str], None] = lambda text: None
 ) -> tuple[Plan | None, Simulation | None]:
     """Return the plan that a run is to have, and the step that was simulated for it where it was searched for here.
 

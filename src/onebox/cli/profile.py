@@ -51,9 +51,9 @@ def show_profile(config: ProfileConfig) -> None:
 def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
     """Measure a model's segments on a pool."""
     job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
-    data = load_data(job.data)
+    data = load_data(job)
     model = make_model(job, data)
-    images, labels = data.train.images[: job.batch], data.train.labels[: job.batch]
+    images, labels = data.example(job.batch)
     sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
     profile, _ = profile_model(
         model,

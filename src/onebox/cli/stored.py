@@ -13,7 +13,7 @@ from onebox.errors import UsageError
 _NOT_STORED = ("run", "resume")
 _MAY_CHANGE = (
     *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "every"),
-    *("recover", "snapshot_every"),
+    *("recover", "snapshot_every", "read", "process", "on_error"),
     *_NOT_STORED,
 )
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""

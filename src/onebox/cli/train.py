@@ -19,7 +19,7 @@ from onebox.cli.outcome import print_outcome, write_outcome
 from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.stored import to_stored
 from onebox.errors import OneboxError, UsageError
-from onebox.feed import Batches, DataSet
+from onebox.feed import Data, Feed
 from onebox.plan import Simulation
 from onebox.pool import Pool, open_pool
 from onebox.pool.local import LOCAL_HOST
@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> None:
     """
     console = OutputConsole()
     config = config.resolved()
-    data = load_data(config.data)
+    data = load_data(config)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
@@ -77,9 +77,29 @@ def _as_opened(config: TrainConfig, pool: Pool) -> TrainConfig:
 
 
 def _loop(
-    config: TrainConfig, folder: RunFolder, data: DataSet, begun: Start, log: MetricsLog, console: OutputConsole
+    config: TrainConfig, folder: RunFolder, data: Data, begun: Start, log: MetricsLog, console: OutputConsole
 ) -> Loop:
-    batches = Batches(split=data.train, batch_size=config.batch, seed=config.seed)
+    cores = max(1, begun.trainer.pool.cores[0].free)
+    batches = Feed(
+        data.train,
+        batch_size=config.batch,
+        seed=config.seed,
+        read=config.readers,
+        process=config.processors,
+        on_error=config.on_error,
+        upload=begun.trainer.upload,
+        cores=cores,
+    )
+    batches.resume(begun.standing.position)
+    test = Feed(
+        data.test,
+        batch_size=_TEST_BATCH,
+        shuffle=False,
+        read=config.readers,
+        process=config.processors,
+        on_error=config.on_error,
+        cores=cores,
+    )
     progress = Progress(
         total_steps=config.epochs * len(batches),
         epochs=config.epochs,
@@ -90,8 +110,9 @@ def _loop(
     return Loop(
         config=config,
         trainer=begun.trainer,
+        data=data,
         train=batches,
-        test=Batches(split=data.test, batch_size=_TEST_BATCH, seed=config.seed, shuffle=False),
+        test=test,
         folder=folder,
         log=log,
         progress=progress,
@@ -114,7 +135,7 @@ def _run(loop: Loop, pool: Pool, console: OutputConsole, expected: Simulation | 
 
 def _note_start(loop: Loop) -> None:
     numbers = sum(parameter.numel() for parameter in loop.trainer.model.parameters())
-    sizes = f"{len(loop.train.split):,} samples to train on, {len(loop.test.split):,} to test on"
+    sizes = f"{len(loop.data.train):,} samples to train on, {len(loop.data.test):,} to test on"
     loop.progress.note(f"{loop.config.model} of {numbers:,} parameters, {sizes}")
     if loop.config.resume is None:
         return

@@ -9,23 +9,21 @@ hands these on, all while its user computes on earlier ones::
 """
 
 from onebox.feed.adapt import as_source
-from onebox.feed.batches import Batches
-from onebox.feed.catalog import load_dataset
-from onebox.feed.dataset import DataSet, Split
+from onebox.feed.catalog import load_dataset, open_dataset
+from onebox.feed.dataset import Data, DataSet, Split
 from onebox.feed.feed import Feed
 from onebox.feed.order import Position
-from onebox.feed.prefetch import Prefetch
 from onebox.feed.source import Source, Stream
 
 __all__ = [
-    "Batches",
+    "Data",
     "DataSet",
     "Feed",
     "Position",
-    "Prefetch",
     "Source",
     "Split",
     "Stream",
     "as_source",
     "load_dataset",
+    "open_dataset",
 ]

@@ -6,12 +6,33 @@ from pathlib import Path
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.cifar10 import load_cifar10
-from onebox.feed.dataset import DataSet
+from onebox.feed.dataset import Data, DataSet
 from onebox.feed.digits import load_digits
 from onebox.feed.mnist import load_mnist
+from onebox.feed.pictures import Pictures
 
 FOLDER_LOADERS = {"mnist": load_mnist, "cifar10": load_cifar10}
-ALLOWED = "digits, mnist:FOLDER or cifar10:FOLDER"
+FILE_KINDS = ("folder", "tar", "parquet")
+ALLOWED = "digits, mnist:FOLDER, cifar10:FOLDER, folder:PATH, tar:PATTERN or parquet:PATTERN"
+
+
+def open_dataset(spec: str, *, size: int | None = None) -> Data:
+    """Open a data set: in memory where :func:`load_dataset` knows it, else with its pictures left in their files.
+
+    Args:
+        spec: What :func:`load_dataset` takes, or pictures as :func:`onebox.feed.sources.open_source` takes them:
+            ``folder:PATH``, ``tar:PATTERN`` or ``parquet:PATTERN``.
+        size: Height and width that pictures from files get; ``None`` for those of the first one.
+
+    Raises:
+        UsageError: No such data set, a wrong specification, or a size for images that are in memory.
+        DataError: A file is missing or damaged.
+    """
+    if spec.partition(":")[0] in FILE_KINDS:
+        return Pictures(spec, size=size)
+    if size is not None:
+        raise UsageError(f"an image size of {size} is for {', '.join(FILE_KINDS)}; {spec} has images of its own size")
+    return load_dataset(spec)
 
 
 def load_dataset(spec: str) -> DataSet:
@@ -19,8 +40,8 @@ def load_dataset(spec: str) -> DataSet:
 
     Args:
         spec: ``digits`` (comes with scikit-learn), ``mnist:FOLDER`` (IDX files, gzipped or not) or
-            ``cifar10:FOLDER`` (two tar archives of JPEG files). A leading ``~`` in the folder is the home
-            folder.
+            ``cifar10:FOLDER`` (tar archives of JPEG files, or its binary version). A leading ``~`` in the folder is
+            the home folder.
 
     Returns:
         DataSet: All of its samples, as bytes.

@@ -1,16 +1,62 @@
-"""What a data set is: two splits of images and labels, and the statistics to normalise them with.
+"""What a data set is: samples to train and to test on, and the statistics to normalise them with.
 
 Shape letters: N samples, C channels, H and W pixels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from onebox.errors import UsageError
+from onebox.feed.source import Source
+
+
+class Data(Protocol):
+    """A data set of images in classes, in memory or in files."""
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``digits``."""
+        ...
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        ...
+
+    @property
+    def train(self) -> Source:
+        """Samples to train on: pairs of an image ``uint8 [C, H, W]`` and the number of a class."""
+        ...
+
+    @property
+    def test(self) -> Source:
+        """Samples to test on."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images."""
+        ...
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Mean of each channel, scaled to [0, 1]."""
+        ...
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel likewise; 1.0 for one that is constant."""
+        ...
+
+    def example(self, count: int) -> tuple[Tensor, Tensor]:
+        """Images ``uint8 [B, C, H, W]`` and labels ``int64 [B]`` of the first samples to train on, at most so many."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +90,23 @@ class Split:
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.labels)
+
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
+        """An image and its label, which share memory with the split."""
+        return self.images[index], self.labels[index]
+
+    def decode(self, raw: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor]:
+        """What was read."""
+        return raw
+
+    def name(self, index: int) -> str:
+        """The number of a sample."""
+        return f"in memory: {index}"
+
+    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of some samples, copied at once: what collating them one by one would give."""
+        chosen = torch.tensor(indices)
+        return self.images[chosen], self.labels[chosen]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,13 +143,23 @@ class DataSet:
             low, high = int(split.labels.min()), int(split.labels.max())
             if low < 0 or high >= self.classes:
                 raise UsageError(f"{self.name}: labels go from {low} to {high}; allowed are 0 to {self.classes - 1}.")
-        mean, std = _channel_statistics(self.train.images)
+        mean, std = channel_statistics(self.train.images)
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "std", std)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images."""
+        channels, height, width = self.train.images.shape[1:]
+        return channels, height, width
 
-def _channel_statistics(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, scaled to [0, 1].
+    def example(self, count: int) -> tuple[Tensor, Tensor]:
+        """Images and labels of the first samples to train on, ``count`` at most."""
+        return self.train.images[:count], self.train.labels[:count]
+
+
+def channel_statistics(images_NCHW: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, scaled to [0, 1]; a constant channel's is 1.
 
     From the histogram of the 256 levels: exact counts, the same on every machine, and no float copy of the
     images.

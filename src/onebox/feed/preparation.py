@@ -54,12 +54,14 @@ class Prepared:
         end: Place in the order of the epoch after its last sample.
         batch: What was collated, or uploaded; ``None`` where no sample is left.
         skipped: The samples that were left out.
+        samples: The indices of those that are in it.
     """
 
     number: int
     end: int
     batch: Any
     skipped: tuple[Skipped, ...] = ()
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,13 @@ class Raw:
         cut: Which they are.
         samples: They; none where they are read together with processing them.
         skipped: Those that could not be read.
+        batch: All of them at once, from a source that has them like that.
     """
 
     cut: Cut
     samples: tuple[tuple[int, Any], ...] | None
     skipped: tuple[Skipped, ...] = ()
+    batch: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,7 @@ class Preparation:
         epoch: Number of the epoch.
         on_error: What becomes of a sample that fails.
         globals: Who draws from the generators of the process.
+        whole: Reads samples as the batch that collating them would make, if the source can.
         late: Whether samples are read where they are processed, as reading draws from those generators, too.
     """
 
@@ -106,15 +111,21 @@ class Preparation:
     on_error: OnError
     globals: Globals
     late: bool = False
+    whole: Callable[[Sequence[int]], Any] | None = None
     at: set[int] = field(default_factory=set, compare=False)
     """The samples that this process is at."""
 
     def read_batch(self, cut: Cut) -> Raw:
         """Read the samples of a batch: the work of the stage `read`."""
+        if self.whole is not None:
+            return Raw(cut, (), batch=self.whole(cut.indices))
         return Raw(cut, None) if self.late else self._read(cut)
 
     def process_batch(self, raw: Raw) -> Prepared:
         """Decode, transform and collate the samples of a batch: the work of the stage `process`."""
+        end = raw.cut.first + len(raw.cut.indices)
+        if raw.batch is not None:
+            return Prepared(raw.cut.number, end, raw.batch, samples=raw.cut.indices)
         if raw.samples is None:
             raw = self._read(raw.cut)
         skipped = list(raw.skipped)
@@ -123,7 +134,9 @@ class Preparation:
             made = self._attempt(index, skipped, partial(self.process, value, index))
             samples += [(index, found) for found in made]
         batch = self._collate(samples, skipped) if samples else None
-        return Prepared(raw.cut.number, raw.cut.first + len(raw.cut.indices), batch, tuple(skipped))
+        gone = {one.index for one in skipped}
+        had = tuple(index for index, _ in samples if index not in gone)
+        return Prepared(raw.cut.number, end, batch, tuple(skipped), had)
 
     def read_one(self, index: int, say: Callable[[Where], None] = lambda where: None) -> Any:
         """Read a sample, seeded for it.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from onebox.errors import UsageError
@@ -110,7 +110,11 @@ class Recipe:
         assert isinstance(source, Source)
         order_N = order_of(len(source), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         probed = order_N[first : first + PROBED].tolist()
-        work, by = self._arrange(self._preparation(epoch, source.read, source.decode), probed)
+        whole = getattr(source, "read_batch", None) if self.transform is None and self.collate is None else None
+        work = replace(self._preparation(epoch, source.read, source.decode), whole=whole)
+        by: Workers = "threads"
+        if whole is None:
+            work, by = self._arrange(work, probed)
         items = cuts(order_N, self.size, number=number, first=first, drop_last=self.drop_last)
 
         def describe(item: int) -> str:
@@ -189,7 +193,15 @@ class Recipe:
             came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple) else "")
             todo = "let transform or collate make a pair"
             raise UsageError(f"what is uploaded is a pair (inputs, targets), and a batch is {came}; {todo}")
-        return dataclasses.replace(prepared, batch=self.upload(*batch))
+        samples = {"samples": prepared.samples} if self._tells_samples else {}
+        return replace(prepared, batch=self.upload(*batch, **samples))
+
+    @property
+    def _tells_samples(self) -> bool:
+        """Whether the upload is told which samples a batch has: only where they are the same in every epoch."""
+        habits = self._habits or Habits()
+        random = habits.draws or (self.transform is not None and takes_generator(self.transform))
+        return self.upload is not None and self.stream is None and not random and _takes(self.upload, "samples")
 
     def _check_size(self) -> None:
         if self.batched:
@@ -206,6 +218,13 @@ class Recipe:
             came = f"batch_size is {self.batch_size} and drop_last is set"
             most = len(self.source)  # type: ignore[arg-type]
             raise UsageError(f"{came}, which leaves no batch: allowed are at most {most}, the samples.")
+
+
+def _takes(work: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(work).parameters
+    except (TypeError, ValueError):  # of some callables of C there is no signature
+        return False
 
 
 def _the_only_one(items: list[Any]) -> Any:

@@ -54,8 +54,9 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> None:
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Return the processes that a command has started."""
-    return list(psutil.Process(process.pid).children(recursive=True))
+    """Return the workers that a command has started, in their order."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in found if each.name() == "onebox-worker"]
 
 
 def assert_gone(processes: Sequence[psutil.Process]) -> None:

@@ -30,6 +30,7 @@ def test_it_says_what_it_does(undisturbed: Run) -> None:
     assert len(re.findall(r"^epoch \d/3  step \d+/69  loss", text, re.MULTILINE)) == 7
     results = re.findall(r"^epoch (\d)/3  loss .* test loss .* test accuracy .* samples/s$", text, re.MULTILINE)
     assert results == ["1", "2", "3"]
+    assert len(re.findall(r"^bound by (read|process|upload|compute) \(\d+ % busy\): .+$", text, re.MULTILINE)) == 3
     assert "run folder run" in text
 
 
@@ -64,6 +65,17 @@ def test_the_metrics(undisturbed: Run) -> None:
         assert epoch["train_loss"] == pytest.approx(mean, rel=1e-12)
 
 
+def test_the_feed_of_each_epoch_is_on_record(undisturbed: Run) -> None:
+    records = [json.loads(line) for line in (undisturbed.folder / "metrics.jsonl").read_text().splitlines()]
+    feeds = [record for record in records if record["event"] == "feed"]
+    assert [(record["epoch"], record["step"]) for record in feeds] == [(1, 23), (2, 46), (3, 69)]
+    for record in feeds:
+        assert list(record["stages"]) == ["read", "process", "upload", "compute"]
+        assert {stage["items"] for stage in record["stages"].values()} == {STEPS_PER_EPOCH}
+        assert record["stages"]["read"]["bytes"] == 1442 * (64 + 8)
+        assert record["skipped"] == 0
+
+
 def test_the_timeline_is_a_trace_whose_tracks_do_not_overlap(undisturbed: Run) -> None:
     trace = json.loads((undisturbed.folder / "timeline.json").read_text())
     events = trace["traceEvents"]
@@ -93,7 +105,7 @@ def test_the_summary(undisturbed: Run) -> None:
 def test_the_checkpoint_holds_the_position_in_the_data(undisturbed: Run) -> None:
     manifest = read(undisturbed.folder / "checkpoint").manifest
     assert manifest.step == EPOCHS * STEPS_PER_EPOCH
-    assert manifest.extra["position"] == {"epoch": EPOCHS, "index": 0, "seed": 3}
+    assert manifest.extra["position"] == {"epoch": EPOCHS, "index": 0, "seed": 3, "samples": 0}
 
 
 def test_a_complete_run_that_is_resumed_says_so_and_changes_nothing(

@@ -58,7 +58,7 @@ def test_all_flags_of_train() -> None:
         "train --data digits --model mlp --epochs 3 --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 "
         "--momentum 0.8 --micro-batch 8 --clip-grad-norm 1.0 --precision bf16 --seed 7 --pool cpu*2 --threads 1 "
         "--memory 2GiB --sync client --shares 3,1 --run there --save-every 5 --every 10 --recover on "
-        "--snapshot-every 20"
+        "--snapshot-every 20 --image-size 24 --read 2 --process auto --on-error skip"
     )
     assert parse(line.split()) == TrainConfig(
         data="digits",
@@ -83,6 +83,10 @@ def test_all_flags_of_train() -> None:
         every=10,
         recover="on",
         snapshot_every=20,
+        image_size=24,
+        read="2",
+        process="auto",
+        on_error="skip",
     )
 
 
@@ -177,7 +181,10 @@ def test_all_flags_of_fit() -> None:
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
         ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
         ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
-        ("plan --fates recompute", ["--fates recompute: allowed are keep, recompute, offload, swap, cpu", "always one"]),
+        (
+            "plan --fates recompute",
+            ["--fates recompute: allowed are keep, recompute, offload, swap, cpu", "always one"],
+        ),
         ("plan --fates keep,drop", ["--fates keep,drop: allowed are keep, recompute, offload, swap, cpu"]),
         ("plan --check p.json --fates keep", ["--check p.json and --fates keep", "give one of them"]),
         ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),

@@ -47,6 +47,9 @@ def test_the_models_on_the_command_line_are_those_that_exist() -> None:
         ({"plan": "auto", "update": "host"}, "--plan auto and --update host"),
         ({"plan": "auto", "shares": "3,1"}, "--plan auto and --shares 3,1"),
         ({"plan": ""}, "--plan"),
+        ({"read": "0"}, "--read 0: allowed are auto, and 1 and more"),
+        ({"process": "many"}, "--process many"),
+        ({"image_size": 0}, "--image-size 0"),
         ({"run": Path("a"), "resume": Path("b")}, "--run is for a new run"),
     ],
     ids=str,
@@ -121,6 +124,8 @@ def test_a_data_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert TrainConfig(data="mnist:here").resolved().data == f"mnist:{tmp_path / 'here'}"
     assert TrainConfig(data="digits").resolved().data == "digits"
+    several = TrainConfig(data="tar:a-{0,1}.tar,b.tar").resolved().data
+    assert several == f"tar:{tmp_path}/a-{{0,1}}.tar,{tmp_path}/b.tar"
 
 
 def test_options_are_frozen() -> None:

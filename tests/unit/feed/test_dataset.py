@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from sklearn import datasets
+from torch.utils.data import default_collate
 
 from onebox.errors import DataError, UsageError
 from onebox.feed import DataSet, Split, load_dataset
@@ -28,6 +29,27 @@ def make_split(count: int = 4, *, channels: int = 1, side: int = 2) -> Split:
 def test_split_refuses(images, labels, said):
     with pytest.raises(UsageError, match=said):
         Split(images=images, labels=labels)
+
+
+def test_a_split_is_a_source_and_gives_batches_as_collating_would():
+    split = make_split(5)
+    one_by_one = default_collate([split.decode(split.read(index), index) for index in (3, 0, 4)])
+
+    images, labels = split.read_batch((3, 0, 4))
+
+    assert torch.equal(images, one_by_one[0]) and torch.equal(labels, one_by_one[1])
+    assert (images.dtype, labels.dtype) == (one_by_one[0].dtype, one_by_one[1].dtype)
+    images.fill_(9)
+    assert split.images[0].max() < 9  # a copy
+    assert split.name(3) == "in memory: 3"
+
+
+def test_an_example_is_the_first_samples_to_train_on():
+    data = DataSet(name="x", classes=4, train=make_split(), test=make_split())
+    images, labels = data.example(3)
+
+    assert (data.shape, labels.tolist(), len(images)) == ((1, 2, 2), [0, 1, 2], 3)
+    assert len(data.example(99)[1]) == 4
 
 
 def test_data_set_refuses_labels_and_shapes():
@@ -97,7 +119,7 @@ def test_digits_are_the_same_each_time():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("imagenet", "'imagenet' is not known; allowed are digits, mnist:FOLDER or cifar10:FOLDER"),
+        ("imagenet", "'imagenet' is not known; allowed are digits, mnist:FOLDER, cifar10:FOLDER, folder:PATH"),
         ("", "'' is not known"),
         ("Digits", "'Digits' is not known"),
         ("digits:/tmp", "takes no folder"),

@@ -18,14 +18,14 @@ def test_docstring_examples(name):
 
 def test_public_names():
     assert onebox.feed.__all__ == [
-        "Batches",
+        "Data",
         "DataSet",
         "Feed",
         "Position",
-        "Prefetch",
         "Source",
         "Split",
         "Stream",
         "as_source",
         "load_dataset",
+        "open_dataset",
     ]
