@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import signal
@@ -160,6 +161,23 @@ def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
             contents = forecast(pool, "vgg", chain("offload"))
             assert memory.host_peak_bytes == host_peak_of(contents[0]) > 0
         assert untouched(pool)
+
+
+def test_what_the_host_has_no_memory_for_is_refused() -> None:
+    """A worker with a quota may take four times that of its host's memory, and a step that needs more is not begun."""
+    batches = FATED["vgg"].batches([BATCH])
+    with open_pool("cpu", threads=1, memory="8MiB") as pool:
+        own = pool.devices[0]
+        assert own.host_bytes == 4 * own.memory_bytes
+        assert own.host_free_bytes > own.host_bytes
+        pool.devices = (dataclasses.replace(own, host_bytes=1000),)
+        for plan in (chain("offload"), replace(chain("keep"), update="host")):
+            with trainer_on(pool, "vgg", plan) as trainer:
+                with pytest.raises(DeviceMemoryError, match="may take there 1000 bytes; no step was begun"):
+                    trainer.step(*batches[0])
+                assert untouched(pool)
+        with trainer_on(pool, "vgg", chain("recompute")) as trainer:
+            assert trainer.step(*batches[0]).item() > 0
 
 
 def failing(*faults: Fault) -> tuple[OneboxError, bool, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +17,11 @@ from onebox.engine.batch import Batch, as_batch
 from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.curve import Curve, Peak, curve_of, peak_at
 from onebox.engine.estimated import links_unseen, profile_unseen
-from onebox.engine.forecast import Nowhere, forecast_contents, forecast_memory
+from onebox.engine.forecast import Nowhere, count_memory, forecast_contents, forecast_memory
 from onebox.engine.largest import Largest, largest
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.remote import RemoteState
-from onebox.engine.within import search_within
+from onebox.engine.within import Exact, search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import SCHEDULES, Plan, UpdateAt, predict
@@ -280,8 +280,10 @@ class _Question:
         )
         return problem, basis
 
-    def _exact(self, batch: Batch) -> Callable[[Plan], Mapping[int, int]]:
-        return lambda plan: self.peaks(plan, batch)
+    def _exact(self, batch: Batch) -> Exact:
+        return lambda plan: count_memory(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
 
     def _way(self, label: str, plan: Plan, batch: Batch) -> Way:
         """Return a plan of a search with its exact memory."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
-from onebox.engine.ledger import Contents
+from onebox.engine.ledger import Contents, peak_of
 from onebox.engine.remote import RemoteState
+from onebox.engine.room import host_lack
 from onebox.engine.setup import Ready
 from onebox.graph import Loss
 from onebox.plan import Plan
@@ -44,6 +45,38 @@ class Nowhere:
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         pass
+
+
+class Count(NamedTuple):
+    """What a plan takes, exactly.
+
+    Args:
+        peaks: The most bytes of each of its devices.
+        lack: What a host has not the memory for, in words; empty where all have.
+    """
+
+    peaks: Mapping[int, int]
+    lack: str = ""
+
+
+def count_memory(
+    plan: Plan,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    devices: Sequence[DeviceInfo],
+    captures: Captures,
+    max_norm: float = 0.0,
+) -> Count:
+    """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
+
+    Args and errors are those of :func:`forecast_memory`.
+    """
+    contents = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).contents(batch)
+    lack = host_lack(contents, devices)
+    return Count({device: peak_of(found) for device, found in contents.items()}, "" if lack is None else str(lack))
 
 
 def forecast_memory(

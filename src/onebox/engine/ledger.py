@@ -53,6 +53,7 @@ class Contents:
         leaves: Bytes of each (micro-batch, tensor of inputs and targets) that the routine is given.
         gradients: The parameter of each buffer that a gradient comes to be in, by number.
         optimizer_bytes: The optimizer's state.
+        host_bytes: What the worker keeps in its host's memory all the time: an optimizer that steps there.
     """
 
     routine: StepRoutine
@@ -60,6 +61,7 @@ class Contents:
     leaves: Mapping[tuple[int, int], int]
     gradients: Mapping[int, str]
     optimizer_bytes: int
+    host_bytes: int = 0
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
-from onebox.engine.forecast import forecast_memory
+from onebox.engine.forecast import count_memory
 from onebox.engine.formats import with_formats
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
@@ -133,7 +133,7 @@ def make_plan(
         problem = with_host_speeds(problem, pool, fresh=fresh)
     result, plan = search_within(
         problem,
-        lambda plan: forecast_memory(
+        lambda plan: count_memory(
             with_formats(plan, profile, pool.devices),
             model,
             loss,

@@ -19,7 +19,7 @@ from onebox.cost import PoolProfile, load
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
-from onebox.engine.forecast import forecast_memory
+from onebox.engine.forecast import Count, forecast_memory
 from onebox.engine.formats import with_precisions_of
 from onebox.engine.problem import (
     KnownTimes,
@@ -148,7 +148,7 @@ def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: 
     def alike(plan: Plan) -> Plan:
         return with_precisions_of(plan, before, segments)
 
-    return alike(search_within(problem, lambda plan: work.peaks(alike(plan), pool), _BUDGET_S)[1])
+    return alike(search_within(problem, lambda plan: Count(work.peaks(alike(plan), pool)), _BUDGET_S)[1])
 
 
 def _known_times(size: int, size_bytes: ModelBytes, work: Workload, pool: Pool) -> Mapping[str, SegmentTimes] | None:

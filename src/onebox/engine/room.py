@@ -1,11 +1,16 @@
-"""The error that says that there is no room for what a trainer is to do; it is raised before anything is sent."""
+"""Whether there is room for what a trainer is to do, and the errors that say so before anything is sent. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from onebox.engine.curve import Peak
+from onebox.engine.ledger import Contents, host_peak_of
 from onebox.errors import DeviceMemoryError
 from onebox.pool import DeviceInfo
 from onebox.pool.failures import ADVICE_IN_STEPS, Place
+from onebox.sizes import size_text
 
 IN_STEPS = f"no step was begun\n  {ADVICE_IN_STEPS}"
 IN_EVALUATION = (
@@ -38,3 +43,67 @@ def no_room(peak: Peak, device: DeviceInfo, room_bytes: int, *, advice: str = IN
     )
     error.doing, error.stage = peak.name, peak.action.stage if peak.action else None
     return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLack:
+    """A host that has not the memory for what is to wait there.
+
+    Args:
+        device: A device that would keep the most there.
+        needed_bytes: What is to be there at most: of that device, or of all devices of the host.
+        allowed_bytes: What there is for it.
+        together: Whether it is of all of them.
+    """
+
+    device: DeviceInfo
+    needed_bytes: int
+    allowed_bytes: int
+    together: bool
+
+    def __str__(self) -> str:
+        own = f"device {self.device.number}"
+        whose, limit = ("all its devices", "it had free") if self.together else (own, f"{own} may take there")
+        return (
+            f"what {whose} would keep in the memory of host {self.device.host} comes to "
+            f"{size_text(self.needed_bytes)}, but {limit} {size_text(self.allowed_bytes)}"
+        )
+
+    def error(self) -> DeviceMemoryError:
+        """Return the error that refuses a step for it."""
+        found = DeviceMemoryError(
+            f"{self}; no step was begun\n  offload or swap fewer stages, leave the optimizer on the device "
+            "(update='device'), or give the device a larger budget (memory=), of which its host's share is a multiple",
+            worker=self.device.number,
+            host=self.device.host,
+            device=self.device.device,
+            asked_bytes=self.needed_bytes,
+            allowed_bytes=self.allowed_bytes,
+        )
+        found.doing = "waiting in the host's memory"
+        return found
+
+
+def host_lack(contents: Mapping[int, Contents], devices: Sequence[DeviceInfo]) -> HostLack | None:
+    """Return which host has not the memory for what devices keep there; ``None`` where all have.
+
+    Args:
+        contents: What each device has when a step begins.
+        devices: All devices of the pool. One that computes nothing keeps nothing, and is left out.
+    """
+    needs = {
+        number: found.host_bytes + host_peak_of(found)
+        for number, found in contents.items()
+        if devices[number].kind != "sim"
+    }
+    together: dict[str, list[DeviceInfo]] = {}
+    for number, needed in sorted(needs.items(), key=lambda pair: -pair[1]):
+        device = devices[number]
+        together.setdefault(device.host, []).append(device)
+        if device.host_bytes and needed > device.host_bytes:
+            return HostLack(device=device, needed_bytes=needed, allowed_bytes=device.host_bytes, together=False)
+    for members in together.values():
+        needed, free = sum(needs[one.number] for one in members), min(one.host_free_bytes for one in members)
+        if free and needed > free:
+            return HostLack(device=members[0], needed_bytes=needed, allowed_bytes=free, together=True)
+    return None

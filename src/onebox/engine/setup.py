@@ -16,7 +16,7 @@ from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
-from onebox.engine.room import IN_EVALUATION, no_room
+from onebox.engine.room import IN_EVALUATION, host_lack, no_room
 from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
 from onebox.graph import Precision
@@ -102,8 +102,8 @@ class Ready:
     ) -> None:
         self.plan = plan
         self._remote = remote
-        on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
-        self._factor, self._fixed_bytes = (0.0, 0) if on_host else optimizer_factor(remote.optimizer)
+        self._on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
+        self._factor, self._fixed_bytes = optimizer_factor(remote.optimizer)
         self.compiler = Compiler(pool, plan, captures, remote.new_number)
         self._pool = pool
         self._strict = strict
@@ -138,7 +138,7 @@ class Ready:
                 self._may_be_at_once(batch, stepped=False)
             self._packing = Packing(pool, plan.devices) if strict else None
             remote.upload(holdings.holders, holdings)
-            remote.define_optimizer(optimizer, trained, holdings, host=on_host)
+            remote.define_optimizer(optimizer, trained, holdings, host=self._on_host)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
@@ -197,12 +197,16 @@ class Ready:
         shape = batch.signature(batch.size)
         if not self._strict or shape in self._fitting:
             return
-        for worker, contents in self.contents(batch).items():
+        everything = self.contents(batch)
+        for worker, contents in everything.items():
             room_bytes = self._room_bytes(worker)
             spare_bytes = room_bytes - peak_of(contents)
             if spare_bytes < 0:
                 raise no_room(peak_at(worker, contents), self._pool.devices[worker], room_bytes)
             self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
+        lack = host_lack(everything, self._pool.devices)
+        if lack is not None:
+            raise lack.error()
         self._fitting.add(shape)
 
     @property
@@ -262,12 +266,15 @@ class Ready:
                 self._holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self._holdings.held_by(worker, self._trained)
             ]
+            remembered_bytes = int(self._factor * sum(trained)) + self._fixed_bytes * len(trained)
+            copied_bytes = 0 if self._pool.devices[worker].kind == "cpu" else sum(trained)  # stepped, and sent back
             found[worker] = Contents(
                 routine=routine,
                 held=held,
                 leaves=leaves,
                 gradients=self.compiler.gradients,
-                optimizer_bytes=stepped * (int(self._factor * sum(trained)) + self._fixed_bytes * len(trained)),
+                optimizer_bytes=0 if self._on_host else stepped * remembered_bytes,
+                host_bytes=remembered_bytes + copied_bytes if self._on_host else 0,
             )
         return found
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import msgspec
 
+from onebox.engine.forecast import Count
 from onebox.errors import PlanError
 from onebox.plan import Candidate, Plan, Prediction, SearchResult, search
 from onebox.plan.inputs import Problem
+from onebox.plan.prices import AWAY
 
 _CORRECTIONS = 6
 """So many searches at most: each after the first one has what the memory means by the estimate of the one before."""
@@ -26,17 +28,18 @@ _NEAR = 1.3
 _HOPE = 1.08
 """Where nothing fits by the estimate, it is taken for too high by so much, once."""
 
-Exact = Callable[[Plan], Mapping[int, int]]
-"""Returns the peak of each device of a plan."""
+Exact = Callable[[Plan], Count]
+"""Counts the memory of a plan."""
 
 
 def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[SearchResult, Plan]:
     """Search for the best plan that fits by the exact count of its memory.
 
-    Where the estimate is too low, the device's memory is taken for so much smaller, and the search is repeated. Where
-    it is too high, and the plan pays for the memory that it spares, the memory is taken for larger. At last, plans that
-    were refused for their estimate and that would be quicker are counted, also with the optimizer on the host where
-    that is allowed and nothing else fits.
+    Where a host has not the memory for what would wait there, nothing may wait there any more. Where the estimate of a
+    device's memory is too low, that is taken for so much smaller, and the search is repeated. Where it is too high, and
+    the plan pays for the memory that it spares, it is taken for larger. At last, plans that were refused for their
+    estimate and that would be quicker are counted, also with the optimizer on the host where that is allowed and
+    nothing else fits.
 
     Args:
         problem: What the search is given.
@@ -88,11 +91,14 @@ class _Within:
         self._over: dict[int, int] = {}
         self._seen: dict[str, Candidate] = {}
         self._last: SearchResult | None = None
+        self._lack = ""
 
     def note(self, result: SearchResult) -> bool:
         """Count what was found; return whether another search may find something better."""
-        plan, peaks = result.plan, self._exact(result.plan)
+        plan, (peaks, lack) = result.plan, self._exact(result.plan)
         self.counted, self._last = True, result
+        if lack:
+            return self._stay(lack)
         for one in result.candidates[1:]:
             self._seen.setdefault(one.label, one)
         estimates = dict(zip(plan.devices, _prediction(plan).peak_bytes, strict=True))
@@ -111,6 +117,13 @@ class _Within:
         self._limit(estimates, spare, 1.0)
         return True
 
+    def _stay(self, lack: str) -> bool:
+        """Let nothing wait in the hosts' memory; return whether that makes a difference."""
+        before, self._lack = self.problem, lack
+        fates = tuple(fate for fate in self.problem.fates if fate not in AWAY)
+        self.problem = replace(self.problem, fates=fates, updates=("device",))
+        return self.problem != before
+
     def hope(self) -> None:
         """Take the memory for a little larger than it is."""
         self._set({device: limit * _HOPE for device, limit in self._limits.items()})
@@ -124,8 +137,8 @@ class _Within:
         for plan in plans:
             if not self._better(plan):
                 return
-            peaks = self._exact(plan)
-            if all(peaks[device] <= self._limits.get(device, math.inf) for device in plan.devices):
+            peaks, lack = self._exact(plan)
+            if not lack and all(peaks[device] <= self._limits.get(device, math.inf) for device in plan.devices):
                 assert self._last is not None
                 self.best = self._last, _with_peaks(plan, peaks)
                 return
@@ -136,6 +149,8 @@ class _Within:
 
     def refusal(self) -> PlanError:
         """Return the error that says what the last plan lacked."""
+        if not self._over:
+            return PlanError(f"no plan fits: {self._lack}; use more memory there, or more devices")
         worst = max(self._over, key=lambda device: self._over[device] - self._limits[device])
         missing = self._over[worst] - self._limits[worst]
         return PlanError(

@@ -35,6 +35,9 @@ class DeviceInfo:
         instructions: The instruction sets that its worker uses on its processor.
         cores: Cores of its host that its worker may use, whoever else uses them; see :attr:`onebox.pool.Pool.cores`.
         codecs: How frames for its worker may be packed.
+        host_bytes: Its host's memory that its worker may keep things in which would else be on the device: optimizer
+            state and activations that wait there; 0 where that is not known.
+        host_free_bytes: Memory of its host that nobody used when its worker began; 0 where that is not known.
     """
 
     number: int
@@ -52,6 +55,8 @@ class DeviceInfo:
     instructions: Instructions = NONE
     cores: int = 0
     codecs: tuple[str, ...] = ()
+    host_bytes: int = 0
+    host_free_bytes: int = 0
 
     @property
     def kind(self) -> str:
@@ -106,4 +111,6 @@ def welcome(member: Member, future: Future[Hello]) -> DeviceInfo:
         instructions=hello.instructions,
         cores=hello.cores,
         codecs=hello.codecs,
+        host_bytes=hello.host_bytes,
+        host_free_bytes=hello.host_free_bytes,
     )

@@ -15,6 +15,7 @@ from onebox.pool.spec import LocalPart, asked_parts
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire.sayings import NONE
 from onebox.worker.device import Device
+from onebox.worker.host import HostMemory
 from onebox.worker.instructions import instructions
 from onebox.worker.sim import MEMORY_BYTES, PRODUCT
 
@@ -59,6 +60,7 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
         name, memory, used = about.name, int(about.total_memory), instructions()
         capability, processors = (about.major, about.minor), about.multi_processor_count
         nccl = torch.distributed.is_nccl_available()
+    memory_of_host = HostMemory(quota)
     return DeviceInfo(
         number=number,
         host=LOCAL_HOST,
@@ -73,4 +75,6 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
         nccl=nccl,
         instructions=used,
         cores=cores(),
+        host_bytes=memory_of_host.limit_bytes,
+        host_free_bytes=memory_of_host.free_bytes,
     )

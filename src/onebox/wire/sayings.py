@@ -48,6 +48,8 @@ class Hello(Message, frozen=True, tag="hello"):
         instructions: The instruction sets that it uses; none of a device that computes nothing.
         cores: Cores of its host that it may use.
         codecs: How frames for it may be packed.
+        host_bytes: Its host's memory that it may keep things in which would else be on the device.
+        host_free_bytes: Memory of its host that nobody used when it began.
     """
 
     protocol: int
@@ -64,6 +66,8 @@ class Hello(Message, frozen=True, tag="hello"):
     instructions: Instructions = NONE
     cores: int = 0
     codecs: tuple[str, ...] = ()
+    host_bytes: int = 0
+    host_free_bytes: int = 0
 
 
 class Failure(Message, frozen=True, tag="failure"):

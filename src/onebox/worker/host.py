@@ -25,7 +25,9 @@ class HostMemory:
     def __init__(self, quota_bytes: int) -> None:
         self.used_bytes = 0
         self.peak_bytes = 0
-        self.limit_bytes = HOST_SHARE * quota_bytes or int(psutil.virtual_memory().total)
+        memory = psutil.virtual_memory()
+        self.limit_bytes = HOST_SHARE * quota_bytes or int(memory.total)
+        self.free_bytes = int(memory.available)  # of the host, at the beginning, whoever takes it
 
     def charge(self, more_bytes: int) -> None:
         """Count bytes that are taken, or about to be; negative to give them back.

@@ -197,6 +197,8 @@ class Server:
                 self._device.instructions(),
                 self._cores,
                 codecs(),
+                self.machine.host.limit_bytes,
+                self.machine.host.free_bytes,
             )
         )
         with torch.inference_mode():

@@ -1,0 +1,86 @@
+"""Whether hosts have the memory for what waits there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from onebox.engine.forecast import Count
+from onebox.engine.ledger import Contents
+from onebox.engine.room import host_lack
+from onebox.engine.routine import Label, StepRoutine
+from onebox.engine.within import search_within
+from onebox.errors import DeviceMemoryError, PlanError
+from onebox.plan import Plan
+from onebox.pool import DeviceInfo
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Define, Evict, Free, Offload, Prefetch, Receive, Routine, Step
+from tests.unit.plan.test_recut import alone
+
+SPEC = TensorSpec("float64", (1000,))
+
+
+def contents(*, away: int = 0, remembered: int = 0) -> Contents:
+    """Return a step in which so many storages wait at once."""
+    numbers = tuple(range(1, away + 1))
+    steps: list[Step] = [Receive(number, SPEC, 1, 0) for number in numbers]
+    steps += [Offload(numbers), Evict(numbers), Prefetch(numbers), Free(numbers)] if away else []
+    routine = StepRoutine(
+        number=9, definitions=(Define(9, Routine(tuple(steps), 0)),), labels=(Label(""),) * len(steps),
+        leaves=(), results=(), constants={},
+    )  # fmt: skip
+    return Contents(routine=routine, held={}, leaves={}, gradients={}, optimizer_bytes=0, host_bytes=remembered)
+
+
+def device(number: int, *, host: str = "one", may: int = 0, free: int = 0, kind: str = "cuda:0") -> DeviceInfo:
+    return DeviceInfo(
+        number=number,
+        host=host,
+        device=kind,
+        name="a GPU",
+        threads=1,
+        memory_bytes=1 << 30,
+        host_bytes=may,
+        host_free_bytes=free,
+    )
+
+
+def test_each_device_has_a_bound_of_its_own() -> None:
+    found = {0: contents(away=3, remembered=500), 1: contents(away=2)}
+    assert host_lack(found, [device(0, may=24_500), device(1, may=16_000)]) is None
+    lack = host_lack(found, [device(0, may=24_499), device(1, may=16_000)])
+    assert lack is not None
+    assert (lack.device.number, lack.needed_bytes, lack.allowed_bytes, lack.together) == (0, 24_500, 24_499, False)
+    assert "device 0 may take there" in str(lack)
+    error = lack.error()
+    assert isinstance(error, DeviceMemoryError)
+    assert (error.worker, error.asked_bytes, error.allowed_bytes) == (0, 24_500, 24_499)
+    assert "no step was begun" in str(error)
+
+
+def test_the_devices_of_a_host_share_what_it_has() -> None:
+    found = {number: contents(away=1) for number in range(3)}
+    hosts = [device(0, free=16_000), device(1, free=16_000), device(2, host="other", free=8_000)]
+    assert host_lack(found, hosts) is None
+    lack = host_lack(found, [replace(one, host="one") for one in hosts])
+    assert lack is not None
+    assert (lack.needed_bytes, lack.allowed_bytes, lack.together) == (24_000, 8_000, True)
+    assert "all its devices" in str(lack)
+    assert host_lack(found, [replace(one, host="one", device="sim") for one in hosts]) is None, "it keeps nothing"
+
+
+def test_a_search_finds_what_needs_no_memory_of_the_host() -> None:
+    """All that waits there is refused: what is found is recomputed. Where nothing else fits, it says what lacked."""
+    problem = replace(alone(7, 0.5), updates=("device", "host"))
+
+    def exact(plan: Plan) -> Count:
+        waits = plan.update == "host" or any(stage.fate in ("offload", "swap") for stage in plan.stages)
+        assert plan.predicted is not None
+        return Count({0: plan.predicted.peak_bytes[0]}, "the host is full" if waits else "")
+
+    _, plan = search_within(problem, exact, 3600.0)
+    assert plan.update == "device"
+    assert {stage.fate for stage in plan.stages} == {"keep", "recompute"}
+    with pytest.raises(PlanError, match="the host is full"):
+        search_within(replace(problem, fates=("keep", "swap", "offload")), exact, 3600.0)
