@@ -297,6 +297,7 @@ def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
         assert gone([started.pid], WAIT_S), "also one that was stopped"
         death = started.death()
         assert isinstance(death, WorkerDied) and death.exit_status is None
+        assert "ended with or after its nursery" in str(death)
     made.close()
 
 

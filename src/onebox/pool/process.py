@@ -25,6 +25,8 @@ from onebox.worker import Ports, WorkerConfig
 START_S = 90.0
 """How long a worker may take until it has bound its ports: importing torch is most of it."""
 
+_UNKNOWN = "ended with or after its nursery, the process onebox-nursery that had forked it, which would have said how"
+
 _LAST_WORDS = 4000
 _SAID_BYTES = 4096
 
@@ -177,8 +179,9 @@ class WorkerProcess:
             status = None
         words = self.last_words()
         said = f"; its last words:\n{words}" if words else "; it said nothing"
+        how = _UNKNOWN if status is None and isinstance(self._process, Forked) else how_it_ended(status)
         return WorkerDied(
-            f"{self.place}, process {self.pid}, {how_it_ended(status)}{said}\n  {AFTERWARDS}",
+            f"{self.place}, process {self.pid}, {how}{said}\n  {AFTERWARDS}",
             exit_status=status,
             last_words=words,
             worker=self.place.worker,

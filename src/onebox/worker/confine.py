@@ -52,6 +52,11 @@ _SETTINGS = (
 _SOURCES = ("/dev/zero", "/dev/random", "/dev/urandom")
 _GPU_DEVICES = ("/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels", "/dev/dxg", "/dev/infiniband", "/dev/gdrdrv")
 
+_PORTS_SINCE = 4
+
+_prepared: list[landlock.Ruleset] = []
+"""The rules for ports, where they have been made ready: none or one."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -107,7 +112,7 @@ def confinement() -> dict[str, str]:
         "capabilities": "on: none",
         "files": "on: workers write none, run none, and read only libraries and settings" if abi else none,
         "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
-        "ports": _since(abi, 4, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
+        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
         "signals": _since(abi, 6, "none to processes outside", "6.12"),
         "system calls": "on: those that start or look into programs fail" if seccomp.supported() else _NO_FILTER,
     }
@@ -187,10 +192,34 @@ def _enforce(gpu: bool, address: str) -> None:
             rules.allow(address, landlock.MAKE_SOCKET | landlock.REMOVE_FILE)
         if gpu:
             _allow_driver(rules)
-        rules.allow_ports(PORTS)
         rules.enforce()
     finally:
         rules.close()
+    prepare()
+    while _prepared:
+        ports = _prepared.pop()
+        try:
+            ports.enforce()
+        finally:
+            ports.close()
+
+
+def prepare() -> None:
+    """Make ready what takes longest of all that :func:`confine` does, and is the same for all workers: a rule for each
+    port. A fork of this process, or its next call, has it then.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    abi = landlock.version()
+    if abi >= _PORTS_SINCE and not _prepared:
+        ports = landlock.Ruleset(abi, only_ports=True)
+        try:
+            ports.allow_ports(PORTS)
+        except OSError:
+            ports.close()
+            raise
+        _prepared.append(ports)
 
 
 def _allow_driver(rules: landlock.Ruleset) -> None:
@@ -223,4 +252,4 @@ def _libraries() -> Iterator[Path]:
                 yield path.parent
 
 
-__all__ = ["PORTS", "confine", "confinement", "failures"]
+__all__ = ["PORTS", "confine", "confinement", "failures", "prepare"]

@@ -52,21 +52,22 @@ def handled_files(abi: int) -> int:
 
 
 class Ruleset:
-    """What a process may still do, once it is enforced.
+    """What a process may still do, once it is enforced. Of several that are, each has to allow what is done.
 
     Args:
         abi: The version to use, at least 1 and at most :func:`version`.
+        only_ports: Whether it is about ports, and nothing else; that takes version 4.
 
     Raises:
         OSError: The kernel refuses to make one.
     """
 
-    def __init__(self, abi: int) -> None:
-        self.ports = abi >= 4
-        self.signals = abi >= 6
-        self._handled = handled_files(abi)
+    def __init__(self, abi: int, *, only_ports: bool = False) -> None:
+        self.ports = only_ports
+        self.signals = abi >= 6 and not only_ports
+        self._handled = 0 if only_ports else handled_files(abi)
         attributes = struct.pack("=Q", self._handled)
-        attributes += struct.pack("=Q", _BIND | _CONNECT) if self.ports else b""
+        attributes += struct.pack("=Q", _BIND | _CONNECT if self.ports else 0) if abi >= 4 else b""
         attributes += struct.pack("=Q", _SCOPE_SIGNALS) if self.signals else b""
         self._descriptor = int(_syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
         if self._descriptor < 0:
@@ -100,8 +101,6 @@ class Ruleset:
         Raises:
             OSError: The kernel does not take the rule.
         """
-        if not self.ports:
-            return
         rule = (ctypes.c_uint64 * 2)(_BIND, 0)
         reference = ctypes.byref(rule)
         for port in (0, *ports):

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     gc.disable()  # as in __main__.py; what is there at a fork stays, and each worker enables it
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -38,13 +37,12 @@ from onebox.worker.births import (
     encode,
     pack_status,
 )
+from onebox.worker.confine import prepare
 from onebox.worker.serve import main as serve_worker
-from onebox.worker.serve import wake_with_owner
+from onebox.worker.serve import name_process, wake_with_owner
 
 IDLE_S = 60.0
 """After so long without a worker it ends: what it has imported takes memory, and its client can start another."""
-
-_PR_SET_NAME = 15
 
 
 @dataclass(frozen=True)
@@ -169,15 +167,6 @@ def _close(descriptors: list[int]) -> None:
         os.close(descriptor)
 
 
-def name_process(name: str) -> None:
-    """Say what this process is to who looks at a list of processes.
-
-    Args:
-        name: At most 15 bytes are kept.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
-
-
 def main() -> None:
     """Run a nursery; standard input is the socket to its client."""
     parent = os.getppid()
@@ -190,9 +179,10 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     name_process("onebox-nursery")
+    with contextlib.suppress(OSError):  # what a worker cannot be held to it says itself
+        prepare()
     gc.freeze()
     if Nursery(channel, client).serve():
-        name_process("onebox-worker")
         serve_worker(parent, (client, me))
 
 

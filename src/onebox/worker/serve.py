@@ -39,7 +39,7 @@ SAY_S = 300.0
 
 _DEAF = f"the client has taken nothing for {SAY_S:.0f} s; this worker ends"
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -292,6 +292,7 @@ def main(owner: int = 0, watched: Sequence[int] = ()) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner ends it
     faulthandler.enable()  # a crash in a library says where
+    name_process("onebox-worker")
     wake_with_owner()
     owner = owner or os.getppid()
     lifelines = (sys.stdin.fileno(), *(watched or (os.pidfd_open(owner),)))  # a fork of the owner holds the first open
@@ -329,6 +330,15 @@ def wake_with_owner() -> None:
     process; to one that runs it does nothing.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT), 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """Say what this process is to who looks at a list of processes.
+
+    Args:
+        name: At most 15 bytes are kept.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
 def _first_line(descriptor: int) -> bytes:
