@@ -6,7 +6,7 @@ import bisect
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,12 @@ class Groups:
         number = self._of[self.place(index)[0]][0]
         return self.paths[number], index - self._first_rows[number]
 
-    def load(self, group: int) -> Any:
-        """Read a group: a table of the chosen columns.
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the groups."""
+        return iter(range(len(self._of)))
+
+    def load(self, group: int, names: list[str] | None = None) -> Any:
+        """Read a group: a table of the named columns, by default of the chosen ones.
 
         Raises:
             DataError: It cannot be read.
@@ -101,7 +105,7 @@ class Groups:
         number, inside = self._of[group]
         path = self.paths[number]
         try:
-            return self._files[number].load(inside, self._names)
+            return self._files[number].load(inside, names or self._names)
         except (self._arrow.ArrowException, OSError, ValueError) as error:
             said = f"{path}: row group {inside} is damaged or cannot be read ({error})"
             raise DataError(f"{said}. Fetch it again.", path=path) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zipfile
@@ -10,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from onebox.errors import DataError
+from onebox.errors import DataError, UsageError
 from onebox.feed.sources.files import open_regular, unreadable
 from onebox.feed.sources.labels import check_classes
 from onebox.feed.sources.npy import Header, read_header, to_tensor
@@ -61,6 +64,19 @@ class NumpyFiles:
         """Number of rows."""
         return len(self._parts[0])
 
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        """The targets of all rows, ``int64 [N]``.
+
+        Raises:
+            UsageError: There are no targets, or they are no whole numbers.
+            DataError: The file has become shorter.
+        """
+        if len(self._parts) < 2 or self._parts[1].dtype.kind not in "iu" or self._parts[1].shape[1:]:
+            raise UsageError(f"{self._parts[0].where}: rows have no classes; targets are no whole numbers.")
+        rows = b"".join(self._parts[1].read(index) for index in range(len(self)))
+        return torch.from_numpy(np.frombuffer(rows, self._parts[1].dtype).astype(np.int64))
+
     def read(self, index: int) -> tuple[bytes, ...]:
         """A row of each array, as it is stored.
 
@@ -103,6 +119,7 @@ class _Rows:
         if not header.shape or not header.shape[0]:
             raise self._bad(f"has an array of shape {list(header.shape)}, and has to have rows, one a sample")
         self._header = header
+        self.dtype, self.shape = header.dtype, header.shape
         self._row_bytes = header.values_bytes // header.shape[0]
         self._records = Records([self.path], [header.shape[0]], self._row_bytes, offset=start)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import ImageDecoder
@@ -22,6 +24,7 @@ TRAIN = ("train", "training")
 TEST = ("val", "valid", "validation", "test", "testing")
 """What parts to test on are called; the first that is there counts, as one called test may lack labels beside a val."""
 
+MAX_CLASSES = 100_000  # of those that are only numbers, which may mean something else
 COMMA = re.compile(r",(?![^{]*\})")  # not within braces
 
 
@@ -43,7 +46,8 @@ def open_source(spec: str, *, decoder: ImageDecoder | None = None) -> Pair:
         decoder: How pictures become tensors, of ``folder``, ``tar`` and ``parquet``.
 
     Returns:
-        Pair: What to train on, and what to test on or None; classes are numbered alike in both.
+        Pair: What to train on, and what to test on or None; classes are numbered alike in both. Their ``classes`` are
+            names, or numbers where targets are classes without names.
 
     Raises:
         UsageError: No such kind, or too many or too few files.
@@ -55,6 +59,18 @@ def open_source(spec: str, *, decoder: ImageDecoder | None = None) -> Pair:
     if not place:
         raise UsageError(f"Data {spec!r} need the place of their files: {kind}:PATH.")
     return KINDS[kind](place, decoder)
+
+
+Labelled = TypeVar("Labelled", Tars, Parquet, NumpyFiles)
+
+
+def _with_classes(source: Labelled) -> Labelled:
+    """The source, its classes named by their numbers where they have no names."""
+    if source.classes is None:
+        with contextlib.suppress(UsageError):  # targets that are no classes
+            count = int(source.labels.max()) + 1
+            source.classes = tuple(map(str, range(count))) if 0 < count <= MAX_CLASSES else None
+    return source
 
 
 def _folder(place: str, decoder: ImageDecoder | None) -> Pair:
@@ -70,13 +86,13 @@ def _folder(place: str, decoder: ImageDecoder | None) -> Pair:
 
 def _tar(place: str, decoder: ImageDecoder | None) -> Pair:
     train_files, test_files = _files(place, "tar", (".tar",))
-    train = Tars(train_files, decoder=decoder)
+    train = _with_classes(Tars(train_files, decoder=decoder))
     return train, Tars(test_files, decoder=decoder, classes=train.classes) if test_files else None
 
 
 def _parquet(place: str, decoder: ImageDecoder | None) -> Pair:
     train_files, test_files = _files(place, "parquet", (".parquet", ".arrow", ".feather"))
-    train = Parquet(train_files, decoder=decoder)
+    train = _with_classes(Parquet(train_files, decoder=decoder))
     return train, Parquet(test_files, decoder=decoder, classes=train.classes) if test_files else None
 
 
@@ -94,8 +110,8 @@ def _npy(place: str, decoder: ImageDecoder | None) -> Pair:
         raise UsageError(
             f"npy:{place} names {len(files)} files; allowed are npy:X,Y or npy:X,Y,XTEST,YTEST, or a folder."
         )
-    train = NumpyFiles(files[0], files[1])
-    return train, NumpyFiles(files[2], files[3]) if len(files) == 4 else None
+    train = _with_classes(NumpyFiles(files[0], files[1]))
+    return train, NumpyFiles(files[2], files[3], classes=train.classes) if len(files) == 4 else None
 
 
 def _mnist(place: str, decoder: ImageDecoder | None) -> Pair:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from onebox.errors import DataError
+from onebox.errors import DataError, UsageError
 from onebox.feed.checks import require_int
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.columns import Columns
@@ -76,6 +79,25 @@ class Parquet:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._groups)
+
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        """The targets of all rows, ``int64 [N]``, -1 where there is none; only their column is read.
+
+        Raises:
+            UsageError: There are no targets, or they are no whole numbers.
+            DataError: A file is damaged.
+        """
+        import pyarrow as pa
+
+        name = self._columns.targets
+        if name is None or not pa.types.is_integer(self._groups.schema.field(name).type):
+            raise UsageError(
+                f"{self._groups.paths[0].name}: rows have no classes; targets is no column of whole numbers."
+            )
+        tables = [self._groups.load(group, [name]) for group in self._groups]
+        columns = [table.column(name).cast(pa.int64(), safe=False).fill_null(-1).to_numpy() for table in tables]
+        return torch.from_numpy(np.concatenate(columns))
 
     def read(self, index: int) -> dict[str, Any]:
         """The values of a row by column: numbers, bytes, strings, arrays.

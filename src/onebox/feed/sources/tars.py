@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import posixpath
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
@@ -86,13 +89,29 @@ class Tars:
         """Number of samples."""
         return len(self._keys)
 
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        """The class of each sample, ``int64 [N]``: by its folder or its ``cls``, -1 where that is missing or damaged.
+
+        Raises:
+            UsageError: Samples have neither.
+        """
+        field = next((field for field in self._fields if field in ((FOLDER,), ("cls",))), None)
+        if field is None:
+            raise UsageError(f"{self._path(0).name}: samples have no classes; fields has neither cls nor folder.")
+        labels = torch.full((len(self),), -1)
+        for index in range(len(self)):
+            with contextlib.suppress(DataError):
+                labels[index] = self._decode_field(*self._read_field(index, field, self._there(index)), index)
+        return labels
+
     def read(self, index: int) -> tuple[tuple[str, bytes], ...]:
         """The ending and the content of each field of a sample.
 
         Raises:
             DataError: The sample lacks a field, or the archive has become shorter.
         """
-        there = {self._endings[place]: place for place in range(self._starts[index], self._starts[index + 1])}
+        there = self._there(index)
         return tuple(self._read_field(index, field, there) for field in self._fields)
 
     def decode(self, raw: tuple[tuple[str, bytes], ...], index: int) -> Any:
@@ -157,6 +176,10 @@ class Tars:
         if (FOLDER,) not in self._fields:
             return None
         return tuple(sorted({_folder_of(key) for key in self._keys} - {""})) or None
+
+    def _there(self, index: int) -> dict[str, int]:
+        """The fields that a sample has, and their places in the index."""
+        return {self._endings[place]: place for place in range(self._starts[index], self._starts[index + 1])}
 
     def _read_field(self, index: int, field: tuple[str, ...], there: dict[str, int]) -> tuple[str, bytes]:
         if field == (FOLDER,):

@@ -146,6 +146,22 @@ def test_a_file_that_may_not_be_read(folder):
     assert "see that it exists and that you may read it" in broken_sample(folder, lambda path: path.chmod(0))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_what_nobody_may_read(folder):
+    source = ImageFolder(folder)
+    folder.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(
+            DataError, match=r"a\.jpg cannot be read \(Permission denied\); see that .* you may read it"
+        ):
+            source.read(0)
+        with pytest.raises(DataError, match=r"data cannot be read \(Permission denied\)"):
+            ImageFolder(folder)
+    finally:
+        os.seteuid(0)
+
+
 def test_a_file_that_has_gone(folder):
     source = ImageFolder(folder)
     (folder / "cat" / "a.jpg").unlink()

@@ -71,6 +71,12 @@ def test_inputs_and_targets(pair):
     assert source.decode(source.read(1), 1)[0].tolist() == [[4.0, 5.0], [6.0, 7.0]]
 
 
+def test_labels_of_all_rows(pair):
+    assert NumpyFiles(pair / "x.npy", pair / "y.npy").labels.tolist() == list(range(6))
+    with pytest.raises(UsageError, match=r"y.npy: rows have no classes; targets are no whole numbers"):
+        NumpyFiles(pair / "y.npy", pair / "x.npy").labels  # noqa: B018
+
+
 def test_other_numbers_of_rows(pair):
     np.save(pair / "y.npy", np.arange(5))
     with pytest.raises(DataError, match=r"x\.npy has 6 rows and y\.npy 5; there has to be one target an input"):

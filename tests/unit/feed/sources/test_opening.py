@@ -59,6 +59,13 @@ def test_archives(tmp_path, write_tar, jpeg):
     assert open_source(f"tar:{tmp_path}/train-*.tar")[1] is None
 
 
+def test_classes_that_are_only_numbers(tmp_path, write_tar, jpeg):
+    members = [("1.jpg", jpeg()), ("1.cls", b"2"), ("2.jpg", jpeg()), ("2.cls", b"?"), ("3.jpg", jpeg())]
+    train, _ = open_source(f"tar:{write_tar(tmp_path / 'a.tar', members)}")
+    assert train.classes == ("0", "1", "2")
+    assert train.labels.tolist() == [2, -1, -1]  # what is broken is so when it is read, too
+
+
 def test_tables(tmp_path):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "data").mkdir()
@@ -66,6 +73,7 @@ def test_tables(tmp_path):
         parquet.write_table(pa.table({"x": values, "label": values}), tmp_path / "data" / f"{name}.parquet")
     train, test = open_source(f"parquet:{tmp_path}")
     assert (labels(train), labels(test)) == ([0, 1, 2], [7])
+    assert (train.classes, train.labels.tolist()) == (("0", "1", "2"), [0, 1, 2])
     train, test = open_source(f"parquet:{tmp_path}/data/train-00001-of-00002.parquet")
     assert (labels(train), test) == ([2], None)
 
@@ -79,6 +87,7 @@ def test_arrays(tmp_path):
     for place in (tmp_path, tmp_path / "all.npz", every):
         train, test = open_source(f"npy:{place}")
         assert (labels(train), labels(test)) == ([0, 1, 2], [0, 1])
+        assert (train.classes, test.classes) == (("0", "1", "2"),) * 2
     (tmp_path / "x_test.npy").unlink()
     (tmp_path / "y_test.npy").unlink()
     assert open_source(f"npy:{tmp_path}")[1] is None

@@ -157,6 +157,14 @@ def test_without_pyarrow(tmp_path, monkeypatch):
         Parquet(path)
 
 
+def test_labels_of_all_rows(tmp_path, kind):
+    table = pa.table({"x": [1.5] * 5, "label": pa.array([3, 1, None, 2, 0], pa.uint8())})
+    path = write(tmp_path / KINDS[kind], table, kind)
+    assert Parquet(path, inputs="x", targets="label").labels.tolist() == [3, 1, -1, 2, 0]
+    with pytest.raises(UsageError, match="rows have no classes; targets is no column of whole numbers"):
+        Parquet(path, inputs="label", targets="x").labels  # noqa: B018
+
+
 # ---- bad data
 
 

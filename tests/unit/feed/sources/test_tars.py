@@ -96,6 +96,15 @@ def test_classes_of_a_training_set(tmp_path, write_tar, jpeg):
         source.decode(source.read(1), 1)
 
 
+def test_labels_of_all_samples(tmp_path, write_tar, jpeg):
+    members = [("b/1.jpg", jpeg()), ("1.jpg", jpeg()), ("a/1.jpg", b"no picture")]
+    source = Tars(write_tar(tmp_path / "a.tar", members))
+    assert source.labels.tolist() == [1, -1, 0]
+    assert source.labels.dtype == torch.int64
+    with pytest.raises(UsageError, match=r"a.tar: samples have no classes; fields has neither cls nor folder"):
+        Tars(tmp_path / "a.tar", fields=["jpg"]).labels  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [(b"2", "there are 2 classes"), (b"-1", "whole"), (b"", "whole"), (b"x", "'x'")]
 )
