@@ -136,6 +136,24 @@ def test_a_step_that_needs_the_room_gets_it() -> None:
         assert trainer.memory()[0].peak_bytes <= most + 200
 
 
+def test_an_evaluation_that_needs_the_room_gets_it() -> None:
+    case = CASES["mlp"]
+    small, large = case.batches([8, 400])
+    peaks = []
+    for cache in (None, 1 << 30):
+        model = case.model()
+        with (
+            onebox.open("cpu", threads=1, memory=peaks[0] + 200 if peaks else None) as pool,
+            onebox.Trainer(model, case.loss, sgd(model), pool=pool, cache=cache) as trainer,
+        ):
+            for _ in range(3):
+                trainer.step(*small, range(8)).item()
+            assert trainer.upload_counters().hits == (2 * 8 if cache else 0)
+            trainer.evaluate([large])
+            peaks.append(trainer.memory()[0].peak_bytes)
+    assert peaks[1] <= peaks[0] + 200
+
+
 def test_after_a_loss_it_is_filled_anew() -> None:
     losses, tensors, _, _ = _with_a_loss(None)
     found, cached, hits, recoveries = _with_a_loss("1MiB")

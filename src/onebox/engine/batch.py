@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from onebox.errors import UsageError
-from onebox.wire import program_dtype_name
+from onebox.wire import from_frame, program_dtype_name, spec_of, to_frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class Batch:
 
     def kept(self) -> Batch:
         """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""
-        leaves = tuple(torch.empty(leaf.shape, dtype=leaf.dtype).copy_(leaf) for leaf in self.leaves)
+        # By one thread: several would wait for each other where workers use the cores.
+        leaves = tuple(from_frame(spec_of(leaf), to_frame(leaf)) for leaf in self.leaves)
         return dataclasses.replace(self, leaves=leaves)
 
     def slice(self, start: int, size: int) -> tuple[Tensor, ...]:

@@ -110,7 +110,7 @@ class Ready:
         self._fitting: set[Hashable] = set()
         self._at_once: dict[Hashable, bool] = {}  # of shapes of batches that are evaluated
         self.spare_bytes: dict[int, int] = {}
-        """For each worker what is left while a step runs with a batch of any shape so far; only where ``strict``."""
+        """For each worker what batches of all shapes so far leave, trained with or evaluated; only where ``strict``."""
         self._groups: dict[Members, int] = {}
         model, holdings = self.compiler.first(batch)
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
@@ -180,6 +180,8 @@ class Ready:
             found = self.evaluation_contents(batch, at_once=at_once, stepped=stepped)
             over = [worker for worker, contents in found.items() if peak_of(contents) > self._room_bytes(worker)]
             if not over:
+                for worker, contents in found.items():
+                    self._leaves(worker, self._room_bytes(worker) - peak_of(contents))
                 return at_once
             short = [(found[worker], worker) for worker in over]
         contents, worker = short[0]
@@ -203,11 +205,15 @@ class Ready:
             spare_bytes = room_bytes - peak_of(contents)
             if spare_bytes < 0:
                 raise no_room(peak_at(worker, contents), self._pool.devices[worker], room_bytes)
-            self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
+            self._leaves(worker, spare_bytes)
         lack = host_lack(everything, self._pool.devices)
         if lack is not None:
             raise lack.error()
         self._fitting.add(shape)
+
+    def _leaves(self, worker: int, spare_bytes: int) -> None:
+        """Take note of what a step or an evaluation leaves of a worker's memory."""
+        self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
 
     @property
     def packing(self) -> Packing:

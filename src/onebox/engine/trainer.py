@@ -270,7 +270,7 @@ class Trainer(Observed):
                     batch, stepped=self.steps_done > 0
                 ),
                 metrics=list(self._metrics),
-                parts=self._run.uploads.parts,
+                parts=self._run.uploads.parts_beside,
                 in_flight=self._in_flight,
                 failed=self._run.recover,
             )

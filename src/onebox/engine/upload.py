@@ -7,6 +7,7 @@ needs the room: the client keeps every batch until its step has begun, and what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
@@ -191,6 +192,12 @@ class Uploads:
             part = cache.part_of(batch, compiled, worker, ready.packing, spare_bytes)
             found[worker] = part or part_of(self._pool, batch, compiled, worker, ready.packing)
         return found
+
+    def parts_beside(self, batch: Batch, compiled: Compiled) -> dict[int, Part]:
+        """Return what brings each worker its part of a batch that is no step's; samples that stay make room for it."""
+        with self._lock:
+            self._make_room()
+            return self.parts(dataclasses.replace(batch, samples=None), compiled)
 
     def kept(self, batch: Batch) -> Batch:
         """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
