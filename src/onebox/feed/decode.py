@@ -166,4 +166,4 @@ def _torchvision() -> Any:
 
 
 def _bad(said: str, path: object, sample: object) -> DataError:
-    return DataError(f"{said}.", path=path, sample=sample)
+    return DataError(f"{said}. Replace it, or take it away.", path=path, sample=sample)

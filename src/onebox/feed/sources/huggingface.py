@@ -11,7 +11,7 @@ from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.columns import Columns
 from onebox.feed.sources.iterables import tell_epoch
 from onebox.feed.sources.labels import check_classes
-from onebox.feed.sources.naming import blamed
+from onebox.feed.sources.naming import blamed, named
 
 FORMATS = (None, "torch", "numpy", "custom")
 """Formats of a data set that are understood: plain, tensors, arrays, and what a transform of the user's makes."""
@@ -123,7 +123,7 @@ class HuggingFaceStream:
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch; a data set that shuffles does so by its own seed and the epoch."""
         tell_epoch(self._dataset, epoch)
-        for index, row in enumerate(self._dataset):
+        for index, row in enumerate(named(self._dataset, self.name)):
             columns = self._columns or self._make(list(row))
             self._columns = columns
             yield columns.sample(row, index, where=self.name(index))

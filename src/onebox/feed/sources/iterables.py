@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from onebox.errors import UsageError
-from onebox.feed.sources.naming import kind_of
+from onebox.feed.sources.naming import kind_of, named
 
 
 class IterableStream:
@@ -29,7 +29,7 @@ class IterableStream:
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch, in the iterable's own order."""
         tell_epoch(self._items, epoch)
-        return iter(self._items)
+        return named(self._items, self.name)
 
     def name(self, index: int) -> str:
         """Number of an item, and the class of the iterable."""
@@ -56,15 +56,15 @@ class OneShotStream:
             UsageError: It is not the first, or has begun before.
         """
         if epoch or self._begun:
-            came = f"epoch {epoch} is asked of a {kind_of(self._items)}, which can be gone through only once"
+            came = f"epoch {epoch} is asked of {kind_of(self._items)}, which can be gone through only once"
             todo = "give a callable that makes one (the generator's function, not yet called), a list, or a Dataset"
             raise UsageError(f"{came}; for more than one epoch, or for starting one again, {todo}.")
         self._begun = True
-        return self._items
+        return named(self._items, self.name)
 
     def name(self, index: int) -> str:
         """Number of an item, and the class of the iterator."""
-        return f"{'batch' if self.batched else 'sample'} {index} of a {kind_of(self._items)}"
+        return f"{'batch' if self.batched else 'sample'} {index} of {kind_of(self._items)}"
 
 
 class MadeStream:
@@ -93,7 +93,7 @@ class MadeStream:
         made = self._make(**{name: values[name] for name in self._known})
         if not isinstance(made, Iterable):
             raise UsageError(f"{kind_of(self._make)} gave a {kind_of(made)}; it has to give an iterable of batches.")
-        return iter(made)
+        return named(made, self.name)
 
     def name(self, index: int) -> str:
         """Number of an item, and the name of the callable."""

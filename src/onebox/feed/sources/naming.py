@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,3 +60,33 @@ def blamed(where: str, index: int, doing: str = "read", path: object = None) -> 
     except Exception as error:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise DataError(f"{where} cannot be {doing}: {said}.", path=path, sample=index) from error
+
+
+def named(items: Iterable[Any], name: Callable[[int], str]) -> Iterator[Any]:
+    """Iterate over a user's items, and let an error in there say which one it came with.
+
+    Args:
+        items: They; where they come from is closed, if it has ``close``, when this ends or is closed.
+        name: Says what the item with a number is.
+
+    Raises:
+        DataError: In place of any exception that is not onebox's own; that is its cause.
+    """
+    index = 0
+    with blamed(name(index), index):
+        iterator = iter(items)
+    try:
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except Exception:  # who makes a name for each item, makes most for nothing
+                with blamed(name(index), index):
+                    raise
+            yield item
+            index += 1
+    finally:
+        close = getattr(iterator, "close", None)
+        if callable(close):
+            close()

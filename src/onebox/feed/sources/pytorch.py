@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from onebox.errors import UsageError
 from onebox.feed.sources.iterables import length_of, tell_epoch
-from onebox.feed.sources.naming import blamed, kind_of, origin
+from onebox.feed.sources.naming import blamed, kind_of, named, origin
 
 
 class DatasetSource:
@@ -87,7 +87,7 @@ class IterableDatasetStream:
     def begin(self, epoch: int, seed: int) -> Iterator[Any]:
         """Begin an epoch, in the order of the data set."""
         tell_epoch(self.dataset, epoch)
-        return iter(self.dataset)
+        return named(self.dataset, self.name)
 
     def name(self, index: int) -> str:
         """The sample's number, and the class of the data set."""
@@ -121,7 +121,7 @@ class LoaderStream:
         for part in (*samplers, loader.dataset):
             tell_epoch(part, epoch)
         with _seeded([loader, *samplers], seed, epoch):
-            yield from loader
+            yield from named(loader, self.name)
 
     def name(self, index: int) -> str:
         """The batch's number, and the classes of loader and data set."""
@@ -153,7 +153,7 @@ class NodeStream:
         with _seeded(samplers, seed, epoch):
             try:
                 self.root.reset()
-                yield from self.root
+                yield from named(self.root, self.name)
             finally:
                 for node in self._nodes:
                     _end_threads(node)

@@ -197,6 +197,50 @@ def test_a_loader_that_does_not_batch():
     assert not stream.batched
 
 
+class Failing(torch_data.IterableDataset):
+    def __iter__(self):
+        yield 0
+        yield 1
+        raise ValueError("not this one")
+
+
+def failing():
+    return iter(Failing())
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (Failing(), "sample 2 of Failing"),
+        (torch_data.DataLoader(Counting(), batch_size=5), "batch 2 of DataLoader over Counting"),
+        (failing, "batch 2 of failing"),
+        (failing(), "batch 2 of Failing.__iter__"),
+    ],
+)
+def test_what_a_stream_raises_names_the_item(what, said):
+    iterator = as_source(what).begin(0, 0)
+    next(iterator), next(iterator)
+    with pytest.raises(DataError, match=f"{said} cannot be read: ValueError: not this one") as raised:
+        next(iterator)
+    assert raised.value.sample == 2
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_what_is_closed_early_closes_where_it_comes_from():
+    def make():
+        try:
+            yield from range(3)
+        finally:
+            closed.append(True)
+
+    closed = []
+    iterator = as_source(make).begin(0, 0)
+    next(iterator)
+    assert not closed
+    iterator.close()
+    assert closed
+
+
 # ---- iterables
 
 
@@ -217,12 +261,12 @@ def test_a_generator_has_one_epoch():
     stream = as_source(make())
     assert ints(stream) == [1, 2]
     for epoch in (0, 1):
-        with pytest.raises(UsageError, match=rf"epoch {epoch} is asked of a .*make, which .* only once; .* a callable"):
+        with pytest.raises(UsageError, match=rf"epoch {epoch} is asked of .*make, which .* only once; .* a callable"):
             stream.begin(epoch, 0)
 
 
 def test_a_generator_has_no_second_epoch_in_a_resumed_run():
-    with pytest.raises(UsageError, match="epoch 1 is asked of a list_iterator"):
+    with pytest.raises(UsageError, match="epoch 1 is asked of list_iterator"):
         as_source(iter([1])).begin(1, 0)
 
 
