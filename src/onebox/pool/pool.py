@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -25,8 +26,10 @@ from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.pool.uplinks import Uplinks
-from onebox.pool.ways import shares_memory
+from onebox.pool.ways import hindrances, shares_memory
 from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
+
+_LOG = logging.getLogger("onebox")
 
 __all__ = ["GROUP_S", "DeviceInfo", "Pool"]
 
@@ -184,11 +187,13 @@ class Pool:
                 )
                 for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
             ]
-            raise_first(joined)
+            answers = raise_first(joined)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.leave_group(group, workers)
             raise
+        for line in hindrances([self.devices[worker] for worker in workers], answers):
+            _LOG.warning("%s", line)
         return group
 
     def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from onebox.errors import UsageError
+from onebox.pool.device import DeviceInfo
+from onebox.pool.line import Answer
+from onebox.wire.sayings import Joined
 
 SHARED_VARIABLE = "ONEBOX_SHARED_MEMORY"
 
@@ -19,3 +23,24 @@ def shares_memory() -> bool:
     if said not in ("0", "1"):
         raise UsageError(f"{SHARED_VARIABLE} is {said!r}; allowed are 1, and 0 for sockets between workers of a host")
     return said == "1"
+
+
+def hindrances(members: Sequence[DeviceInfo], answers: Sequence[Answer]) -> list[str]:
+    """Return a line for each member of a group that does not share memory with another one, though it is beside it.
+
+    Args:
+        members: The devices, by their ranks.
+        answers: What each said when it had joined.
+    """
+    lines = []
+    for one, answer in zip(members, answers, strict=True):
+        for joined in answer.results:
+            for rank, why in joined.apart if isinstance(joined, Joined) else ():
+                if 0 <= rank < len(members):
+                    other = members[rank]
+                    lines.append(
+                        f"device {one.number} ({one.device} on {one.host}) does not share memory with device "
+                        f"{other.number} ({other.device} on {other.host}), which is on the same machine: {why}; what "
+                        "goes between them goes through sockets"
+                    )
+    return lines

@@ -177,7 +177,19 @@ class Made(Message, frozen=True, tag="made"):
     inputs: tuple[Strided, ...]
 
 
-Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState | Kept | Slots
+class Joined(Message, frozen=True, tag="joined"):
+    """Answer to :class:`FormGroup`.
+
+    Args:
+        near: The ranks that share memory with this one, which is among them; nobody where none was to.
+        apart: Those that do not though they are on this host, and why.
+    """
+
+    near: tuple[int, ...] = ()
+    apart: tuple[tuple[int, str], ...] = ()
+
+
+Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState | Kept | Slots | Joined
 
 
 class Reply(Message, frozen=True, tag="reply"):

@@ -18,7 +18,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.messages import FormGroup, Rendezvous
-from onebox.wire.sayings import Contribution, Lookup
+from onebox.wire.sayings import Contribution, Joined, Lookup
 from onebox.worker.carriers import carrier_for
 from onebox.worker.interfaces import NoAddress, is_foreign
 from onebox.worker.joint import JointGroup
@@ -142,6 +142,11 @@ class ClientGroup:
         self._device = device
         self._order = 0
 
+    @property
+    def joined(self) -> Joined:
+        """Nobody shares memory."""
+        return Joined()
+
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Send tensors of one type to the client to be summed, as one flat tensor."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -208,10 +213,10 @@ def form_group(
             raise
         if near is None or met is None:
             return whole
-        if len(met.memories) == 1:
+        if len(met.memories) == 1 and not met.apart:
             near.close()
             return whole
-        return JointGroup(near, whole, tuple(met.memories))
+        return JointGroup(near, whole)
 
 
 def _by_sockets(form: FormGroup, store: ChannelStore, device: torch.device, progress: Progress) -> TorchGroup:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from onebox.wire import TensorSpec
+from onebox.wire.sayings import Joined
 from onebox.worker.peers import Finish
 from onebox.worker.shared import SharedGroup
 from onebox.worker.torchgroup import TorchGroup
@@ -18,15 +19,19 @@ class JointGroup:
     All that goes from one rank to another goes by one way, so that it comes in its order.
 
     Args:
-        near: The part of the group that is on this host.
-        all_ranks: The whole group, by sockets.
-        ranks: Those of ``near``.
+        near: The part of the group that shares memory.
+        whole: The whole group, by sockets.
     """
 
-    def __init__(self, near: SharedGroup, all_ranks: TorchGroup, ranks: Sequence[int]) -> None:
+    def __init__(self, near: SharedGroup, whole: TorchGroup) -> None:
         self._near = near
-        self._all = all_ranks
-        self._ranks = frozenset(ranks)
+        self._all = whole
+        self._ranks = frozenset(near.joined.near)
+
+    @property
+    def joined(self) -> Joined:
+        """With whom memory is shared."""
+        return self._near.joined
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""

@@ -357,8 +357,7 @@ class Machine:
         return results
 
     def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._groups.form(form)
-        return []
+        return [self._groups.form(form)]
 
     def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._keeper.leave(leave.group)

@@ -8,7 +8,6 @@ says whose memory it has got. Two ranks share memory if each has that of the oth
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +37,13 @@ class Met:
         memories: Its own memory and theirs, by their ranks.
         watches: Tell whether their processes are still there.
         paged: Whether the driver of an accelerator knows some of the memory by its pages.
+        apart: The ranks that are in this one's place and do not share memory with it, and why.
     """
 
     memories: Mapping[int, Memory]
     watches: Mapping[int, ProcessWatch]
     paged: bool = False
+    apart: tuple[tuple[int, str], ...] = ()
 
     @property
     def speeds(self) -> Sequence[Speed]:
@@ -114,13 +115,15 @@ def meet(form: FormGroup, keys: Keys, kind: str = "cpu") -> Met:
         raise
     finally:
         own.seal()
-    for rank in sorted(near.keys() - (agreed & memories.keys())):
-        _say(form, rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
     together = agreed & memories.keys()
     return Met(
         {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
         {rank: ProcessWatch(near[rank].process) for rank in together},
         "cuda" in {kind, *(near[rank].kind for rank in together)},
+        tuple(
+            (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
+            for rank in sorted(near.keys() - together)
+        ),
     )
 
 
@@ -153,12 +156,3 @@ def _ranks(text: bytes) -> set[int]:
         return {int(word) for word in text.decode("ascii").split(",")}
     except ValueError:
         raise WireError(f"a rank shares memory with {text[:80]!r}, which are no ranks") from None
-
-
-def _say(form: FormGroup, rank: int, why: str) -> None:
-    print(
-        f"onebox worker: rank {form.rank} of group {form.group} does not share memory with rank {rank}, which is on "
-        f"this host, too: {why}; what goes between them goes through sockets",
-        file=sys.stderr,
-        flush=True,
-    )

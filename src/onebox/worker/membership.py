@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from onebox.wire.messages import FormGroup, Gather, Receive, Reduce, Routine, Send
-from onebox.wire.sayings import Failure, Left
+from onebox.wire.sayings import Failure, Joined, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.pinning import roaming
 from onebox.worker.sockets import Sockets
@@ -38,15 +38,17 @@ class Memberships:
         """The groups that this worker is in."""
         return tuple(self._groups)
 
-    def form(self, form: FormGroup) -> None:
-        """Join a group.
+    def form(self, form: FormGroup) -> Joined:
+        """Join a group; return with whom memory is shared there.
 
         Raises:
             PeerLost: The others did not come in time.
         """
         device, progress = (_HOST, Progress()) if form.aside else (self._device, self._progress)
         with self._sockets.making(form.group), roaming():
-            self._groups[form.group] = form_group(form, self._channel, device, progress, self._wires)
+            group = form_group(form, self._channel, device, progress, self._wires)
+            self._groups[form.group] = group
+        return group.joined
 
     def get(self, number: int) -> Group:
         """Return a group.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Reduced, Rendezvous
-from onebox.wire.sayings import Contribution, Left, Lookup
+from onebox.wire.sayings import Contribution, Joined, Left, Lookup
 
 
 class Arrived(NamedTuple):
@@ -36,6 +36,10 @@ class Group(Protocol):
 
     Sums and gathers are started in the same order by all ranks.
     """
+
+    @property
+    def joined(self) -> Joined:
+        """With whom memory is shared."""
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks; what comes is the flat sum."""

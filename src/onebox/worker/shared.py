@@ -24,6 +24,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
 from onebox.wire.messages import FormGroup
+from onebox.wire.sayings import Joined
 from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block
 from onebox.worker.carriers import Carrier
@@ -71,6 +72,7 @@ class SharedGroup:
         self._wires = wires
         self._links = {link.peer: (link.link, Speed.of(link)) for link in form.links}
         self._watches = met.watches
+        self._apart = met.apart
         self._order = 0
         self._timed = 0  # collectives whose end on the ring is known
         self._running: WeakValueDictionary[int, Collective] = WeakValueDictionary()
@@ -81,6 +83,11 @@ class SharedGroup:
         self._inboxes = {rank: Inbox(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
         self._ring = Ring(met.speeds)
         wake_on_time()
+
+    @property
+    def joined(self) -> Joined:
+        """With whom memory is shared."""
+        return Joined(tuple(self._inboxes), self._apart)
 
     def send(self, tensor: Tensor, peer: int, channel: int) -> int:
         """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds.

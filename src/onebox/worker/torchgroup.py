@@ -18,6 +18,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.messages import FormGroup
+from onebox.wire.sayings import Joined
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 from onebox.worker.interfaces import bind_nccl
 from onebox.worker.memory import PeerLost
@@ -64,6 +65,11 @@ class TorchGroup:
             options._timeout = timeout
             options._threads = 1
             self._group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
+
+    @property
+    def joined(self) -> Joined:
+        """Nobody shares memory."""
+        return Joined()
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""

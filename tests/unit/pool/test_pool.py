@@ -26,7 +26,7 @@ from onebox.errors import (
     WorkerDied,
     WorkerError,
 )
-from onebox.pool import Fault, Pool, raise_first, switchboard
+from onebox.pool import Answer, Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
 from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send
 from onebox.wire.sayings import Contribution, Lookup, Scalars
@@ -285,17 +285,17 @@ def test_what_workers_meet_by_is_what_all_of_them_have(
     devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
     formed: list[Any] = []
 
-    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[None]:
+    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[Answer]:
         formed.extend(instructions)
-        done: Future[None] = Future()
-        done.set_result(None)
+        done: Future[Answer] = Future()
+        done.set_result(Answer((), (), ()))
         return done
 
     monkeypatch.setattr(pool, "devices", devices)
     monkeypatch.setattr(pool, "post", post)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: backend != "nccl")
     pool.form_group((0, 1), "workers", aside=aside)
-    assert [form.backend for form in formed] == [backend] * 2
+    assert [(form.backend, form.shared) for form in formed] == [(backend, backend == "gloo")] * 2
 
 
 @pytest.mark.parametrize("via", ["workers", "client"])
