@@ -31,6 +31,7 @@ class StageCounters:
         waiting_s: Time in wait for input.
         blocked_s: Time in which it could have had input, but had no room for what it makes.
         bytes: What it has made: tensors, arrays and bytes in its results.
+        cpu_s: Time of processors in its work; without that of other threads that the work itself has.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StageCounters:
     waiting_s: float
     blocked_s: float
     bytes: int
+    cpu_s: float = 0.0
 
 
 def between(before: Sequence[StageCounters], after: Sequence[StageCounters]) -> tuple[StageCounters, ...]:
@@ -53,6 +55,7 @@ def between(before: Sequence[StageCounters], after: Sequence[StageCounters]) -> 
             waiting_s=late.waiting_s - early.waiting_s,
             blocked_s=late.blocked_s - early.blocked_s,
             bytes=late.bytes - early.bytes,
+            cpu_s=late.cpu_s - early.cpu_s,
         )
         for early, late in zip(before, after, strict=True)
     )
@@ -71,6 +74,7 @@ class Tally:
     by: By = "threads"
     items: int = 0
     bytes: int = 0
+    cpu_s: float = 0.0
     _spent_s: dict[Doing, float] = field(default_factory=lambda: {"busy": 0.0, "waiting": 0.0, "blocked": 0.0})
     _now: dict[Hashable, tuple[Doing, float]] = field(default_factory=dict)
 
@@ -82,10 +86,11 @@ class Tally:
         if doing is not None:
             self._now[worker] = (doing, now_s)
 
-    def finished(self, size_bytes: int) -> None:
-        """Count an item that is done."""
+    def finished(self, size_bytes: int, cpu_s: float = 0.0) -> None:
+        """Count an item that is done, and what it took of a processor."""
         self.items += 1
         self.bytes += size_bytes
+        self.cpu_s += cpu_s
 
     def counters(self, concurrency: int, now_s: float) -> StageCounters:
         """Return the sums, with what is going on at the moment."""
@@ -101,6 +106,7 @@ class Tally:
             waiting_s=spent_s["waiting"],
             blocked_s=spent_s["blocked"],
             bytes=self.bytes,
+            cpu_s=self.cpu_s,
         )
 
 

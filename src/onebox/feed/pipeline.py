@@ -236,10 +236,12 @@ class Pipeline:
         """Be a worker of a stage."""
         me = threading.get_ident()
         try:
-            with self._worker(index) as work:
+            with self._worker(index) as (work, clock):
                 while (task := self._take(index, me)) is not None:
-                    self._put_down(index, task, self._make(index, task, work))
-                    del task
+                    begin_s = clock()
+                    value = self._make(index, task, work)
+                    self._put_down(index, task, value, clock() - begin_s)
+                    del task, value
         finally:
             with self._lock:
                 self._workers[index] -= 1
@@ -248,11 +250,14 @@ class Pipeline:
             if is_last and isinstance(self._iterator, Generator):
                 self._iterator.close()
 
-    def _worker(self, index: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
-        """Return who does the work of a stage: this thread, or a process."""
-        if index in self._nurseries:
-            return contextlib.closing(self._nurseries[index].child())
-        return contextlib.nullcontext(self._specs[index].work)
+    @contextlib.contextmanager
+    def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], Any], Callable[[], float]]]:
+        """Have who does the work of a stage, this thread or a process, and a clock of what it takes of a processor."""
+        if index not in self._nurseries:
+            yield self._specs[index].work, time.thread_time
+            return
+        with contextlib.closing(self._nurseries[index].child()) as child:
+            yield child, lambda: child.cpu_s
 
     def _take(self, index: int, me: int) -> Task | None:
         """Wait for an item, and for room for what it becomes; ``None`` if this worker is to leave."""
@@ -295,7 +300,7 @@ class Pipeline:
             self._wake()
         return item
 
-    def _put_down(self, index: int, task: Task, value: Any) -> None:
+    def _put_down(self, index: int, task: Task, value: Any, cpu_s: float) -> None:
         """Hand on what has become of an item."""
         size_bytes = size_of(value)
         with self._lock:
@@ -304,7 +309,7 @@ class Pipeline:
             elif not self._closed:
                 self._flow.finish(index, task, value, size_bytes)
                 if not isinstance(value, Failure):
-                    self._tallies[index].finished(size_bytes)
+                    self._tallies[index].finished(size_bytes, cpu_s)
             self._wake()
 
     def _wake(self) -> None:

@@ -29,6 +29,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -137,10 +138,14 @@ class Child:
 
     Args:
         nursery: Where it comes from.
+
+    Attributes:
+        cpu_s: Time of a processor that its work took so far.
     """
 
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
+        self.cpu_s = 0.0
         self._number = -1
         self._failed: WorkError | None = None
         self._link, theirs = socket.socketpair()
@@ -161,9 +166,10 @@ class Child:
             raise self._failed
         try:
             send(self._link, item)
-            done, value = receive(self._link)
+            done, value, cpu_s = receive(self._link)
         except (EOFError, ConnectionError):
             raise WorkError(_death(int(self._nursery.ask(b"reap %d" % self._number)))) from None
+        self.cpu_s += cpu_s
         if done:
             return value
         raise _raised(**value)
@@ -297,10 +303,13 @@ def _serve(link: socket.socket, work: Callable[[Any], Any]) -> NoReturn:
     try:
         while True:
             item = receive(link)
+            begin_s = time.process_time()
             try:
-                send(link, (True, work(item)))
+                made = work(item)
+                send(link, (True, made, time.process_time() - begin_s))
+                del made
             except BaseException as error:
-                send(link, (False, _told(error)))
+                send(link, (False, _told(error), time.process_time() - begin_s))
             del item
             _flush()
     except (EOFError, BrokenPipeError):

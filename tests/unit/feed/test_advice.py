@@ -7,14 +7,15 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.feed.advice import MOST, bound_line, choose
 from onebox.feed.counters import StageCounters
 
 
-def stage(name: str, item_s: float, concurrency: int = 1, items: int = 60) -> StageCounters:
+def stage(name: str, item_s: float, concurrency: int = 1, items: int = 60, cpu: float = 1.0) -> StageCounters:
+    """What a stage did, whose work takes that share of a core."""
     return StageCounters(
         name=name,
         by="threads",
@@ -24,12 +25,13 @@ def stage(name: str, item_s: float, concurrency: int = 1, items: int = 60) -> St
         waiting_s=0.0,
         blocked_s=0.0,
         bytes=0,
+        cpu_s=item_s * items * cpu,
     )
 
 
-def asked(item_s: dict[str, float], workers: dict[str, int], cores: int) -> dict[str, int]:
+def asked(item_s: dict[str, float], workers: dict[str, int], cores: int, **cpu: float) -> dict[str, int]:
     """Choose, where the consumer takes a second for an item."""
-    counters = [stage(name, seconds, workers[name]) for name, seconds in item_s.items()]
+    counters = [stage(name, seconds, workers[name], cpu=cpu.get(name, 1.0)) for name, seconds in item_s.items()]
     return choose([*counters, stage("compute", 1.0)], 60.0, cores)
 
 
@@ -72,13 +74,20 @@ def test_what_is_chosen_is_chosen_again(item_s, cores):
     assert asked(item_s, chosen, cores) == chosen
 
 
-@given(st.data(), times, counts, many)
-def test_no_noise_of_20_percent_makes_it_swing(data, item_s, workers, cores):
+shares = st.fixed_dictionaries({name: st.sampled_from([1.0, 1.0, 0.5, 0.1, 0.02]) for name in names})
+
+
+@settings(max_examples=50)
+@given(st.data(), times, many, shares)
+def test_no_noise_of_20_percent_makes_it_swing(data, item_s, cores, cpu):
     noise = st.floats(0.8, 1.2)
     changes: dict[str, list[int]] = {name: [] for name in names}
-    workers = asked(item_s, workers, cores)  # from wherever it was to where it belongs
-    for _ in range(12):
-        counters = [stage(name, item_s[name] * data.draw(noise), workers[name]) for name in names]
+    workers = asked(item_s, dict.fromkeys(names, 1), cores, **cpu)
+    for _ in range(8):
+        counters = [
+            stage(name, item_s[name] * data.draw(noise), workers[name], cpu=cpu[name] * data.draw(noise))
+            for name in names
+        ]
         chosen = choose([*counters, stage("compute", data.draw(noise))], 60.0, cores)
         for name in names:
             if chosen[name] != workers[name]:
@@ -101,6 +110,23 @@ def test_a_stage_that_hardly_works_takes_nothing_from_one_that_does():
     assert asked({"read": 0.9, "process": 2.5}, {"read": 2, "process": 2}, 4)["process"] == 2
 
 
+def test_a_stage_that_waits_needs_no_cores():
+    one = {"read": 1, "process": 1}
+    assert asked({"read": 8.0, "process": 0.5}, one, 1, read=0.01) == {"read": 8, "process": 1}
+    assert asked({"read": 8.0, "process": 0.5}, one, 1, read=0.1) == {"read": 2, "process": 1}
+    assert asked({"read": 8.0, "process": 0.5}, one, 1, read=0.5) == one
+    assert asked({"read": 800.0, "process": 0.5}, one, 1, read=0.001) == {"read": MOST, "process": 1}
+    assert asked({"read": 8.0, "process": 3.0}, one, 4, read=0.01) == {"read": 8, "process": 3}
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_threads_that_wait_for_the_lock_are_none_that_wait(workers):
+    """Each computes the less, and takes the longer, the more there are."""
+    before = {"read": 1, "process": workers}
+    chosen = asked({"read": 0.1, "process": 4.0 * workers}, before, 8, process=1.0 / workers)
+    assert chosen == {"read": 1, "process": 7}
+
+
 def test_nothing_is_changed_before_anything_was_seen():
     counters = [stage("read", 0.0, 3, items=0), stage("compute", 0.0, items=0)]
     assert choose(counters, 1.0, 8) == {"read": 3}
@@ -112,8 +138,8 @@ def test_nothing_is_changed_before_anything_was_seen():
     [
         (0.5, 1, 60.0, "bound by compute (100 % busy): batches are there in time"),
         (3.5, 1, 214.0, "bound by process (98 % busy): 4 threads would do"),
-        (3.5, 2, 110.0, "bound by process (95 % busy): 4 threads would do"),
-        (3.0, 3, 60.0, "bound by process (100 % busy): 3 threads keep up, nearly"),
+        (3.5, 2, 240.0, "bound by process (88 % busy): 4 threads would do"),
+        (3.0, 3, 62.0, "bound by process (100 % busy): 3 threads keep up, nearly"),
         (1000.0, 1, 60000.0, "bound by process (100 % busy): more threads, or less work for each batch, would help"),
     ],
 )
@@ -121,6 +147,15 @@ def test_the_line_says_what_bounds_and_what_would_help(item_s, concurrency, wall
     assert (
         bound_line([stage("read", 0.1), stage("process", item_s, concurrency), stage("compute", 1.0)], wall_s) == line
     )
+
+
+def test_threads_that_take_turns_are_told_to_be_processes():
+    counters = [stage("process", 9.0, 3, cpu=1.0 / 3), stage("compute", 1.0)]
+    assert bound_line(counters, 180.0) == (
+        "bound by process (100 % busy), its threads take turns: 3 processes would do"
+    )
+    waits = [stage("read", 9.0, 3, cpu=0.01), stage("compute", 1.0)]
+    assert bound_line(waits, 180.0) == "bound by read (100 % busy): 9 threads would do"
 
 
 def test_processes_are_called_so():
@@ -134,4 +169,3 @@ def test_there_is_always_one_line(item_s, workers, wall_s):
     line = bound_line([*counters, stage("compute", 1.0)], wall_s)
     assert line.startswith("bound by ")
     assert "\n" not in line
-    assert MOST >= 1

@@ -374,11 +374,13 @@ def test_auto_gives_a_slow_stage_more_workers(monkeypatch):
         threading.Event().wait(0.004)
         return item
 
-    with Pipeline(range(60), [StageSpec("read", same, "auto"), StageSpec("process", slow, "auto")], cores=4) as ready:
-        assert ready.counters()[1].concurrency == 1
-        assert list(ready) == list(range(60))
-        assert ready.counters()[0].concurrency == 1
-        assert ready.counters()[1].concurrency == 3
+    specs = [StageSpec("read", same, "auto"), StageSpec("process", slow, "auto")]
+    with Pipeline(range(60), specs, cores=4) as ready:
+        assert [each.concurrency for each in ready.counters()] == [1, 1, 1]
+        seen = [(item, ready.counters()[1].concurrency) for item in ready]
+    assert [item for item, _ in seen] == list(range(60))
+    assert seen[0][1] == 1
+    assert max(count for _, count in seen) > 1
 
 
 def test_a_worker_may_close_the_pipeline_that_it_works_for():
