@@ -235,6 +235,8 @@ class PlanConfig(JobConfig):
         fates: What may become of activations for which a device has no room, such as keep,recompute; without it all:
             keep, recompute, offload, swap, and cpu for parts that a CPU worker beside the device computes.
         update: Where the optimizer's state may be: on the device, on its host, or auto for either.
+        preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute, such as
+            1.5: where CPU devices and that need more cores than there are, they slow each other down.
         budget: The most seconds that the search may take, after measuring.
         fresh: Measure even what is known from an earlier time.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
@@ -254,6 +256,7 @@ class PlanConfig(JobConfig):
     schedules: Names = None
     fates: Names = None
     update: Literal["device", "host", "auto"] = "device"
+    preparing: float = 0.0
     budget: float = 5.0
     fresh: Flag = False
     check: File = None
@@ -265,6 +268,8 @@ class PlanConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(budget=self.budget)
+        if not 0 <= self.preparing < math.inf:
+            raise UsageError(f"--preparing {self.preparing}: allowed are cores, 0 or more")
         given = {
             f"--micro-batches {self.micro_batches}": self.micro_batch_sizes is not None,
             f"--schedules {self.schedules}": self.schedule_names is not None,

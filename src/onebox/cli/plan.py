@@ -43,7 +43,7 @@ def show_plan(config: PlanConfig) -> None:
     with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
         print_devices(pool, console)
         if given is not None:
-            found = predict_plan(config.resolved(), data, pool, given, fresh=config.fresh)
+            found = predict_plan(config.resolved(), data, pool, given, preparing=config.preparing, fresh=config.fresh)
         else:
             found = search_plan(
                 config.resolved(),
@@ -53,6 +53,7 @@ def show_plan(config: PlanConfig) -> None:
                 schedules=config.schedule_names,
                 fates=config.fate_names,
                 update=config.updates,
+                preparing=config.preparing,
                 budget_s=config.budget,
                 fresh=config.fresh,
             )
@@ -64,7 +65,7 @@ def show_plan(config: PlanConfig) -> None:
     if found.shortfall:
         raise UsageError(
             f"the plan does not fit: {found.shortfall}; smaller micro-batches, more stages, and stages that are "
-            f"recomputed or offloaded need less: onebox fit --plan {config.check} finds such plans"
+            f"recomputed, offloaded or swapped need less: onebox fit --plan {config.check} finds such plans"
         )
 
 

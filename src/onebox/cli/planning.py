@@ -83,6 +83,7 @@ def search_plan(
     schedules: Sequence[str] | None = None,
     fates: Sequence[ChainFate] = FATES,
     update: Sequence[UpdateAt] = ("device",),
+    preparing: float = 0.0,
     budget_s: float = 5.0,
     fresh: bool = False,
 ) -> Foreseen:
@@ -96,6 +97,7 @@ def search_plan(
         schedules: Allowed schedules.
         fates: What may become of activations.
         update: Where the optimizer's state may be.
+        preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: The most seconds that the search may take.
         fresh: Measure even what is known.
 
@@ -116,6 +118,7 @@ def search_plan(
         schedules=schedules or SCHEDULES,
         fates=fates,
         update=update,
+        preparing=preparing,
         memory=config.memory,
         precision=config.precision,
         budget_s=budget_s,
@@ -127,7 +130,9 @@ def search_plan(
     )
 
 
-def predict_plan(config: JobConfig, data: Data, pool: Pool, plan: Plan, *, fresh: bool = False) -> Foreseen:
+def predict_plan(
+    config: JobConfig, data: Data, pool: Pool, plan: Plan, *, preparing: float = 0.0, fresh: bool = False
+) -> Foreseen:
     """Measure, and predict a given plan.
 
     Args:
@@ -135,6 +140,7 @@ def predict_plan(config: JobConfig, data: Data, pool: Pool, plan: Plan, *, fresh
         data: The data set.
         pool: The devices.
         plan: The plan; what it predicts itself is not looked at.
+        preparing: Cores of this machine that the preparation of batches keeps busy.
         fresh: Measure even what is known.
 
     Raises:
@@ -160,7 +166,8 @@ def predict_plan(config: JobConfig, data: Data, pool: Pool, plan: Plan, *, fresh
         precision=config.precision,
         fresh=fresh,
     )
-    problem = make_problem(profile, pool.devices, pool_links(pool, fresh=fresh), batch=len(labels), micro_batches=sizes)
+    links = pool_links(pool, fresh=fresh)
+    problem = make_problem(profile, pool.devices, links, batch=len(labels), micro_batches=sizes, preparing=preparing)
     _check_table(problem, plan)
     predicted, simulation = predict(problem, plan)
     peaks = forecast_memory(

@@ -293,7 +293,7 @@ class Plan(_Part, frozen=True):
         if len(self.devices) == 1:
             return f"{_count(len(self.stages), 'stage')} on device {self.devices[0]}, {cut}"
         if len(self.stages) > 1 or self.split:
-            where = "; ".join(_replicas(stage) for stage in self.stages)
+            where = _told_once([_replicas(stage) for stage in self.stages])
             return f"{_count(len(self.stages), 'stage')} on devices {where}, {cut}, schedule {self.schedule}"
         (stage,) = self.stages
         total = math.fsum(stage.shares)
@@ -341,6 +341,27 @@ def _count(number: int, what: str) -> str:
 
 def _quoted(literal: Any) -> str:
     return ", ".join(map(repr, get_args(literal)))
+
+
+def _told_once(places: Sequence[str]) -> str:
+    """Say where stages are: each place once, with the spans of its stages where any has several."""
+    where: dict[str, list[int]] = {}
+    for stage, place in enumerate(places):
+        where.setdefault(place, []).append(stage)
+    if len(where) == len(places):
+        return "; ".join(places)
+    return "; ".join(f"{place} (stages {_spans(stages)})" for place, stages in where.items())
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Say ascending numbers: consecutive ones by the first and the last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _replicas(stage: Stage) -> str:

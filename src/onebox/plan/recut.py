@@ -19,6 +19,9 @@ from onebox.plan.schedules import warm_up
 _MOST_LINKS = 64
 """Longer chains are joined where least crosses, until they are so long."""
 
+_FEW = 24
+"""Of so many segments, any number of the first ones may be on the CPU; of more, eighths."""
+
 _TRIES = 4
 """So often spans are chosen for less memory, because a stage takes more than its links say one by one."""
 
@@ -253,7 +256,8 @@ def policies(problem: Problem, device: int) -> Iterator[tuple[str, Policy]]:
         yield "swap all", lambda chain: _even(chain, 1, "swap")
     if "cpu" in problem.fates and processor_of(problem, device) is not None:
         count = len(problem.segments)
-        for first in sorted({max(1, count * turn // 8) for turn in range(1, 8)} - {count}):
+        counts = range(1, count) if count <= _FEW else sorted({count * turn // 8 for turn in range(1, 8)})
+        for first in counts:
             yield "the first segments on the CPU", _first_on_cpu(first)
 
 

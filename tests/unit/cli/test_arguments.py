@@ -186,6 +186,7 @@ def test_all_flags_of_fit() -> None:
             ["--fates recompute: allowed are keep, recompute, offload, swap, cpu", "always one"],
         ),
         ("plan --fates keep,drop", ["--fates keep,drop: allowed are keep, recompute, offload, swap, cpu"]),
+        ("plan --preparing -1", ["--preparing -1", "0 or more"]),
         ("plan --check p.json --fates keep", ["--check p.json and --fates keep", "give one of them"]),
         ("plan --check p.json --update auto", ["--check p.json and --update auto", "give one of them"]),
         ("fit --gflops 100", ["--gflops and --bandwidth go together", "give both"]),

@@ -215,6 +215,11 @@ def test_a_plan_describes_itself() -> None:
     replicated = Stage(segments=("b",), replicas=((1, 3), (2, 4)), shares=(1.0, 1.0))
     staged = Plan(stages=(ONE, replicated), micro_batch=8, schedule="zb-h1")
     assert staged.describe() == "2 stages on devices 0; 1+3 | 2+4, micro-batches of 8, schedule zb-h1"
+    places = {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0, "f": 0, "g": 1}
+    several = tuple(replace(ONE, segments=(name,), replicas=((place,),)) for name, place in places.items())
+    assert Plan(stages=several, micro_batch=8).describe() == (
+        "7 stages on devices 0 (stages 0, 3 to 5); 1 (stages 1 to 2, 6), micro-batches of 8, schedule 1f1b"
+    )
     spans = tuple(replace(ONE, segments=(name,), fate=fate) for name, fate in (("a", "recompute"), ("b", "offload")))
     thrifty = Plan(stages=spans, micro_batch=8, update="host")
     assert thrifty.describe() == (

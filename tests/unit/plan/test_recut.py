@@ -28,7 +28,8 @@ from onebox.plan import (
     search,
     simulate,
 )
-from onebox.plan.recut import processor_of
+from onebox.plan.judge import Judge
+from onebox.plan.recut import processor_of, trivial
 from onebox.plan.why import reasons
 from onebox.plan.work import Parked
 
@@ -193,6 +194,20 @@ def hybrid(*, cpu_s: float) -> Problem:
         replicable=False,
         fates=("keep", "recompute", "offload", "cpu"),
     )
+
+
+def test_any_number_of_first_segments_may_be_on_the_cpu() -> None:
+    """Of few segments; of many, eighths."""
+    for count, wanted in ((6, {1, 2, 3, 4, 5}), (40, {5, 10, 15, 20, 25, 30, 35})):
+        problem = hybrid(cpu_s=1e-3)
+        made = tuple(replace(problem.segments[0], name=f"s{index}") for index in range(count))
+        problem = replace(problem, segments=made, values=())
+        found = {
+            len(layout.parts[0].segments)
+            for name, layout in trivial(Judge(problem, effort=10**6, expired=lambda: False), 0, 8)
+            if name == "the first segments on the CPU"
+        }
+        assert found == wanted
 
 
 @pytest.mark.parametrize(("cpu_s", "on_cpu"), [(1.2e-3, True), (4e-2, False)])
