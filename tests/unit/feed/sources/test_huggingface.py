@@ -17,7 +17,17 @@ from onebox.feed.sources import HuggingFace, HuggingFaceStream
 
 datasets = pytest.importorskip("datasets")
 
+tqdm = pytest.importorskip("tqdm")
+
 PIXELS = np.random.default_rng(0).integers(0, 256, (9, 4, 5, 3), dtype=np.uint8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_monitor():
+    """Let no thread stay behind that looks after progress bars."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm.tqdm, "monitor_interval", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
