@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,8 @@ def profile_key(pool: Pool) -> str:
     """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
     links = sorted((source, target, link) for (source, target), link in pool.links.items())
     here = platform.node(), len(os.sched_getaffinity(0))
-    return key_of("pool", FORMAT, str(torch.__version__), here, pool.devices, links, shares_memory())
+    devices = [replace(device, host_free_bytes=0) for device in pool.devices]  # which is another each time
+    return key_of("pool", FORMAT, str(torch.__version__), here, devices, links, shares_memory())
 
 
 def measure_pool(pool: Pool) -> PoolProfile:
