@@ -6,12 +6,15 @@ import os
 import pathlib
 
 import pytest
+import torch
 from msgspec.structs import replace
+from torch import nn
 
 import onebox
 from onebox.pool import local
 from onebox.pool.dealing import Cores, online_cores
 from onebox.worker.instructions import instructions
+from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, staged
 from tests.reference import assert_same
@@ -47,6 +50,27 @@ def test_stages_with_channels_last_train_as_one_process(
         stages = tuple(replace(stage, channels_last=place % every == 0) for place, stage in enumerate(plain.stages))
         plan = replace(plain, stages=stages)
         assert_same(run(pool, model, plan, sizes), expected)
+
+
+def test_fused_activations_train_as_one_process(pool: onebox.Pool, tmp_path: pathlib.Path) -> None:
+    """In less memory; a run that is resumed fuses, too."""
+    plan, sizes = staged("gpt2", (0, 1)), (6, 6, 6)
+    assert_same(run(pool, "gpt2", plan, sizes, fuse=True), reference("gpt2", plan, sizes))
+    case = CASES["gpt2"]
+    peaks = []
+    for fuse in (False, True):
+        model = case.model()
+        with onebox.Trainer(model, case.loss, sgd(model), pool=pool, plan=plan, fuse=fuse) as trainer:
+            peaks.append(trainer.predicted_memory(*case.batches([6])[0]))
+            trainer.save(tmp_path)
+    assert all(fused < plain for plain, fused in zip(peaks[0].values(), peaks[1].values(), strict=True))
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, sgd(model), pool=pool) as trainer:
+        assert trainer.fuse
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2)
 
 
 def on_host(process: int) -> set[int]:

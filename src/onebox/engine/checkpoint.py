@@ -74,6 +74,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         numbers: Entries of its state that are no tensors.
         extra: What the user added, such as the position in the data.
         files: The other files.
+        fuse: Whether activations that are written out become single operators.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -89,6 +90,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     numbers: tuple[NumberEntry, ...]
     extra: dict[str, Any]
     files: tuple[FileEntry, ...] = ()
+    fuse: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

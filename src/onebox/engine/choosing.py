@@ -38,5 +38,6 @@ def with_measured_formats(plan: Plan, pool: Pool, captures: Captures, remote: Re
         pool=pool,
         sizes=[max(part.size for part in plan.micro_batches(batch.size))],
         precision=recipe.precision,
+        fuse=recipe.fuse,
     )
     return with_formats(plan, profile, pool.devices)

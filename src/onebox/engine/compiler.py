@@ -47,6 +47,7 @@ class Recipe:
         device_type: The device type that the graph is for.
         trained: Parameters whose gradients are wanted.
         on_device: Tensor code in front of the model.
+        fuse: Whether activations that are written out become single operators.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Recipe:
     device_type: str
     trained: frozenset[str]
     on_device: OnDevice | None = None
+    fuse: bool = False
 
 
 class Captures:
@@ -112,6 +114,7 @@ class Captures:
             precision=recipe.precision,
             device_type=recipe.device_type,
             on_device=recipe.on_device,
+            fuse=recipe.fuse,
         )
         return TracedModel(captured, backward=train, trained=recipe.trained, halves=halves)
 

@@ -112,6 +112,7 @@ def fit(
     micro_batch: int | None = None,
     update: UpdateAt = "device",
     precision: Precision = "fp32",
+    fuse: bool = False,
     clip_grad_norm: float | None = None,
     rates: Rates | None = None,
     budget_s: float = 3.0,
@@ -134,6 +135,7 @@ def fit(
         micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
         update: Where the optimizer's state is, without a plan.
         precision: As for :class:`Trainer`.
+        fuse: Likewise.
         clip_grad_norm: Likewise.
         rates: How fast each device is; ``None`` for what was measured at an earlier time, else a guess.
         budget_s: The most seconds that the search for ways to fit may take.
@@ -162,9 +164,8 @@ def fit(
     strangers = [device for device in asked.devices if device >= len(devices)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")
-    question = _Question(
-        model, loss, optimizer, devices, _captures(model, loss, optimizer, devices, precision), clip_grad_norm or 0.0
-    )
+    captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
+    question = _Question(model, loss, optimizer, devices, captures, clip_grad_norm or 0.0)
     batch = as_batch(inputs, targets)
     return question.answer(asked, batch, rates, budget_s)
 
@@ -175,6 +176,8 @@ def _captures(
     optimizer: torch.optim.Optimizer,
     devices: Sequence[DeviceInfo],
     precision: Precision,
+    *,
+    fuse: bool,
 ) -> Captures:
     """Return what traces a model for some devices."""
     remote = RemoteState(model, loss, optimizer, cast(Pool, Nowhere(devices)))
@@ -185,6 +188,7 @@ def _captures(
         precision=precision,
         device_type="cuda" if any(device.kind == "cuda" for device in devices) else "cpu",
         trained=frozenset(remote.wanted),
+        fuse=fuse,
     )
     return Captures(recipe)
 

@@ -59,6 +59,7 @@ def make_plan(
     memory: Memory | None = None,
     preparing: float = 0.0,
     precision: Precision = "fp32",
+    fuse: bool = False,
     budget_s: float = 5.0,
     fresh: bool = False,
 ) -> Planned:
@@ -82,6 +83,7 @@ def make_plan(
         preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute: where
             workers of it and that need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
+        fuse: Likewise.
         budget_s: The most seconds that the search may take.
         fresh: Measure anew what is known from an earlier time.
 
@@ -112,6 +114,7 @@ def make_plan(
         pool=pool,
         sizes=measured_sizes(batch.size, allowed),
         precision=precision,
+        fuse=fuse,
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)

@@ -58,6 +58,7 @@ def profile_model(
     pool: Pool,
     sizes: Sequence[int],
     precision: Precision = "fp32",
+    fuse: bool = False,
     fresh: bool = False,
     cache: bool = True,
 ) -> tuple[ModelProfile, Captures]:
@@ -72,6 +73,7 @@ def profile_model(
         pool: Where it is measured, on each device. A ``sim`` device is taken for a core of this machine.
         sizes: Samples of a micro-batch: one or more sizes.
         precision: As for :class:`~onebox.engine.Trainer`.
+        fuse: Likewise.
         fresh: Measure even if it is known.
         cache: Whether to look in the user's cache, and to keep the times there: by graph, devices and torch version.
 
@@ -92,7 +94,7 @@ def profile_model(
         for size in sorted(set(sizes)):
             samples = torch.arange(size * _MICRO_BATCHES) % batch.size
             small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
-            runs = _Runs(model, loss, optimizer, small, size, precision, runs.captures if runs else None)
+            runs = _Runs(model, loss, optimizer, small, size, precision, fuse, runs.captures if runs else None)
             runs.prepare(pool)
             key = runs.key(pool)
             known = load(key, KnownTimes) if cache and not fresh else None
@@ -153,12 +155,14 @@ class _Runs:
         small: tuple[Any, Any],
         size: int,
         precision: Precision,
+        fuse: bool,
         captures: Captures | None,
     ) -> None:
         self._arguments = (model, loss, optimizer)
         self._small = small
         self._size = size
         self._precision = precision
+        self._fuse = fuse
         self.captures = captures
         self._names: tuple[str, ...] = ()
         self._bytes: ModelBytes | None = None
@@ -167,7 +171,8 @@ class _Runs:
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
         if self.captures is None:
-            with Trainer(*self._arguments, pool=pool, precision=self._precision, recover=False) as probe:
+            options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False}
+            with Trainer(*self._arguments, pool=pool, **options) as probe:
                 self.captures = probe.captures
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 

@@ -76,6 +76,8 @@ class Trainer(Observed):
             lost, with another one it agrees with that to rounding.
         snapshot_every: Steps from one snapshot to the next; ``None`` for as many as keep their cost below 3 % of the
             time. Who says it wants recovery.
+        fuse: Whether activations that the model writes out, as Hugging Face's GPT-2 does GELU, become single operators:
+            fewer passes over memory, and fewer tensors kept for backward. Results differ by rounding.
         on_device: Tensor code in front of the model, captured with it and run on the workers, in training and
             evaluation: maps the inputs of a micro-batch, as they were given to :meth:`step`, to those of the model, so
             that for example bytes travel and floats are made of them there. What it draws at random is drawn by the
@@ -123,6 +125,7 @@ class Trainer(Observed):
         recover: bool | None = None,
         snapshot_every: int | None = None,
         on_device: OnDevice | None = None,
+        fuse: bool = False,
         ahead_bytes: int = AHEAD_BYTES,
         cache: int | str | None = None,
     ) -> None:
@@ -135,6 +138,7 @@ class Trainer(Observed):
         self.pool = pool
         self.seed = seed
         self.precision: Precision = precision
+        self.fuse = fuse
         self.clip_grad_norm = clip_grad_norm
         self.extra: dict[str, Any] = {}
         self._in_flight = in_flight
@@ -152,6 +156,7 @@ class Trainer(Observed):
             device_type="cuda" if "cuda" in kinds else "cpu",
             trained=frozenset(remote.wanted),
             on_device=on_device,
+            fuse=fuse,
         )
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
@@ -321,6 +326,7 @@ class Trainer(Observed):
             "step": self.steps_done,
             "seed": self.seed,
             "precision": self.precision,
+            "fuse": self.fuse,
             "clip_grad_norm": self.clip_grad_norm,
             "extra": dict(extra or {}),
         }
@@ -361,6 +367,7 @@ class Trainer(Observed):
         settings: dict[str, Any] = {
             "seed": manifest.seed,
             "precision": manifest.precision,
+            "fuse": manifest.fuse,
             "clip_grad_norm": manifest.clip_grad_norm,
             **planned_options(manifest.plan, len(pool), options),
         }

@@ -135,12 +135,14 @@ class Captured:
         example: The (inputs, targets) that it was captured with.
         aliases: For each name of a parameter or buffer the first name of the same tensor; tied weights share one.
         device_type: Where the graph is to run.
+        fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.fuse`.
     """
 
     exported: ExportedProgram
     example: tuple[Any, Any]
     aliases: Mapping[str, str]
     device_type: str
+    fuse: bool = False
 
 
 def capture(
@@ -153,6 +155,7 @@ def capture(
     precision: Precision = "fp32",
     device_type: str = "cpu",
     on_device: OnDevice | None = None,
+    fuse: bool = False,
 ) -> Captured:
     """Export a model and its loss for inputs of one shape.
 
@@ -166,6 +169,7 @@ def capture(
         precision: ``bf16`` runs the model and the loss under autocast; any other one as they are.
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
+        fuse: Whether activations that are written out become single operators.
 
     Raises:
         CaptureError: The model depends on the values of tensors in a way that no graph can hold, or the loss is not
@@ -186,7 +190,8 @@ def capture(
             raise explain(error, type(model).__name__) from error
     _require_known_shapes(exported)
     _require_buffers(exported)
-    return Captured(exported=exported, example=example, aliases=_aliases(wrapper), device_type=device_type)
+    aliases = _aliases(wrapper)
+    return Captured(exported=exported, example=example, aliases=aliases, device_type=device_type, fuse=fuse)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from onebox.errors import CaptureError
 from onebox.graph.capture import Captured, quiet
+from onebox.graph.fuse import fuse
 from onebox.graph.locate import explain, node_refusal
 from onebox.graph.portable import portable_operators
 
@@ -79,6 +80,8 @@ def joint_graph(captured: Captured, *, backward: bool) -> Joint:
     """
     module = captured.exported.module()
     _make_buffers(module)
+    if captured.fuse:
+        fuse(module)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(portable_operators(captured.device_type))
