@@ -185,11 +185,11 @@ class Feed:
         self.position = self._at(position.epoch, position.index, first)
 
     def report(self) -> str:
-        """Say which stage bounded the last epoch, what would help, and what was left out so far."""
+        """Say which stage bounded the last epoch, what would help, and what it left out."""
         if self._last is None:
             return "no batch has been asked for yet"
         line = bound_line(*self._last)
-        return f"{line}; {self.skipped}" if self.skipped.count else line
+        return f"{line}; {self.skipped}" if self.skipped.in_epoch else line
 
     @property
     def counters(self) -> tuple[StageCounters, ...]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from onebox.cli import main
 from onebox.engine.checkpoint import read, saves
@@ -16,6 +17,15 @@ from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, met
 from tests.process.cli.conftest import SETTINGS, Run
 
 ENDLESS = ("--model", "mlp", "--epochs", "100000", "--every", "1", *POOL)
+
+
+def write_pictures(folder: Path) -> None:
+    """Write pictures of two classes; one is broken."""
+    for number in range(40):
+        path = folder / ("zeros", "ones")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (200 * (number % 2), number, 0)).save(path)
+    (folder / "zeros" / "2.png").write_bytes(b"no picture")
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -55,7 +65,11 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(
 
 
 def test_an_interrupt_is_one_line_and_leaves_nothing_running(tmp_path: Path) -> None:
-    with running(["train", *ENDLESS, "--run", "run"], tmp_path) as process:
+    """Here of a run that reads its pictures as it goes, one of which is broken."""
+    write_pictures(tmp_path / "pictures")
+    data = ("--data", "folder:pictures", "--batch", "8", "--on-error", "skip", "--read", "2", "--process", "2")
+    with running(["train", *ENDLESS, *data, "--run", "run"], tmp_path) as process:
+        read_until(process, r"1 left out: sample \d+ \(.*/zeros/2\.png\) failed in decode: ")
         read_until(process, r"epoch 2/")
         workers = workers_of(process)
         process.send_signal(signal.SIGINT)
