@@ -84,6 +84,12 @@ def consume(results: Iterable[Any]) -> None:
     assert count == BATCHES
 
 
+def naps() -> None:
+    """Take as long as the ideal, but for what a nap is longer than it should be."""
+    for _ in range(BATCHES + 2):
+        time.sleep(STAGE_S)
+
+
 def ours(by: Any) -> None:
     """Run the pipeline."""
     stages = [StageSpec("read", nap, 1, by), StageSpec("process", nap, 1, by)]
@@ -107,6 +113,7 @@ def loader(workers: int) -> None:
 def sleeping(rounds: int) -> dict[str, float]:
     """Compare with others on stages that sleep."""
     sides: dict[str, Callable[[], None]] = {
+        "nothing but naps, one after the other": naps,
         "onebox, threads": lambda: ours("threads"),
         "onebox, processes": lambda: ours("processes"),
         "torchdata.nodes": nodes,

@@ -317,3 +317,12 @@ def test_what_processes_take_of_processors_is_counted():
         read, process, _ = ready.counters()
     assert 0.1 <= read.cpu_s <= read.busy_s
     assert process.cpu_s <= process.busy_s
+
+
+def test_it_may_begin_in_any_thread():
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(run(lambda number: (number, os.getpid()), range(3), 2)))
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert [number for number, _ in found] == [0, 1, 2]
+    assert os.getpid() not in {pid for _, pid in found}

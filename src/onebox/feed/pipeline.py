@@ -88,7 +88,8 @@ class Pipeline:
         self._may_work = [threading.Condition(self._lock) for _ in stages]
         self._arrived = threading.Condition(self._lock)
         self._tallies = [*(Tally(spec.name, spec.by) for spec in stages), Tally(CONSUMER)]
-        self._workers = [0] * len(limits)
+        self._workers = [0] * len(limits)  # that are to stay
+        self._leaving: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._nurseries: dict[int, Nursery] = {}
         self._entered = self._closed = self._drained = False
@@ -235,20 +236,27 @@ class Pipeline:
     def _run(self, index: int) -> None:
         """Be a worker of a stage."""
         me = threading.get_ident()
-        try:
-            with self._worker(index) as (work, clock):
-                while (task := self._take(index, me)) is not None:
-                    begin_s = clock()
-                    value = self._make(index, task, work)
-                    self._put_down(index, task, value, clock() - begin_s)
-                    del task, value
-        finally:
-            with self._lock:
-                self._workers[index] -= 1
-                self._tallies[index].switch(me, None, time.perf_counter())
-                is_last = index == 0 and self._workers[0] == 0
-            if is_last and isinstance(self._iterator, Generator):
-                self._iterator.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave, index, me)
+            work, clock = stack.enter_context(self._worker(index))
+            while (task := self._take(index, me)) is not None:
+                begin_s = clock()
+                value = self._make(index, task, work)
+                self._put_down(index, task, value, clock() - begin_s)
+                del task, value
+
+    def _leave(self, index: int, me: int) -> None:
+        """Be no worker any more; the last one of the first stage closes what the items come from."""
+        with self._lock:
+            self._workers[index] -= me not in self._leaving
+            self._leaving.discard(me)
+            self._tallies[index].switch(me, None, time.perf_counter())
+            is_last = index == 0 and self._workers[0] == 0
+            iterator = self._iterator
+            if is_last:
+                self._iterator = iter(())
+        if is_last and isinstance(iterator, Generator):
+            iterator.close()
 
     @contextlib.contextmanager
     def _worker(self, index: int) -> Iterator[tuple[Callable[[Any], Any], Callable[[], float]]]:
@@ -265,6 +273,8 @@ class Pipeline:
             while True:
                 hindrance = self._flow.hindrance(index)
                 if self._closed or hindrance == "over" or self._workers[index] > self._flow.limit(index):
+                    self._workers[index] -= 1  # now, or others would leave for the same reason
+                    self._leaving.add(me)
                     return None
                 now_s = time.perf_counter()
                 if hindrance is None:

@@ -383,6 +383,18 @@ def test_auto_gives_a_slow_stage_more_workers(monkeypatch):
     assert max(count for _, count in seen) > 1
 
 
+def test_workers_come_and_go_and_one_is_always_left(monkeypatch):
+    monkeypatch.setattr(pipeline_module, "WINDOW_S", 0.0)
+    monkeypatch.setattr(pipeline_module, "WINDOW_ITEMS", 2)
+    counts = itertools.chain([8, 1, 8, 1, 8], itertools.repeat(1))
+    monkeypatch.setattr(pipeline_module, "choose", lambda *_: dict.fromkeys(["read", "process"], next(counts)))
+    with Pipeline(range(300), [StageSpec("read", same, "auto"), StageSpec("process", same, "auto")]) as ready:
+        assert list(ready) == list(range(300))
+        for thread in feed_threads():
+            thread.join(PATIENCE_S)
+        assert ready.counters()[0].items == 300
+
+
 def test_a_worker_may_close_the_pipeline_that_it_works_for():
     ready = Pipeline(itertools.count(), [StageSpec("read", lambda item: ready.close())])
     with ready:
