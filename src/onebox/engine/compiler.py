@@ -83,10 +83,13 @@ class Captures:
         Raises:
             CaptureError: The model cannot be captured.
         """
-        key = (batch.signature(size), train, halves)
+        key = (batch.signature(size), train, halves and train)
         if key not in self._traced:
+            if halves and train:
+                self._traced[key] = self.traced(batch, size, train=True).halved()
+                return self._traced[key]
             with _CAPTURING:
-                self._traced[key] = self._capture(batch, size, train=train, halves=halves)
+                self._traced[key] = self._capture(batch, size, train=train)
         return self._traced[key]
 
     def segments(self, batch: Batch, size: int) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ class Captures:
         state = named_state(self.recipe.model, self.recipe.loss, lambda: 0)
         return {name: state.spec(name) for name in state.tensors}
 
-    def _capture(self, batch: Batch, size: int, *, train: bool, halves: bool) -> TracedModel:
+    def _capture(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
         recipe = self.recipe
         captured = capture(
             recipe.model,
@@ -116,7 +119,7 @@ class Captures:
             on_device=recipe.on_device,
             fuse=recipe.fuse,
         )
-        return TracedModel(captured, backward=train, trained=recipe.trained, halves=halves)
+        return TracedModel(captured, backward=train, trained=recipe.trained)
 
 
 class Constants:

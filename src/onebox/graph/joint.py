@@ -67,6 +67,19 @@ class Joint:
     outputs: tuple[tuple[fx.Node, Port], ...]
     constants: dict[str, Tensor]
 
+    def copied(self) -> Joint:
+        """Return a copy whose graph may be changed."""
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        return Joint(
+            graph=graph,
+            inputs=tuple((known[node], port) for node, port in self.inputs),
+            outputs=tuple((known[node], port) for node, port in self.outputs),
+            constants=self.constants,
+        )
+
 
 def joint_graph(captured: Captured, *, backward: bool) -> Joint:
     """Trace an exported model through AOTAutograd.

@@ -114,6 +114,14 @@ class TracedModel:
         self._order = {node: number for number, node in enumerate(joint.graph.nodes)}
         self._readers = self._find_readers()
 
+    def halved(self) -> TracedModel:
+        """Return the model, of which backward is whole here, with backward in halves, too; nothing is traced again."""
+        made, joint = copy.copy(self), self._joint.copied()
+        part_gradients(joint.graph)
+        made._halves = self._backward
+        made._take(joint)
+        return made
+
     def _narrowed(self, stages: Sequence[Sequence[str]], narrow: Collection[int]) -> TracedModel:
         """Return the model with the products of some stages in bfloat16."""
         made = copy.copy(self)
