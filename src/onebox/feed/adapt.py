@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from onebox.errors import UsageError
 from onebox.feed.source import Source, Stream
+from onebox.feed.sources.arrays import Arrays
 from onebox.feed.sources.huggingface import HuggingFace, HuggingFaceStream
 from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
 from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
@@ -71,6 +72,8 @@ def as_source(what: Any, *, batched: bool | None = None) -> Source | Stream:
         return LoaderStream(what)
     if isinstance(what, IterableDataset):
         return IterableDatasetStream(what)
+    if type(what) is TensorDataset and len(what.tensors) == 2:
+        return Arrays(*what.tensors, where="TensorDataset")  # which gives whole batches at once
     if isinstance(what, Dataset):
         return DatasetSource(what)
     if _is_of(what, "torchdata.nodes", ("BaseNode", "Loader")):

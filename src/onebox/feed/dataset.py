@@ -5,7 +5,6 @@ Shape letters: N samples, C channels, H and W pixels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from onebox.errors import UsageError
 from onebox.feed.source import Source
+from onebox.feed.sources.arrays import Arrays
 
 
 class Data(Protocol):
@@ -59,9 +59,8 @@ class Data(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Split:
-    """Images and their labels, in a fixed order.
+class Split(Arrays):
+    """Images and their labels in memory, in a fixed order.
 
     Args:
         images: ``uint8 [N, C, H, W]``, 0 to 255.
@@ -77,36 +76,23 @@ class Split:
         5
     """
 
-    images: Tensor
-    labels: Tensor
-
-    def __post_init__(self) -> None:
-        images, labels = self.images, self.labels
+    def __init__(self, *, images: Tensor, labels: Tensor) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4 or images.numel() == 0:
             raise UsageError(f"images are {_describe(images)}; they have to be uint8 [N, C, H, W], none of them 0.")
         if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
             raise UsageError(f"labels are {_describe(labels)}; they have to be int64 [{len(images)}], one an image.")
+        super().__init__(images, labels, where="in memory")
+        self._labels = labels
 
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(self.labels)
+    @property
+    def images(self) -> Tensor:
+        """``uint8 [N, C, H, W]``."""
+        return self.inputs
 
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """An image and its label, which share memory with the split."""
-        return self.images[index], self.labels[index]
-
-    def decode(self, raw: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor]:
-        """What was read."""
-        return raw
-
-    def name(self, index: int) -> str:
-        """The number of a sample."""
-        return f"in memory: {index}"
-
-    def read_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images and labels of some samples, copied at once: what collating them one by one would give."""
-        chosen = torch.tensor(indices)
-        return self.images[chosen], self.labels[chosen]
+    @property
+    def labels(self) -> Tensor:
+        """``int64 [N]``."""
+        return self._labels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

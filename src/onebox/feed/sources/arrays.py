@@ -66,6 +66,12 @@ class Arrays:
         """What was read."""
         return raw
 
+    def read_batch(self, indices: Sequence[int]) -> Tensor | tuple[Tensor, Tensor]:
+        """Some rows, copied at once: what collating them one by one would give."""
+        chosen = torch.tensor(indices)
+        rows = self.inputs[chosen]
+        return rows if self.targets is None else (rows, self.targets[chosen])
+
     def name(self, index: int) -> str:
         """The number of a row."""
         return f"{self.where}: {index}"

@@ -110,6 +110,15 @@ def test_a_data_set_without_length_is_refused():
         as_source(Endless())
 
 
+def test_tensors_are_read_by_whole_batches():
+    dataset = torch_data.TensorDataset(torch.arange(5), torch.arange(5) * 2)
+    source = as_source(dataset)
+    assert source.decode(source.read(3), 3) == dataset[3]
+    inputs, targets = source.read_batch([4, 0])
+    assert (inputs.tolist(), targets.tolist()) == ([4, 0], [8, 0])
+    assert as_source(torch_data.TensorDataset(torch.arange(5))).read(3) == (torch.tensor(3),)
+
+
 def test_sources_and_streams_are_taken_as_they_are():
     source = as_source(Counting())
     stream = as_source([1])
