@@ -44,7 +44,8 @@ class Pipeline:
     a concurrency of 1.
 
     Args:
-        items: What the first stage works on; an item is a batch, or what becomes one.
+        items: What the first stage works on; an item is a batch, or what becomes one. Errors name it by its attribute
+            ``number``, where it has one, else by its place.
         stages: What is done to each, in this order.
         ahead: Most results that are ready at a time.
         limit_bytes: Most bytes of what is ready and under way together: tensors, arrays and bytes in the results of
@@ -80,6 +81,7 @@ class Pipeline:
             raise UsageError(f"The stages are {names}; there has to be one at least, and each with a name of its own.")
         self._items = items
         self._iterator: Iterator[Any] | None = None
+        self._called: dict[int, int] = {}  # what items call themselves
         self._specs = tuple(stages)
         self._cores = cores if cores is not None else max(1, len(os.sched_getaffinity(0)) - 1)
         limits = [1 if spec.concurrency == "auto" else spec.concurrency for spec in stages]
@@ -194,12 +196,17 @@ class Pipeline:
                 spec, since_s = self._specs[place[0]], place[1]
                 left_s = since_s + spec.timeout_s - time.perf_counter()
                 if left_s <= 0.0:
-                    return hang(spec, self._flow.handed)
+                    return hang(spec, self._number(self._flow.handed))
             self._arrived.wait(min(left_s, threading.TIMEOUT_MAX))
+        self._called.pop(self._flow.handed, None)
         value = self._flow.hand_over()
         if not isinstance(value, Failure):
             self._tallies[-1].finished(0)
         return value
+
+    def _number(self, place: int) -> int:
+        """Return by which number errors name an item."""
+        return self._called.get(place, place)
 
     def _adjust(self) -> None:
         """Let the stages whose concurrency is ``auto`` have as many workers as their counters ask for."""
@@ -241,8 +248,8 @@ class Pipeline:
             work, clock = stack.enter_context(self._worker(index))
             while (task := self._take(index, me)) is not None:
                 begin_s = clock()
-                value = self._make(index, task, work)
-                self._put_down(index, task, value, clock() - begin_s)
+                value, size_bytes = self._make(index, task, work)
+                self._put_down(index, task, value, size_bytes, clock() - begin_s)
                 del task, value
 
     def _leave(self, index: int, me: int) -> None:
@@ -285,34 +292,37 @@ class Pipeline:
                 self._tallies[index].switch(me, hindrance, now_s)
                 self._may_work[index].wait()
 
-    def _make(self, index: int, task: Task, work: Callable[[Any], Any]) -> Any:
-        """Return what the work of a stage makes of an item; ``_END`` if there is none."""
+    def _make(self, index: int, task: Task, work: Callable[[Any], Any]) -> tuple[Any, int]:
+        """Return what the work of a stage makes of an item, and its bytes; ``_END`` if there is none."""
         item = task.value
         if isinstance(item, Failure):
-            return item
+            return item, 0
         try:
             if index == 0:
                 try:
-                    item = self._pull()
+                    item = self._pull(task.number)
                 except StopIteration:
-                    return _END
-            return work(item)
+                    return _END, 0
+            made = work(item)
+            return made, size_of(made)
         except BaseException as error:  # whatever it is, it belongs to the consumer
-            return failure(self._specs[index].name, task.number, error)
+            return failure(self._specs[index].name, self._number(task.number), error), 0
 
-    def _pull(self) -> Any:
+    def _pull(self, place: int) -> Any:
         """Take an item from the iterator; nobody else does meanwhile."""
         if self._iterator is None:
             self._iterator = iter(self._items)
         item = next(self._iterator)  # an error is the end of the items: nobody pulls again
+        number = getattr(item, "number", None)
         with self._lock:
+            if isinstance(number, int):
+                self._called[place] = number
             self._flow.pulled()
             self._wake()
         return item
 
-    def _put_down(self, index: int, task: Task, value: Any, cpu_s: float) -> None:
+    def _put_down(self, index: int, task: Task, value: Any, size_bytes: int, cpu_s: float) -> None:
         """Hand on what has become of an item."""
-        size_bytes = size_of(value)
         with self._lock:
             if value is _END:
                 self._flow.ended(task)

@@ -7,6 +7,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,30 @@ def test_an_error_comes_in_its_place_and_names_the_stage(concurrency):
         assert "broken" in [frame.name for frame in traceback.extract_tb(raised.value.__cause__.__traceback__)]
         assert list(ready) == []
         assert not feed_threads()
+
+
+def test_an_item_is_called_what_it_calls_itself():
+    items = [SimpleNamespace(number=number) for number in range(40, 50)]
+
+    def broken(item):
+        if item.number == 42:
+            raise ValueError("no")
+        return item
+
+    with Pipeline(items, [StageSpec("read", same), StageSpec("process", broken)]) as ready:
+        assert [next(ready).number, next(ready).number] == [40, 41]
+        with pytest.raises(DataError, match="process failed at item 42: ValueError: no"):
+            next(ready)
+
+
+def test_a_result_that_cannot_say_its_size_is_an_error():
+    class Odd:
+        @property
+        def nbytes(self):
+            raise ValueError("who knows")
+
+    with Pipeline([1], [StageSpec("read", lambda item: Odd())]) as ready, pytest.raises(DataError, match="who knows"):
+        next(ready)
 
 
 def test_an_error_that_says_all_is_kept():
