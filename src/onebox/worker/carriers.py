@@ -74,15 +74,15 @@ class CudaCarrier:
     def out(self, tensor: Tensor, memory: Memory, offset: int) -> Done:
         """Begin to copy a tensor, behind what the device has been given to do so far."""
         dense = tensor.contiguous()
-        if dense is tensor:
+        if dense.data_ptr() == tensor.data_ptr():
             dense = tensor.clone()  # it may be written to meanwhile; this takes a fraction of the way to the host
         host = self._block(memory, offset, dense.nbytes)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host.copy_(dense.view(-1).view(torch.uint8), non_blocking=True)
-            event = self._out.record_event()
+            copied = _Copied(self._out)
         dense.record_stream(self._out)
-        return _Copied(event)
+        return copied
 
     def into(self, memory: Memory, offset: int, spec: TensorSpec) -> tuple[Tensor, Done]:
         """Begin to copy from a block, whatever the device is busy with."""
@@ -91,10 +91,10 @@ class CudaCarrier:
         with torch.cuda.stream(self._into):
             made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._device)
             made.view(-1).view(torch.uint8).copy_(host, non_blocking=True)
-            event = self._into.record_event()
-        current.wait_event(event)
+            copied = _Copied(self._into)
+        current.wait_event(copied.event)
         made.record_stream(current)
-        return made, _Copied(event)
+        return made, copied
 
     def release(self) -> None:
         """Wait for all copies, and unregister all blocks."""
@@ -123,13 +123,14 @@ class CudaCarrier:
 
 
 class _Copied:
-    """A copy on a stream."""
+    """All that a stream has been given to do so far."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves its core to others
+        self.event.record(stream)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def over(self) -> bool:
-        return self._event.query()
+        return self.event.query()
