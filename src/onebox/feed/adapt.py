@@ -86,7 +86,7 @@ def _as_plain(what: Any, batched: bool) -> Source | Stream:
     if isinstance(what, Sequence) and len(what) and all(isinstance(part, Tensor | np.ndarray) for part in what):
         raise UsageError(
             f"A {type(what).__name__} of {len(what)} arrays is neither samples nor batches; say "
-            f"torch.utils.data.TensorDataset(inputs, targets)"
+            "onebox.feed.sources.Arrays(inputs, targets), for samples that are their rows."
         )
     if hasattr(what, "__next__"):
         return OneShotStream(what, batched=batched)
@@ -105,5 +105,11 @@ def _is_of(what: Any, module: str, names: tuple[str, ...]) -> bool:
 
 
 def _refused(what: Any) -> UsageError:
-    came = f"the class {what.__name__}, not an object of it" if isinstance(what, type) else f"a {type(what).__name__}"
-    return UsageError(f"Data came as {came}; allowed are {ALLOWED}.")
+    came, todo = f"a {type(what).__name__}", f"allowed are {ALLOWED}"
+    if isinstance(what, type):
+        came = f"the class {what.__name__}, not an object of it"
+    elif isinstance(what, str | PurePath):
+        came, todo = repr(str(what)), "files are read by onebox.feed.sources, such as ImageFolder(path)"
+    elif isinstance(what, Mapping) and _is_of(what, "datasets.", ("DatasetDict", "IterableDatasetDict")):
+        todo = f"take one of its splits: {', '.join(map(str, what))}"
+    return UsageError(f"Data came as {came}; {todo}.")

@@ -155,6 +155,7 @@ def test_the_binary_version(binary):
     source = Cifar10(folder)
     assert source.name(4) == "data_batch_2.bin: 1"
     assert source.classes[3] == "cat"
+    assert source.labels.tolist() == records["train"][:, 0].tolist()
 
 
 def test_the_folder_of_the_binary_version(binary, tmp_path):

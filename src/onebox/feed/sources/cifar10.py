@@ -6,6 +6,7 @@ CIFAR-10 dataset".
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -61,6 +62,11 @@ class Cifar10:
     def __len__(self) -> int:
         """Number of pictures."""
         return len(self._source)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of all pictures, ``int64 [N]``."""
+        return self._source.labels
 
     def read(self, index: int) -> Any:
         """A picture and its label as they are stored.
@@ -118,6 +124,10 @@ class _Binary:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        return torch.tensor([self._records.read(index)[0] for index in range(len(self))])
 
     def read(self, index: int) -> bytes:
         return self._records.read(index)

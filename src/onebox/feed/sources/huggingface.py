@@ -6,6 +6,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.sources.columns import Columns
@@ -63,6 +67,19 @@ class HuggingFace:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._dataset)
+
+    @functools.cached_property
+    def labels(self) -> Tensor:
+        """The targets of all rows, ``int64 [N]``; only their column is read.
+
+        Raises:
+            UsageError: There are no targets, or they are no whole numbers.
+        """
+        name = self._columns.targets
+        values = np.array([]) if name is None else np.array(self._dataset.with_format(None)[name][:])
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            raise UsageError(f"{self._where}: rows have no classes; targets is no column of whole numbers.")
+        return torch.from_numpy(values.astype(np.int64))
 
     def read(self, index: int) -> dict[str, Any]:
         """A row, as the data set gives it.

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -312,7 +313,6 @@ def test_a_callable_that_makes_nothing_to_iterate_over():
     [
         (3, "a int"),
         (None, "a NoneType"),
-        ("digits", "a str"),
         ({"x": 1}, "a dict"),
         (torch.zeros(3), "a Tensor"),
         (np.zeros(3), "a ndarray"),
@@ -332,9 +332,15 @@ def test_tables_are_refused_as_they_are_iterable_by_columns():
         as_source(pa.table({"x": [1]}))
 
 
+@pytest.mark.parametrize("path", ["train.tar", Path("train.tar")])
+def test_a_path_is_told_what_reads_files(path):
+    with pytest.raises(UsageError, match=r"Data came as 'train.tar'; files are read by onebox.feed.sources, such as"):
+        as_source(path)
+
+
 @pytest.mark.parametrize("arrays", [(torch.zeros(4), torch.zeros(4)), [np.zeros(4), np.zeros(4)]])
 def test_a_pair_of_arrays_is_told_what_to_do(arrays):
-    with pytest.raises(UsageError, match=r"of 2 arrays is neither samples nor batches; .*TensorDataset"):
+    with pytest.raises(UsageError, match=r"of 2 arrays is neither samples nor batches; .*Arrays"):
         as_source(arrays)
 
 

@@ -54,6 +54,7 @@ def test_pictures_and_labels(pictures):
     assert isinstance(source, HuggingFace)
     assert isinstance(source, Source)
     assert source.classes == ("cat", "dog", "emu")
+    assert source.labels.tolist() == [0, 1, 2] * 3
     assert source.name(4) == "datasets.Dataset: row 4"
     assert isinstance(source.read(0)["image"]["bytes"], bytes)  # decoding is another stage's
     assert is_right(samples(source))
@@ -83,6 +84,8 @@ def test_chosen_columns():
     assert (inputs.tolist(), target.item()) == ([3.0, 4.0], 2)
     (first, text) = samples(HuggingFace(table, inputs=("a", "b")))[0]
     assert (first.tolist(), text) == ([1.5, 2.0], "x")
+    with pytest.raises(UsageError, match="rows have no classes"):
+        HuggingFace(table, inputs="c", targets="b").labels  # noqa: B018
     with pytest.raises(UsageError, match=r"datasets.Dataset has no column 'z'; there are a, b, c"):
         HuggingFace(table, inputs="z")
 
@@ -90,6 +93,11 @@ def test_chosen_columns():
 def test_a_format_that_is_not_understood(pictures):
     with pytest.raises(UsageError, match=r"has the format 'pandas'; say with_format\('torch'\)"):
         as_source(pictures.with_format("pandas"))
+
+
+def test_several_splits_are_too_many(pictures):
+    with pytest.raises(UsageError, match="Data came as a DatasetDict; take one of its splits: train, test"):
+        as_source(datasets.DatasetDict(train=pictures, test=pictures))
 
 
 def test_an_empty_data_set():
