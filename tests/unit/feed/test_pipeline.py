@@ -267,6 +267,20 @@ def test_work_that_hangs_is_named(monkeypatch):
             thread.join(PATIENCE_S)
 
 
+def test_items_that_do_not_come_are_named():
+    release = threading.Event()
+
+    def items():
+        yield 0
+        release.wait(PATIENCE_S)
+
+    with Pipeline(items(), [StageSpec("read", same, timeout_s=0.2), StageSpec("process", same)]) as ready:
+        assert next(ready) == 0
+        threading.Timer(1.0, release.set).start()  # so that the thread is there no longer than that
+        with pytest.raises(DataError, match=r"read has been inside item 1 for 0\.2 s"):
+            next(ready)
+
+
 # ---- ends
 
 
