@@ -18,6 +18,9 @@ _MAY_CHANGE = (
 )
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
 
+_LATER = {"image_size", "read", "process", "on_error"}
+"""What runs of earlier versions do not say, and had as its default."""
+
 
 def to_stored(config: TrainConfig) -> dict[str, object]:
     """Return what a run's configuration file holds."""
@@ -43,8 +46,8 @@ def read_config(folder: Path) -> TrainConfig:
     except msgspec.DecodeError as error:
         raise UsageError(f"{file} is damaged, or no configuration of a run: {error}") from None
     known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NOT_STORED)
-    if set(values) != known:
-        odd = sorted(set(values) ^ known)
+    odd = sorted((set(values) ^ known) - _LATER)
+    if odd:
         raise UsageError(f"{file} is no configuration of this onebox: {', '.join(odd)} unknown or missing")
     try:
         return msgspec.convert(values, TrainConfig)

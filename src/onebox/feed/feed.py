@@ -227,7 +227,7 @@ class Feed:
                             break
                         self.skipped.add(prepared.skipped)
                         held = [prepared.batch]
-                        if prepared.batch is not None:
+                        if prepared.samples:
                             self.position = self._at(epoch, prepared.number + 1, prepared.end)
                             handed_out += 1
                             del prepared  # the batch belongs to whoever gets it, for as long as they want it

@@ -52,9 +52,9 @@ class Prepared:
     Args:
         number: Of the batch in its epoch, from 0.
         end: Place in the order of the epoch after its last sample.
-        batch: What was collated, or uploaded; ``None`` where no sample is left.
+        batch: What was collated, or uploaded.
         skipped: The samples that were left out.
-        samples: The indices of those that are in it.
+        samples: The indices of those that are in it; of none that is left nothing is handed out.
     """
 
     number: int

@@ -117,8 +117,8 @@ class Recipe:
             work, by = self._arrange(work, probed)
         items = cuts(order_N, self.size, number=number, first=first, drop_last=self.drop_last)
 
-        def describe(item: int) -> str:
-            begin = first + item * self.size
+        def describe(batch: int) -> str:
+            begin = first + (batch - number) * self.size
             return work.describe(order_N[begin : begin + self.size].tolist())
 
         return Begun(items, self._stages(work, work.read_batch, self.read, by, describe), lambda: None)
@@ -144,7 +144,7 @@ class Recipe:
         work, by = self._arrange(self._preparation(epoch, first_item, lambda raw, index: raw), probed)
         return Begun(
             reader.tasks(),
-            self._stages(work, reader.read, 1, by, lambda item: work.describe(reader.indices(item))),
+            self._stages(work, reader.read, 1, by, lambda batch: work.describe(reader.indices(batch))),
             reader.close,
         )
 
@@ -185,7 +185,7 @@ class Recipe:
         return stages if self.upload is None else (*stages, stage("upload", self._uploaded, 1, "threads"))
 
     def _uploaded(self, prepared: Prepared | None) -> Prepared | None:
-        if prepared is None or prepared.batch is None:
+        if prepared is None or not prepared.samples:
             return prepared
         assert self.upload is not None
         batch = prepared.batch

@@ -44,10 +44,11 @@ class StreamReader:
             yield Cut(number, begin, tuple(range(begin, begin + self._size)))
             number, begin = number + 1, begin + self._size
 
-    def indices(self, item: int) -> list[int]:
-        """Return the numbers of the items of the stream that a task, by its number, reads."""
-        over = -(-self._first // self._size)  # tasks that only read over
-        begin = item * self._size if item < over else self._first + (item - over) * self._size
+    def indices(self, batch: int) -> list[int]:
+        """Return the numbers of the items of a batch; of one that is only read over, which has none, the next one's."""
+        if batch < 0:
+            return [self._count]
+        begin = self._first + (batch - self._start) * self._size
         return list(range(begin, begin + self._size))
 
     def read(self, cut: Cut) -> Raw | None:

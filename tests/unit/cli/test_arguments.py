@@ -281,6 +281,14 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: obje
         read_config(tmp_path)
 
 
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    values = to_stored(TrainConfig(epochs=7).resolved())
+    for name in ("image_size", "read", "process", "on_error"):
+        del values[name]
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
+    assert read_config(tmp_path) == TrainConfig(epochs=7).resolved()
+
+
 def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
     values = to_stored(TrainConfig().resolved()) | {"colour": "red"}
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))

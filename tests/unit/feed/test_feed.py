@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from onebox.errors import UsageError
 from onebox.feed import Feed, Position
+from onebox.feed.order import order_of
 from tests.unit.feed.random_data import Counting, Numbers, all_globals, own_generator, plain
 
 WORKERS = st.sampled_from([1, 2, 3])
@@ -24,6 +25,11 @@ WORKERS = st.sampled_from([1, 2, 3])
 def told(batches: Iterable[Any]) -> list[Any]:
     """Batches as plain numbers, exact to the bit."""
     return [(inputs.tolist(), targets.tolist()) for inputs, targets in batches]
+
+
+def told_order(count: int, size: int) -> list[list[int]]:
+    """The samples of each batch of the first epoch."""
+    return [batch.tolist() for batch in order_of(count, seed=0, epoch=0).split(size)]
 
 
 def epochs(feed: Feed, first: int, last: int) -> list[Any]:
@@ -211,6 +217,26 @@ def test_upload_is_given_pairs_and_its_results_come():
 
     assert list(feed.epoch(0)) == [1, 2, 3]
     assert given == epochs(Feed(Numbers(7), batch_size=3), 0, 1)
+
+
+def test_upload_is_told_of_samples_that_are_the_same_in_every_epoch():
+    def told_of(**options: Any) -> list[Any]:
+        told: list[Any] = []
+
+        def upload(inputs: torch.Tensor, targets: torch.Tensor, samples: Any = None) -> None:
+            told.append(samples)
+
+        list(
+            Feed(Numbers(5, {2: "read"}), batch_size=3, shuffle=False, upload=upload, on_error="skip", **options).epoch(
+                0
+            )
+        )
+        return told
+
+    assert told_of() == told_of(transform=plain) == [(0, 1), (3, 4)]
+    assert told_of(transform=own_generator) == told_of(transform=all_globals) == [None, None]
+    whole = Feed(TensorDataset(torch.arange(4), torch.arange(4)), batch_size=3, upload=lambda x, y, samples: samples)
+    assert list(whole.epoch(0)) == [tuple(cut) for cut in told_order(4, 3)]
 
 
 def test_what_is_no_pair_is_not_uploaded():
