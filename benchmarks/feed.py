@@ -33,6 +33,9 @@ IDEAL_S = (BATCHES + 2) * STAGE_S
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+NAPS = "nothing but naps, one after the other"
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -113,7 +116,7 @@ def loader(workers: int) -> None:
 def sleeping(rounds: int) -> dict[str, float]:
     """Compare with others on stages that sleep."""
     sides: dict[str, Callable[[], None]] = {
-        "nothing but naps, one after the other": naps,
+        NAPS: naps,
         "onebox, threads": lambda: ours("threads"),
         "onebox, processes": lambda: ours("processes"),
         "torchdata.nodes": nodes,
@@ -138,9 +141,11 @@ def sleeping(rounds: int) -> dict[str, float]:
     }
     rows = [[f"by {by}", spread(values, 1)] for by, values in costs.items()]
     show("Nothing to do in two stages: median (least to most)", ["stages", "µs for an item and stage"], rows)
+    beside = [mine / least for mine, least in zip(found["onebox, threads"], found[NAPS], strict=True)]
     over = {name: round(statistics.median(times) / IDEAL_S, 4) for name, times in found.items()}
     return {
         "over_ideal": over["onebox, threads"],
+        "over_naps": round(statistics.median(beside), 4),
         "over_ideal_processes": over["onebox, processes"],
         "nodes_over_ideal": over["torchdata.nodes"],
         "loader_over_ideal": over["DataLoader, 2 workers"],
