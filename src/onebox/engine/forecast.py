@@ -12,7 +12,7 @@ from torch import nn
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
-from onebox.engine.ledger import Contents, peak_of
+from onebox.engine.ledger import Contents, peaks_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import host_lack
 from onebox.engine.setup import Ready
@@ -75,8 +75,9 @@ def count_memory(
     Args and errors are those of :func:`forecast_memory`.
     """
     contents = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).contents(batch)
-    lack = host_lack(contents, devices)
-    return Count({device: peak_of(found) for device, found in contents.items()}, "" if lack is None else str(lack))
+    peaks = {device: peaks_of(found) for device, found in contents.items()}
+    lack = host_lack({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
+    return Count({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
 
 
 def forecast_memory(

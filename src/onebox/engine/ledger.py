@@ -76,14 +76,20 @@ class Contents:
         return {d.number: d.what.program for d in definitions if isinstance(d.what, StoredProgram)}
 
 
+def peaks_of(contents: Contents) -> tuple[int, int]:
+    """Return the most bytes that a worker uses at any time of a step, and those that wait in the host's memory then."""
+    peaks = [(ledger.peak_bytes, ledger.host_peak_bytes) for ledger in follow(contents)]
+    return max(peak for peak, _ in peaks), peaks[-1][1]
+
+
 def peak_of(contents: Contents) -> int:
     """Return the most bytes that a worker uses at any time of a step."""
-    return max((ledger.peak_bytes for ledger in follow(contents)), default=0)
+    return peaks_of(contents)[0]
 
 
 def host_peak_of(contents: Contents) -> int:
-    """Return the most bytes of activations that wait in the host's memory at any time of a step."""
-    return max((ledger.host_peak_bytes for ledger in follow(contents)), default=0)
+    """Return the most bytes of a step that wait in the host's memory at any time of it."""
+    return peaks_of(contents)[1]
 
 
 def follow(contents: Contents) -> Iterator[Ledger]:
@@ -139,6 +145,7 @@ class Ledger:
         self._sizes: dict[int, int] = {}
         self._views: dict[int, int] = {}
         self._away: dict[int, _Copy] = {}
+        self._programs: dict[tuple[int, tuple[int, ...]], tuple[int, Mapping[int, int], Mapping[int, TensorSpec]]] = {}
         self._next = 0
 
     def follow(self, step: Step, programs: Mapping[int, Program]) -> None:
@@ -199,10 +206,8 @@ class Ledger:
             self._put(number, new[copy], copy.size_bytes)
 
     def _call(self, call: Call, program: Program) -> None:
-        need = footprint(program, call.takes)
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes + need.peak_bytes)
-        owner = owners(program)
-        specs: Mapping[int, TensorSpec] = specs_by_slot(program)
+        need_bytes, owner, specs = self._known(call, program)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + need_bytes)
         given = [self._storage[number] for number in call.inputs]
         sizes = [self._sizes[storage] for storage in given]
         self._forget(call.inputs[place] for place in call.takes)
@@ -217,6 +222,14 @@ class Ledger:
                 made[source] = self._next
                 self.origins[self._next] = (self.instruction, source)
             self._put(number, made[source], specs[source].size_bytes)
+
+    def _known(self, call: Call, program: Program) -> tuple[int, Mapping[int, int], Mapping[int, TensorSpec]]:
+        """Return what a program needs, and of its slots whose memory they lie in and what they are; found once."""
+        key = call.program, tuple(call.takes)
+        if key not in self._programs:
+            need = footprint(program, call.takes).peak_bytes
+            self._programs[key] = need, owners(program), specs_by_slot(program)
+        return self._programs[key]
 
     def _put(self, number: int, storage: int, size_bytes: int) -> None:
         self._forget((number,))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.curve import Peak
-from onebox.engine.ledger import Contents, host_peak_of
 from onebox.errors import DeviceMemoryError
 from onebox.pool import DeviceInfo
 from onebox.pool.failures import ADVICE_IN_STEPS, Place
@@ -84,18 +83,14 @@ class HostLack:
         return found
 
 
-def host_lack(contents: Mapping[int, Contents], devices: Sequence[DeviceInfo]) -> HostLack | None:
+def host_lack(needs: Mapping[int, int], devices: Sequence[DeviceInfo]) -> HostLack | None:
     """Return which host has not the memory for what devices keep there; ``None`` where all have.
 
     Args:
-        contents: What each device has when a step begins.
+        needs: The bytes that each device keeps there at most.
         devices: All devices of the pool. One that computes nothing keeps nothing, and is left out.
     """
-    needs = {
-        number: found.host_bytes + host_peak_of(found)
-        for number, found in contents.items()
-        if devices[number].kind != "sim"
-    }
+    needs = {number: needed for number, needed in needs.items() if devices[number].kind != "sim"}
     together: dict[str, list[DeviceInfo]] = {}
     for number, needed in sorted(needs.items(), key=lambda pair: -pair[1]):
         device = devices[number]

@@ -13,7 +13,7 @@ from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
 from onebox.engine.holdings import Holdings, Members
-from onebox.engine.ledger import Contents, Held, peak_of
+from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import IN_EVALUATION, host_lack, no_room
@@ -199,14 +199,16 @@ class Ready:
         shape = batch.signature(batch.size)
         if not self._strict or shape in self._fitting:
             return
-        everything = self.contents(batch)
-        for worker, contents in everything.items():
+        on_hosts = {}
+        for worker, contents in self.contents(batch).items():
             room_bytes = self._room_bytes(worker)
-            spare_bytes = room_bytes - peak_of(contents)
+            peak_bytes, waiting_bytes = peaks_of(contents)
+            on_hosts[worker] = contents.host_bytes + waiting_bytes
+            spare_bytes = room_bytes - peak_bytes
             if spare_bytes < 0:
                 raise no_room(peak_at(worker, contents), self._pool.devices[worker], room_bytes)
             self._leaves(worker, spare_bytes)
-        lack = host_lack(everything, self._pool.devices)
+        lack = host_lack(on_hosts, self._pool.devices)
         if lack is not None:
             raise lack.error()
         self._fitting.add(shape)

@@ -7,30 +7,12 @@ from dataclasses import replace
 import pytest
 
 from onebox.engine.forecast import Count
-from onebox.engine.ledger import Contents
 from onebox.engine.room import host_lack
-from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.within import search_within
 from onebox.errors import DeviceMemoryError, PlanError
 from onebox.plan import Plan
 from onebox.pool import DeviceInfo
-from onebox.wire import TensorSpec
-from onebox.wire.messages import Define, Evict, Free, Offload, Prefetch, Receive, Routine, Step
 from tests.unit.plan.test_recut import alone
-
-SPEC = TensorSpec("float64", (1000,))
-
-
-def contents(*, away: int = 0, remembered: int = 0) -> Contents:
-    """Return a step in which so many storages wait at once."""
-    numbers = tuple(range(1, away + 1))
-    steps: list[Step] = [Receive(number, SPEC, 1, 0) for number in numbers]
-    steps += [Offload(numbers), Evict(numbers), Prefetch(numbers), Free(numbers)] if away else []
-    routine = StepRoutine(
-        number=9, definitions=(Define(9, Routine(tuple(steps), 0)),), labels=(Label(""),) * len(steps),
-        leaves=(), results=(), constants={},
-    )  # fmt: skip
-    return Contents(routine=routine, held={}, leaves={}, gradients={}, optimizer_bytes=0, host_bytes=remembered)
 
 
 def device(number: int, *, host: str = "one", may: int = 0, free: int = 0, kind: str = "cuda:0") -> DeviceInfo:
@@ -47,7 +29,7 @@ def device(number: int, *, host: str = "one", may: int = 0, free: int = 0, kind:
 
 
 def test_each_device_has_a_bound_of_its_own() -> None:
-    found = {0: contents(away=3, remembered=500), 1: contents(away=2)}
+    found = {0: 24_500, 1: 16_000}
     assert host_lack(found, [device(0, may=24_500), device(1, may=16_000)]) is None
     lack = host_lack(found, [device(0, may=24_499), device(1, may=16_000)])
     assert lack is not None
@@ -60,7 +42,7 @@ def test_each_device_has_a_bound_of_its_own() -> None:
 
 
 def test_the_devices_of_a_host_share_what_it_has() -> None:
-    found = {number: contents(away=1) for number in range(3)}
+    found = {0: 8_000, 1: 8_000, 2: 8_000}
     hosts = [device(0, free=16_000), device(1, free=16_000), device(2, host="other", free=8_000)]
     assert host_lack(found, hosts) is None
     lack = host_lack(found, [replace(one, host="one") for one in hosts])
