@@ -1,11 +1,12 @@
-"""What do vector instructions make of training on a CPU worker, and what do memory format and bf16 add?
+"""What do vector instructions make of training on a CPU worker, and what do memory format and precision add?
 
 The models whose segments a hybrid plan computes beside a GPU (VGG-16 and ResNet-50 at half width on 64 x 64 pixels, and
 a transformer like GPT-2), each on one CPU worker, whose libraries are held to an instruction set: ATen by
 ``ATEN_CPU_CAPABILITY``, oneDNN by ``ONEDNN_MAX_CPU_ISA``. MKL has a limit for Intel's processors only, and chooses for
 itself on others: the transformer's products of matrices are its part of the baseline. The workers take turns.
 
-The two speedups are the geometric means over the models of baseline / AVX2 and of baseline / AVX-512.
+Beside autocast (``bf16``) stands what a trainer takes that is asked for the fastest (``auto``): memory format and
+precision as it has measured them. The speedups are geometric means over the models of one side's time over another's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from common import finish, show, spread
 from torch import Tensor, nn
 
 import onebox
+from onebox.graph import Precision
 from onebox.plan import Plan, Stage
 from onebox.worker.instructions import VARIABLES, instructions
 
@@ -44,14 +46,14 @@ class Side:
         onednn: What oneDNN is held to.
         needs: What the processor must have.
         channels_last: Whether convolutions have channels last.
-        bf16: Whether products and convolutions are of bf16.
+        precision: Of the run: ``bf16`` for autocast, ``auto`` for the fastest by measurement, of memory formats, too.
     """
 
     aten: str
     onednn: str
     needs: tuple[str, ...] = ()
     channels_last: bool = False
-    bf16: bool = False
+    precision: Precision = "fp32"
 
 
 _AVX512 = Side(aten="avx512", onednn="AVX512_CORE_BF16", needs=("AVX-512",))
@@ -60,7 +62,8 @@ SIDES = {
     "AVX2": Side(aten="avx2", onednn="AVX2", needs=("AVX2",)),
     "AVX-512": _AVX512,
     "channels last": replace(_AVX512, channels_last=True),
-    "bf16": replace(_AVX512, channels_last=True, bf16=True, needs=("AVX-512", "bf16")),
+    "bf16": replace(_AVX512, channels_last=True, precision="bf16", needs=("AVX-512", "bf16")),
+    "auto": replace(_AVX512, precision="auto"),
 }
 
 
@@ -112,6 +115,7 @@ class Worker:
             pool = stack.enter_context(onebox.open("cpu", threads=threads))
         self.used = pool.devices[0].instructions
         stage = Stage(replicas=((0,),), shares=(1.0,), channels_last=side.channels_last)
+        plan = Plan(stages=(stage,), micro_batch=len(what.inputs)) if side.precision != "auto" else None
         self._what = what
         self._trainer = stack.enter_context(
             onebox.Trainer(
@@ -119,11 +123,13 @@ class Worker:
                 what.loss,
                 pipeline_models.sgd(what.model.parameters()),
                 pool=pool,
-                plan=Plan(stages=(stage,), micro_batch=len(what.inputs)),
-                precision="bf16" if side.bf16 else "fp32",
+                plan=plan,
+                precision=side.precision,
             )
         )
         self.train(2)
+        assert self._trainer.plan is not None
+        self.formats = ", ".join(self._trainer.plan.stages[0].formats)
 
     def train(self, steps: int) -> float:
         """Return the seconds of a step, as a mean over some."""
@@ -143,6 +149,8 @@ def measure(name: str, sides: Mapping[str, Side], threads: int, rounds: int) -> 
         if name == TASKS[0]:
             for side, worker in workers.items():
                 print(f"{side}: ATen uses {worker.used.aten}, oneDNN {worker.used.onednn}")
+        if "auto" in workers:
+            print(f"{name}: auto is {workers['auto'].formats or 'as captured'}")
         steps = {side: max(1, round(VISIT_S / worker.train(1))) for side, worker in workers.items()}
         for _ in range(rounds):
             for side, worker in workers.items():
@@ -162,6 +170,7 @@ def compared(sides: Mapping[str, Side]) -> Iterator[tuple[str, str, str]]:
         ("avx512_speedup", "baseline", "AVX-512"),
         ("channels_last_speedup", "AVX-512", "channels last"),
         ("bf16_speedup", "channels last", "bf16"),
+        ("auto_speedup", "AVX-512", "auto"),
     ):
         if fast in sides:
             yield name, slow, fast
