@@ -22,7 +22,7 @@ from onebox.wire.sayings import Memory
 from tests.process.shelf import Shelf
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
-ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload; 'onebox fit'.*update='host'.*memory="
+ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload, swap; 'onebox fit'.*update='host'.*memory="
 
 
 @pytest.fixture(scope="module")

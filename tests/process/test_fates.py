@@ -28,7 +28,7 @@ SIZES = (8, 5)
 """Samples of each step's batch; the last micro-batches are smaller."""
 
 MICRO_BATCH = 3
-MIXED = ("offload", "recompute", "keep", "recompute")
+MIXED = ("offload", "recompute", "swap", "recompute")
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ _ADVICE = {
 
 
 ADVICE_IN_STEPS = (
-    "use a smaller micro_batch, a plan with other fates (recompute, offload; 'onebox fit' says which would fit, and "
-    "what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
+    "use a smaller micro_batch, a plan with other fates (recompute, offload, swap; 'onebox fit' says which would fit, "
+    "and what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
 )
 """What to do where memory is lacking in a step that a plan lays out."""
 
