@@ -268,16 +268,23 @@ class Uploads:
                 return
             sent.append(parcel)
             try:
-                parcel.sent = True
-                if not parcel.parts and parcel.compiled is not None:
-                    parcel.parts = self.parts(parcel.batch, parcel.compiled)
-                for worker, part in parcel.parts.items():
-                    self._pool.post(worker, part.instructions, part.frames)
+                self._post(parcel)
             except OneboxError:  # the next step says why, or goes on with those that are left
-                self._free(parcel)
-                if self._cache is not None:  # nobody knows what of it is there
-                    self._cache.clear()
                 return
+
+    def _post(self, parcel: Parcel) -> None:
+        """Send a batch; what has gone when that fails, or is interrupted, is freed."""
+        try:
+            parcel.sent = True
+            if not parcel.parts and parcel.compiled is not None:
+                parcel.parts = self.parts(parcel.batch, parcel.compiled)
+            for worker, part in parcel.parts.items():
+                self._pool.post(worker, part.instructions, part.frames)
+        except BaseException:
+            self._free(parcel)
+            if self._cache is not None:  # nobody knows what of it is there
+                self._cache.clear()
+            raise
 
     def _prepare(self, parcel: Parcel) -> bool:
         """Make the parts of a batch where they do not depend on others; tell whether the routines for it are there."""
