@@ -32,10 +32,10 @@ DATA = (
 Given = tuple[Tensor, Tensor, Tensor]
 
 
-def epochs(*, shuffle: bool = True, count: int = EPOCHS) -> list[list[Given]]:
+def epochs() -> list[list[Given]]:
     """Return the batches of some epochs, each with its samples; the last of an epoch is smaller."""
     generator = torch.Generator().manual_seed(6)
-    orders = [torch.randperm(SAMPLES, generator=generator) if shuffle else torch.arange(SAMPLES) for _ in range(count)]
+    orders = [torch.randperm(SAMPLES, generator=generator) for _ in range(EPOCHS)]
     return [[(DATA[0][own], DATA[1][own], own) for own in order.split(BATCH)] for order in orders]
 
 
@@ -154,31 +154,25 @@ def test_an_evaluation_that_needs_the_room_gets_it() -> None:
     assert peaks[1] <= peaks[0] + 200
 
 
-def test_after_a_loss_it_is_filled_anew() -> None:
-    losses, tensors, _, _ = _with_a_loss(None)
-    found, cached, hits, recoveries = _with_a_loss("1MiB")
-    assert found == losses
-    assert same_bits(cached, tensors)
-    assert recoveries == 1
-    assert hits
-
-
-def _with_a_loss(cache: str | None) -> Any:
+def test_after_a_loss_it_is_filled_anew(pools: Shelf) -> None:
+    expected, tensors, _, _ = run(pools(2))
     case = CASES["mlp"]
     model = case.model()
     with (
         onebox.open("cpu*2", threads=1) as pool,
         onebox.Trainer(
-            model, case.loss, sgd(model), pool=pool, micro_batch=MICRO_BATCH, cache=cache, recover=True
+            model, case.loss, sgd(model), pool=pool, micro_batch=MICRO_BATCH, cache="1MiB", recover=True
         ) as trainer,
     ):
         losses = []
-        for number, batches in enumerate(epochs(shuffle=False)):
+        for number, batches in enumerate(epochs()):
             losses += [trainer.step(*batch) for batch in batches]
-            if number == 1 and cache:
+            if number == 1:
                 os.kill(pool.process_ids[1], signal.SIGKILL)
-        values = [float(loss) for loss in losses]
-        return values, trainer.tensors(), trainer.upload_counters().hits, len(trainer.recoveries)
+        assert [float(loss) for loss in losses] == expected
+        assert same_bits(trainer.tensors(), tensors)
+        assert len(trainer.recoveries) == 1
+        assert trainer.upload_counters().hits
 
 
 def test_nothing_is_left_when_the_trainer_is_closed(pools: Shelf) -> None:
