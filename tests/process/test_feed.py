@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +123,15 @@ def test_bad_data_ends_the_epoch_and_the_trainer_goes_on(pools: Shelf) -> None:
         with pytest.raises(DataError, match=r"sample 3 \(file-3.jpg\) failed in read: OSError"):
             run(trainer, broken, 4)
         assert len(run(trainer, make_feed(None, trainer.upload), 4)) == 4
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "trainer" / "pictures.py"
+    options = ["--pool", "cpu*2", "--batch-size", "120", "--epochs", "2", "--json", "losses.json"]
+    line = [sys.executable, "-W", "error", str(script), *options]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = r"(epoch \d  loss .*  test accuracy .* %  bound by \w+ \(.* % busy\): .*\n){2}"
+    assert re.fullmatch(said, done.stdout)
+    losses = json.loads((tmp_path / "losses.json").read_text())["losses"]
+    assert losses[1] < losses[0] < 2.3

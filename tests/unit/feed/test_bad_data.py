@@ -182,25 +182,48 @@ def test_wrong_use_is_no_bad_data():
         labels(Feed(Numbers(4), batch_size=2, transform=wrong, on_error="skip"))
 
 
-def test_a_reader_that_hangs_is_named():
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_reader_that_hangs_is_named(start):
     released = threading.Event()
 
     class Hanging(Numbers):
         def read(self, index: int) -> bytes:
-            if index == 4:
+            if index == 7:
                 released.wait(30)
             return super().read(index)
 
-    feed = Feed(Hanging(6), batch_size=2, shuffle=False, timeout_s=0.3, on_error="skip")
+    feed = Feed(Hanging(10), batch_size=2, shuffle=False, timeout_s=0.3, on_error="skip")
     timer = threading.Timer(0.6, released.set)  # so that the thread can end
-    batches = feed.epoch(0)
-    assert [next(batches)[1].tolist(), next(batches)[1].tolist()] == [[0, 1], [2, 3]]
+    batches = feed.epoch(0, start=start)
+    assert [next(batches)[1][0].item() for _ in range(3 - start)] == [2 * number for number in range(start, 3)]
     timer.start()
 
-    with pytest.raises(DataError, match=r"read has been inside .*0\.3 s") as caught:
+    with pytest.raises(DataError, match=r"read has been inside sample 7 \(file-7.jpg\) for 0\.3 s"):
         next(batches)
 
-    assert "file-4.jpg" in str(caught.value)
+    timer.join()
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_stream_that_hangs_is_named(start):
+    released = threading.Event()
+
+    class Hanging(Counting):
+        def begin(self, epoch: int, seed: int) -> Any:
+            for item in super().begin(epoch, seed):
+                if item[1] == 4:
+                    released.wait(30)
+                yield item
+
+    feed = Feed(Hanging(10), batch_size=2, timeout_s=0.3)
+    timer = threading.Timer(0.6, released.set)
+    batches = feed.epoch(0, start=start)
+    assert len([next(batches) for _ in range(2 - start)]) == 2 - start
+    timer.start()
+
+    with pytest.raises(DataError, match=r"read has been inside the batch of sample 4 \(item 4\) and 1 more for 0\.3 s"):
+        next(batches)
+
     timer.join()
 
 
