@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Groups:
         self.paths = tuple(paths)
         self.schema: Any = None
         self._names: list[str] | None = None
+        self._checked: set[tuple[int, tuple[str, ...]]] = set()  # groups that were found to be sound
         self._files: list[_Parquet | _Arrow] = []
         self._of: list[tuple[int, int]] = []  # file, and number in it, of each group
         self._ends: list[int] = []  # rows up to the end of each group
@@ -104,8 +105,13 @@ class Groups:
         """
         number, inside = self._of[group]
         path = self.paths[number]
+        wanted = names or self._names
         try:
-            return self._files[number].load(inside, names or self._names)
+            table = self._files[number].load(inside, wanted)
+            if (group, tuple(wanted or ())) not in self._checked:
+                table.validate(full=True)  # Arrow believes lengths in a file, and would end the process by wrong ones
+                self._checked.add((group, tuple(wanted or ())))
+            return table
         except (self._arrow.ArrowException, OSError, ValueError) as error:
             said = f"{path}: row group {inside} is damaged or cannot be read ({error})"
             raise DataError(f"{said}. Fetch it again.", path=path) from error
@@ -116,6 +122,9 @@ class Groups:
             os.close(open_regular(path))
             kind = _Arrow if path.suffix.lower() in ARROW_ENDINGS else _Parquet
             file = kind(path)
+            twice = [name for name, count in Counter(file.schema.names).items() if count > 1]
+            if twice:
+                raise ValueError(f"it has several columns called {twice[0]!r}")
         except (self._arrow.ArrowException, ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno:  # Arrow's own, of damaged files, has none
                 raise unreadable(path, error) from error

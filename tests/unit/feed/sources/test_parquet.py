@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebox.errors import DataError, UsageError
@@ -206,6 +206,37 @@ def test_a_row_group_that_is_damaged(tmp_path):
     with pytest.raises(DataError, match=r"x.parquet: row group 0 is damaged or cannot be read"):
         source.read(0)
     assert source.decode(source.read(999), 999)["x"] == 999
+
+
+@settings(derandomize=True)  # a fault of Arrow's own, met by chance, would end all tests
+@given(data=st.data(), kind=st.sampled_from(sorted(KINDS)))
+def test_damage_is_an_error_or_other_values(tmp_path_factory, data, kind):
+    columns = {"s": ["a", "bb", "", "c"], "l": [[1, 2]] * 4, "f": pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32(), 2))}
+    path = write(tmp_path_factory.mktemp("any") / KINDS[kind], pa.table(columns), kind, 2)
+    content = bytearray(path.read_bytes())
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[place] = data.draw(st.sampled_from([0, 1, 127, 255]))
+    path.write_bytes(content)
+    try:
+        rows(Parquet(path))
+    except DataError as error:
+        assert error.path == path
+
+
+def test_lengths_in_a_file_are_not_believed(tmp_path):
+    path = write(tmp_path / "x.arrow", pa.table({"x": ["abc", "def"]}), "arrow")
+    content = path.read_bytes()
+    ends = np.array([0, 3, 6], dtype=np.int32).tobytes()
+    assert content.count(ends) == 1
+    path.write_bytes(content.replace(ends, np.array([0, 3, 1 << 30], dtype=np.int32).tobytes()))
+    with pytest.raises(DataError, match=r"x.arrow: row group 0 is damaged or cannot be read"):
+        Parquet(path).read(1)
+
+
+def test_columns_of_one_name(tmp_path):
+    table = pa.table([[1], [2]], names=["x", "x"])
+    with pytest.raises(DataError, match="it has several columns called 'x'"):
+        Parquet(write(tmp_path / "x.arrow", table, "arrow"))
 
 
 def test_files_of_different_columns(tmp_path):
