@@ -2,5 +2,6 @@
 
 from onebox.engine.results import Evaluation, Event, StepLoss
 from onebox.engine.trainer import Trainer
+from onebox.engine.upload import UploadCounters, Uploaded
 
-__all__ = ["Evaluation", "Event", "StepLoss", "Trainer"]
+__all__ = ["Evaluation", "Event", "StepLoss", "Trainer", "UploadCounters", "Uploaded"]
