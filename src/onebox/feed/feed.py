@@ -234,6 +234,7 @@ class Feed:
                             yield held.pop()
                 finally:
                     self._last = ready.counters(), time.monotonic() - began_s
+                    self._recipe.reached = {each.name: each.concurrency for each in self._last[0]}
         finally:
             begun.close()
         self.skipped.end(handed_out)

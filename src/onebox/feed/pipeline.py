@@ -84,7 +84,7 @@ class Pipeline:
         self._called: dict[int, int] = {}  # what items call themselves
         self._specs = tuple(stages)
         self._cores = cores if cores is not None else max(1, len(os.sched_getaffinity(0)) - 1)
-        limits = [1 if spec.concurrency == "auto" else spec.concurrency for spec in stages]
+        limits = [spec.begin if spec.concurrency == "auto" else spec.concurrency for spec in stages]
         self._flow = Flow(limits, ahead=ahead, limit_bytes=limit_bytes)
         self._lock = threading.RLock()  # a collection of garbage, at any place, may close the pipeline that it is in
         self._may_work = [threading.Condition(self._lock) for _ in stages]

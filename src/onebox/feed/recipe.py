@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from onebox.errors import UsageError
@@ -58,6 +58,8 @@ class Recipe:
     on_error: OnError
     timeout_s: float
     upload: Callable[[Any, Any], Any] | None
+    reached: dict[str, int] = field(default_factory=dict)
+    """How many workers stages whose number is ``auto`` had at the end of the last epoch: the next begins with them."""
     _habits: Habits | None = None
 
     def __post_init__(self) -> None:
@@ -179,7 +181,7 @@ class Recipe:
             return None if raw is None else work.process_batch(raw)
 
         def stage(name: str, work: Callable[[Any], Any], concurrency: Concurrency, by: Workers) -> StageSpec:
-            return StageSpec(name, work, concurrency, by, self.timeout_s, describe)
+            return StageSpec(name, work, concurrency, by, self.timeout_s, describe, self.reached.get(name, 1))
 
         stages = stage("read", read, concurrency, "threads"), stage("process", process, self.process, by)
         return stages if self.upload is None else (*stages, stage("upload", self._uploaded, 1, "threads"))

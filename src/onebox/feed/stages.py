@@ -18,11 +18,12 @@ class StageSpec:
     Args:
         name: For people: ``read``, ``process``, ``upload``.
         work: Makes a result of an item; called by several threads, or in several processes, at once.
-        concurrency: How many items at a time; ``auto`` begins with one and follows the counters.
+        concurrency: How many items at a time; ``auto`` follows the counters.
         by: Threads, or processes where the work holds the interpreter's lock; ``processes.py`` says what items and
             results of these may be.
         timeout_s: How long the work may take for an item until the pipeline ends with an error.
         describe: Says of an item, by its number, what it is, while the work on it takes too long.
+        begin: How many items at a time ``auto`` begins with, such as those of an earlier pipeline.
 
     Raises:
         UsageError: A value that is not allowed.
@@ -34,12 +35,14 @@ class StageSpec:
     by: By = "threads"
     timeout_s: float = 300.0
     describe: Callable[[int], str] = "item {}".format
+    begin: int = 1
 
     def __post_init__(self) -> None:
         if not self.name or self.name == CONSUMER:
             raise UsageError(f"A stage is called {self.name!r}; allowed is any name but {CONSUMER!r}, the consumer's.")
         if self.concurrency != "auto":
             require_int(f"the concurrency of {self.name}", self.concurrency, least=1)
+        require_int(f"what {self.name} begins with", self.begin, least=1)
         if self.by not in ("threads", "processes"):
             raise UsageError(f"{self.name} is by {self.by!r}; allowed are 'threads' and 'processes'.")
         if not self.timeout_s > 0:

@@ -321,6 +321,22 @@ def test_the_report_names_the_stage_that_bounds():
     assert [each.items for each in feed.counters][:2] == [4, 4]
 
 
+def test_auto_begins_with_what_it_has_found():
+    class Slow(Numbers):
+        def decode(self, raw: bytes, index: int) -> Any:
+            threading.Event().wait(0.02)
+            return super().decode(raw, index)
+
+    feed = Feed(Slow(150), batch_size=2, cores=4)
+    told(feed.epoch(0))
+    reached = feed.counters[1].concurrency
+    assert reached > 1  # the loop does nothing, so that processing bounds it
+
+    with feed.epoch(1) as batches:
+        next(batches)
+    assert feed.counters[1].concurrency == reached
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
