@@ -152,6 +152,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(pool: onebox
     assert furthest(Outcome(losses=[], norms=[], tensors=found), expected) == 0
 
 
+def test_a_tied_weight_that_is_rounded_in_one_stage_is_not_split_in_another(pools: Shelf) -> None:
+    plain = staged("tied", (0, 1))
+    halves = replace(plain, stages=(plain.stages[0], replace(plain.stages[1], replicas=((1, 2),))))
+    wide, found = (run(pools(3), "tied", plan) for plan in (halves, narrowed(halves, 0)))
+    assert 0 < furthest(found, wide) < 1e-3
+
+
 def test_evaluation_rounds_as_training_does(pool: onebox.Pool) -> None:
     case, model = CASES["mlp"], CASES["mlp"].model().float()
     (batch,) = batches(case, [4])

@@ -163,7 +163,7 @@ def predict_plan(
         labels,
         pool=pool,
         sizes=sizes,
-        precision=config.precision,
+        precision="auto" if plan.narrow and config.precision == "fp32" else config.precision,
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)

@@ -126,7 +126,9 @@ class Parts:
         own: set[Port] = set()
         others: set[Port] = set()
         for phase, part in self.programs.phases.items():
-            (own if phase.stage == stage else others).update((*part.inputs, *part.outputs))
+            ports = (*part.inputs, *part.outputs)
+            rounded = (Port("parameter", port.name) for port in ports if port.kind == "rounded")
+            (own if phase.stage == stage else others).update((*ports, *rounded))
         return frozenset(port for port in own & others if port.kind in ("value", "parameter", "buffer"))
 
 

@@ -7,6 +7,7 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from onebox.plan import Candidate, Fate, Plan, Shortfall, Stage, search
@@ -51,6 +52,14 @@ def test_the_stages() -> None:
     ]
     captions = stage_table(expected, NAMES, emulated=[3]).caption, stage_table(expected, NAMES).caption
     assert captions == ("* emulated", None)
+
+
+def test_formats_are_shown_where_they_are_not_the_usual_ones() -> None:
+    expected, _ = foreseen(plan("1f1b"))
+    first, second, *rest = expected.stages
+    stages = (replace(first, precision="bf16", channels_last=True), replace(second, precision="bf16"), *rest)
+    table = stage_table(replace(expected, stages=stages), NAMES)
+    assert [row[3] for row in shown(table)] == ["channels last, bf16", "bf16", ""]
 
 
 @pytest.mark.parametrize(
