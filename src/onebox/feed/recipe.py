@@ -41,6 +41,10 @@ class Begun:
 class Recipe:
     """The source and the options of a feed; see :class:`onebox.feed.Feed` for what they mean.
 
+    Attributes:
+        stream: The source, if it is a stream.
+        batched: Whether the items of the source are batches.
+
     Raises:
         UsageError: One of them is wrong.
     """
@@ -60,9 +64,13 @@ class Recipe:
     upload: Callable[[Any, Any], Any] | None
     reached: dict[str, int] = field(default_factory=dict)
     """How many workers stages whose number is ``auto`` had at the end of the last epoch: the next begins with them."""
+    stream: Stream | None = field(init=False)
+    batched: bool = field(init=False)
     _habits: Habits | None = None
 
     def __post_init__(self) -> None:
+        self.stream = self.source if isinstance(self.source, Stream) else None  # asking a protocol takes 20 µs
+        self.batched = self.stream is not None and self.stream.batched
         require_int("seed", self.seed)
         for name, value, allowed in (
             ("process_by", self.process_by, ("threads", "processes", "auto")),
@@ -77,16 +85,6 @@ class Recipe:
             if work is not None and not callable(work):
                 raise UsageError(f"{name} is a {type(work).__name__}; it has to be callable, or None")
         self._check_size()
-
-    @property
-    def stream(self) -> Stream | None:
-        """The source, if it is a stream."""
-        return self.source if isinstance(self.source, Stream) else None
-
-    @property
-    def batched(self) -> bool:
-        """Whether the items of the source are batches."""
-        return self.stream is not None and self.stream.batched
 
     @property
     def size(self) -> int:
