@@ -54,6 +54,9 @@ try:
     with open_pool("cpu*2", threads=1):
         time.sleep({START_S})
 except KeyboardInterrupt:
+    end_s = time.monotonic() + {INTERRUPTED_S}
+    while len(psutil.Process().children(recursive=True)) > 1 and time.monotonic() < end_s:
+        time.sleep(0.01)  # a worker that was just being born finds that nobody tells it anything, and ends
     print("interrupted", len(psutil.Process().children(recursive=True)))  # the nursery is there for the next
 """
     with Script(tmp_path, body) as script:

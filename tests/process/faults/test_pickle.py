@@ -17,10 +17,14 @@ def refuse(event, arguments):
     if event == "pickle.find_class" and imported():
         raise RuntimeError(f"unpickles {arguments}")
 
-sys.addaudithook(refuse)
-(pathlib.Path(__file__).parent / "guarded" / str(os.getpid())).touch()
+def mark():
+    (pathlib.Path(__file__).parent / "guarded" / str(os.getpid())).touch()
+
+sys.addaudithook(refuse)  # which forks have, too
+mark()
+os.register_at_fork(after_in_child=mark)
 """
-"""Python imports ``sitecustomize`` when it starts, in the script and in the workers that it starts.
+"""Python imports ``sitecustomize`` when it starts, in the script and in what forks the workers that it starts.
 
 A worker gets few of its parent's variables, so the guard finds its folder by its own place."""
 

@@ -1,0 +1,80 @@
+"""How long does it take to open a pool of this machine, and how much of the processors?
+
+To import torch is nearly all of what a worker's start takes. A nursery does it once and forks the workers; here that is
+compared with workers that are started from nothing, in turn, in one process. The first pool of a process is the one
+that starts the nursery; those after it find it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from typing import Any
+
+import psutil
+from common import finish, show, spread
+
+from onebox.pool import local, open_pool
+from onebox.pool.nurseries import OWN, Nurseries
+
+SIDES = ("from nothing", "first, by a nursery", "by a nursery")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4, 8])
+    options = parser.parse_args()
+    rows: list[list[str]] = []
+    result: dict[str, Any] = {}
+    for workers in options.workers:
+        found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+        for _ in range(options.rounds):
+            for side, values in measure(workers).items():
+                found[side].append(values)
+        for side, values in found.items():
+            seconds, processor = ([each[kind] for each in values] for kind in (0, 1))
+            rows.append([str(workers), side, spread(seconds), spread(processor)])
+            name = f"{workers} {side}"
+            result |= {f"{name}: s": statistics.median(seconds), f"{name}: cpu_s": statistics.median(processor)}
+    show("Opening a pool of CPU workers", ["workers", "started", "seconds", "CPU seconds"], rows)
+    finish(result, as_json=options.json)
+
+
+def measure(workers: int) -> dict[str, tuple[float, float]]:
+    """Open a pool in each way; return seconds until it is open, and processor time of all processes."""
+    own: Any = local
+    nurseries = Nurseries()
+    try:
+        found = {}
+        for side, bearer in zip(SIDES, (None, nurseries, nurseries), strict=True):
+            own.OWN = bearer
+            found[side] = opened(workers)
+        return found
+    finally:
+        own.OWN = OWN
+        nurseries.close()
+
+
+def opened(workers: int) -> tuple[float, float]:
+    """Open and close a pool; return the seconds and the processor time until it was open."""
+    before, begin_s = processor_s(), time.monotonic()
+    with open_pool(f"cpu*{workers}", threads=1):
+        return time.monotonic() - begin_s, processor_s() - before
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of all that it has started, and they."""
+    total = 0.0
+    for process in (psutil.Process(os.getpid()), *psutil.Process().children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+if __name__ == "__main__":
+    main()
