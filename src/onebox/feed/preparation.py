@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.collate import Collate, collate, form_of, misfits
+from onebox.feed.counters import size_of
 from onebox.feed.order import Cut
 from onebox.feed.seeding import Globals, generator_for, sample_seed, seeded
 from onebox.feed.source import Source
@@ -63,6 +64,11 @@ class Prepared:
     skipped: tuple[Skipped, ...] = ()
     samples: tuple[int, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch; asked for once a stage, so that the numbers of its samples are not gone through."""
+        return size_of(self.batch)
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -79,6 +85,11 @@ class Raw:
     samples: tuple[tuple[int, Any], ...] | None
     skipped: tuple[Skipped, ...] = ()
     batch: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples."""
+        return size_of(self.batch) + sum(size_of(value) for _, value in self.samples or ())
 
 
 @dataclass(frozen=True, kw_only=True)
