@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ROUND_TRIPS = 3
 _FIRST_BYTES, _MOST_BYTES = 16 << 10, 4 << 20
 _LONG_S = 0.02
-"""A transfer that takes so long in addition to a round trip has been measured well enough."""
+"""A transfer that takes so long in addition to a round trip, or half of that, has been measured well enough."""
 
 
 def measure_uplinks(pool: Pool, workers: Sequence[int]) -> dict[int, float]:
@@ -46,7 +46,8 @@ def measure_uplinks(pool: Pool, workers: Sequence[int]) -> dict[int, float]:
     while left:
         took = {worker: max(seconds - best_s[worker], 1e-6) for worker, seconds in _timed(pool, left, size).items()}
         found |= {worker: size / seconds for worker, seconds in took.items()}
-        left = [worker for worker in left if took[worker] < _LONG_S and size < _MOST_BYTES]
+        long_s = {worker: max(_LONG_S, best_s[worker] / 2) for worker in left}
+        left = [worker for worker in left if took[worker] < long_s[worker] and size < _MOST_BYTES]
         size *= 4
     return found
 
