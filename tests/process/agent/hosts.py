@@ -12,6 +12,7 @@ from pathlib import Path
 from onebox.pool.agents.source import connect_agent
 from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
 from onebox.wire import KeyPair, new_keys
+from tests import warm
 
 NOTICED_S = 5.0
 """Whatever ends is noticed within this time."""
@@ -82,7 +83,7 @@ def start(count: int) -> list[Host]:
 
 def _process(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
-    return subprocess.Popen(command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return warm.Popen(command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests import warm
+
 POOL = ("--pool", "cpu*2", "--threads", "1")
 WITHIN_S = 60.0
 
@@ -22,22 +24,15 @@ def command(
     arguments: Sequence[str], folder: Path, *, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``onebox`` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "onebox", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
+    line = [sys.executable, "-m", "onebox", *arguments]
+    return warm.run(line, cwd=folder, env=environment, text=True, timeout=WITHIN_S)
 
 
 @contextlib.contextmanager
 def running(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start ``onebox``; whatever happens, it is gone afterwards."""
     line = [sys.executable, "-m", "onebox", *arguments]
-    with subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:

@@ -24,6 +24,7 @@ import pytest
 
 from onebox.cli import main
 from onebox.pool.keys.ring import allow_client, fingerprint, identity
+from tests import warm
 from tests.process.cli.commands import assert_gone, workers_of
 
 PATIENCE_S = 60.0
@@ -47,9 +48,8 @@ def environment(person: Path) -> dict[str, str]:
 
 
 def start(arguments: list[str], person: Path, folder: Path, **streams: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "onebox", *arguments], cwd=folder, env=environment(person), text=True, **streams
-    )
+    line = [sys.executable, "-m", "onebox", *arguments]
+    return warm.Popen(line, cwd=folder, env=environment(person), text=True, **streams)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import pytest
 import onebox
 from onebox.pool import open_pool
 from onebox.pool.nurseries import OWN
+from tests import warm as programs
 from tests.process.faults.training import batch, parts
 
 SETTLE_S = 2.0
@@ -73,10 +74,11 @@ def own_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm(own_folder: None) -> None:
-    """Open and close a pool once, so that what libraries open once and for all is open.
+    """Start what starts scripts, and open and close a pool once, so that what libraries open once and for all is open.
 
     That is PyZMQ's thread for frames that are sent without a copy, with its own sockets: hence the wide model.
     """
+    programs.start()
     with open_pool("cpu*1", threads=1) as pool, onebox.Trainer(*parts(width=8192), pool=pool) as trainer:
         trainer.step(*batch(0)).item()
 

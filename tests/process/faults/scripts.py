@@ -14,6 +14,8 @@ from typing import Self
 
 import psutil
 
+from tests import warm
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 START_S = 60.0
 
@@ -55,7 +57,7 @@ class Script:
         path = folder / "script.py"
         path.write_text(_HEADER + "".join(f"    {line}\n" for line in body.strip().splitlines()))
         self.workers: list[int] = []
-        self._process = subprocess.Popen(
+        self._process: subprocess.Popen[str] = warm.Popen(
             [sys.executable, path],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
