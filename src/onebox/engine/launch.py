@@ -67,8 +67,8 @@ def launch(
     compiled: Compiled,
     checks: Mapping[int, Sequence[tuple[Members, Ask]]],
     changed: tuple[Options, ...],
-) -> dict[int, Future[Answer]]:
-    """Send each worker its part of a step and return its answers to come.
+) -> tuple[dict[int, Future[Answer]], dict[int, int]]:
+    """Send each worker its part of a step.
 
     Args:
         pool: The pool.
@@ -79,6 +79,10 @@ def launch(
         checks: What each worker is asked when replicas are compared.
         changed: The optimizer's options, if they are others than those of the step before.
 
+    Returns:
+        The answers to come, and the bytes of each worker that are no step's while it computes this one: a worker takes
+        what it gets in order, so that they are the same from its first instruction to its last.
+
     Raises:
         OneboxError: The pool is broken or closed; some workers may have got their part.
     """
@@ -87,9 +91,10 @@ def launch(
 
     answers: dict[int, Future[Answer]] = {}
     with uploads.bringing(work.batch, compiled, work.parcel) as parts:
+        beside = {worker: uploads.beside_bytes(worker) for worker in compiled.routines}
         for worker, routine in compiled.routines.items():
             part = parts[worker]
             run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace)
             asks = [ask for _, ask in checks.get(worker, ())] if check else []
             answers[worker] = pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
-    return answers
+    return answers, beside

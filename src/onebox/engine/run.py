@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -122,8 +123,9 @@ class TrainingRun:
         ready = self.set_up(work.batch)
         compiled = ready.compiler.step(work.batch)
         changed = self._remote.changed_options(work.options)
-        answers = launch(self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed)
-        work.loss.expect(list(answers.values()), lambda found: self._finish(work.number, compiled, ready, found))
+        answers, beside = launch(self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed)
+        finish = functools.partial(self._finish, work.number, compiled, ready, beside)
+        work.loss.expect(list(answers.values()), finish)
         return answers
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
@@ -143,14 +145,16 @@ class TrainingRun:
             )
             raise
 
-    def _finish(self, step: int, compiled: Compiled, ready: Ready, answers: list[Answer]) -> StepValues:
-        """Put together what the workers answered."""
+    def _finish(
+        self, step: int, compiled: Compiled, ready: Ready, beside: Mapping[int, int], answers: list[Answer]
+    ) -> StepValues:
+        """Put together what the workers answered; the memory of batches of later steps is no part of it."""
         values = step_values(step, compiled.micro_batches, compiled.routines, answers, ready.checks)
         if self.guard is not None:
             self.guard.ended(step)
         if self._settings.trace:
             traced = {
-                worker: (routine.labels, answer.times_ns, answer.used_bytes)
+                worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
                 for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
             }
             self.traces.append(StepTrace(step=step, workers=traced))

@@ -142,6 +142,13 @@ class Uploads:
         """Return the bytes that are kept on a worker for samples that stay."""
         return self._cache.held_bytes(worker) if self._cache else 0
 
+    def beside_bytes(self, worker: int) -> int:
+        """Return the bytes on a worker of batches that lie ahead, and of samples that stay."""
+        ahead = sum(
+            parcel.parts[worker].size_bytes for parcel in self._waiting if parcel.sent and worker in parcel.parts
+        )
+        return ahead + self.cached_bytes(worker)
+
     # ---- the thread that begins steps
 
     def claim(self, uploaded: Uploaded) -> Parcel:
