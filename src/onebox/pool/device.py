@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -37,7 +37,8 @@ class DeviceInfo:
         codecs: How frames for its worker may be packed.
         host_bytes: Its host's memory that its worker may keep things in which would else be on the device: optimizer
             state and activations that wait there; 0 where that is not known.
-        host_free_bytes: Memory of its host that nobody used when its worker began; 0 where that is not known.
+        host_free_bytes: Memory of its host that nobody used when its worker began; 0 where that is not known. It is no
+            part of what makes devices equal.
     """
 
     number: int
@@ -56,7 +57,7 @@ class DeviceInfo:
     cores: int = 0
     codecs: tuple[str, ...] = ()
     host_bytes: int = 0
-    host_free_bytes: int = 0
+    host_free_bytes: int = field(default=0, compare=False)  # which is another each time
 
     @property
     def kind(self) -> str:

@@ -13,6 +13,7 @@ from onebox.pool.discover import DeviceRequest, cores, requested_devices
 from onebox.pool.local import LOCAL_HOST
 from onebox.pool.spec import LocalPart, asked_parts
 from onebox.sizes import Memory, parse_budgets
+from onebox.wire import codecs
 from onebox.wire.sayings import NONE
 from onebox.worker.device import Device
 from onebox.worker.host import HostMemory
@@ -60,7 +61,7 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
         name, memory, used = about.name, int(about.total_memory), instructions()
         capability, processors = (about.major, about.minor), about.multi_processor_count
         nccl = torch.distributed.is_nccl_available()
-    memory_of_host = HostMemory(quota)
+    host = HostMemory(memory if request.device == "sim" else quota)  # sim has its memory as a quota
     return DeviceInfo(
         number=number,
         host=LOCAL_HOST,
@@ -75,6 +76,7 @@ def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
         nccl=nccl,
         instructions=used,
         cores=cores(),
-        host_bytes=memory_of_host.limit_bytes,
-        host_free_bytes=memory_of_host.free_bytes,
+        codecs=codecs(),
+        host_bytes=host.limit_bytes,
+        host_free_bytes=host.free_bytes,
     )
