@@ -77,12 +77,13 @@ def choose(counters: Sequence[StageCounters], wall_s: float, cores: int) -> dict
         workers = more
 
 
-def bound_line(counters: Sequence[StageCounters], wall_s: float) -> str:
+def bound_line(counters: Sequence[StageCounters], wall_s: float, cores: int | None = None) -> str:
     """Say in one line which stage bounds a run, and what would help.
 
     Args:
         counters: What stages did, the consumer among them.
         wall_s: How long that was.
+        cores: Those that there are, for what computes; ``None`` where that is not known.
 
     Example:
         >>> def stage(name, items, busy_s):
@@ -108,6 +109,9 @@ def bound_line(counters: Sequence[StageCounters], wall_s: float) -> str:
         return f"{said}: more {by}, or less work for each batch, would help"
     if enough <= slowest.concurrency and not is_locked:
         return f"{said}: {slowest.concurrency} {by} keep up, nearly"
+    computes = is_locked or (slowest.busy_s > 0.0 and slowest.cpu_s / slowest.busy_s > STILL_WAITING)
+    if cores is not None and computes and enough > cores:
+        return f"{said}: {enough} {by} would do, on as many cores; it may use {cores}"
     return f"{said}: {enough} {by} would do"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -188,7 +189,7 @@ class Feed:
         """Say which stage bounded the last epoch, what would help, and what it left out."""
         if self._last is None:
             return "no batch has been asked for yet"
-        line = bound_line(*self._last)
+        line = bound_line(*self._last, self._cores or len(os.sched_getaffinity(0)))
         return f"{line}; {self.skipped}" if self.skipped.in_epoch else line
 
     @property

@@ -6,9 +6,9 @@ does it. A sample that cannot be had is either an error, which names it and wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from onebox.errors import DataError, UsageError
@@ -21,6 +21,8 @@ from onebox.feed.source import Source
 OnError = Literal["stop", "skip"]
 Where = Literal["read", "decode", "transform", "collate"]
 Transform = Callable[..., Any]
+Say = Callable[[Where], None]
+"""Told where a sample is, for what is said where it fails."""
 
 _NOT_OF_DATA = (UsageError, MemoryError)
 """Errors that no sample is to blame for."""
@@ -123,8 +125,8 @@ class Preparation:
     globals: Globals
     late: bool = False
     whole: Callable[[Sequence[int]], Any] | None = None
-    at: set[int] = field(default_factory=set, compare=False)
-    """The samples that this process is at."""
+    at: dict[int, int] = field(default_factory=dict, compare=False)
+    """The sample that each thread of this process is at."""
 
     def read_batch(self, cut: Cut) -> Raw:
         """Read the samples of a batch: the work of the stage `read`."""
@@ -140,16 +142,13 @@ class Preparation:
         if raw.samples is None:
             raw = self._read(raw.cut)
         skipped = list(raw.skipped)
-        samples: list[tuple[int, Any]] = []
-        for index, value in raw.samples or ():
-            made = self._attempt(index, skipped, partial(self.process, value, index))
-            samples += [(index, found) for found in made]
+        samples = self._each(raw.samples or (), self.process, skipped)
         batch = self._collate(samples, skipped) if samples else None
         gone = {one.index for one in skipped}
         had = tuple(index for index, _ in samples if index not in gone)
         return Prepared(raw.cut.number, end, batch, tuple(skipped), had)
 
-    def read_one(self, index: int, say: Callable[[Where], None] = lambda where: None) -> Any:
+    def read_one(self, index: int, say: Say = lambda where: None) -> Any:
         """Read a sample, seeded for it.
 
         Args:
@@ -157,10 +156,12 @@ class Preparation:
             say: Told where it is.
         """
         say("read")
+        if self.globals == "untouched":
+            return self.read(index)
         with seeded(sample_seed("read", self.seed, self.epoch, index), self.globals):
             return self.read(index)
 
-    def process(self, raw: Any, index: int, say: Callable[[Where], None] = lambda where: None) -> Any:
+    def process(self, raw: Any, index: int, say: Say = lambda where: None) -> Any:
         """Decode and transform a sample, seeded for it.
 
         Args:
@@ -168,42 +169,58 @@ class Preparation:
             index: Of the sample.
             say: Told where it is.
         """
-        seed = sample_seed("process", self.seed, self.epoch, index)
-        with seeded(seed, self.globals):
-            say("decode")
-            sample = self.decode(raw, index)
-            if self.transform is None:
-                return sample
-            say("transform")
-            named = {"generator": generator_for(seed)} if self.transform_takes_generator else {}
-            if isinstance(sample, tuple | list) and len(sample) == 2:
-                return self.transform(sample[0], **named), sample[1]
-            return self.transform(sample, **named)
+        if self.globals == "untouched":
+            return self._make(raw, index, say)
+        with seeded(sample_seed("process", self.seed, self.epoch, index), self.globals):
+            return self._make(raw, index, say)
+
+    def _make(self, raw: Any, index: int, say: Say) -> Any:
+        say("decode")
+        sample = self.decode(raw, index)
+        if self.transform is None:
+            return sample
+        say("transform")
+        named = {}
+        if self.transform_takes_generator:
+            named["generator"] = generator_for(sample_seed("process", self.seed, self.epoch, index))
+        if isinstance(sample, tuple | list) and len(sample) == 2:
+            return self.transform(sample[0], **named), sample[1]
+        return self.transform(sample, **named)
 
     def _read(self, cut: Cut) -> Raw:
         skipped: list[Skipped] = []
-        samples: list[tuple[int, Any]] = []
-        for index in cut.indices:
-            found = self._attempt(index, skipped, partial(self.read_one, index))
-            samples += [(index, value) for value in found]
+        todo = ((index, None) for index in cut.indices)
+        samples = self._each(todo, lambda _, index, say: self.read_one(index, say), skipped)
         return Raw(cut, tuple(samples), tuple(skipped))
 
-    def _attempt(self, index: int, skipped: list[Skipped], work: Callable[[Callable[[Where], None]], Any]) -> list[Any]:
-        """Do something for a sample; return nothing where it failed and may be left out."""
+    def _each(
+        self, todo: Iterable[tuple[int, Any]], work: Callable[[Any, int, Say], Any], skipped: list[Skipped]
+    ) -> list[tuple[int, Any]]:
+        """Do something for each sample and return what came of it; those that fail and may be left out are noted.
+
+        Little is done here for a sample, as that may take no longer than to read or decode a small one: some µs.
+        """
         where: list[Where] = []
-        self.at.add(index)
+        done, say, at, thread = [], where.append, self.at, threading.get_ident()
         try:
-            return [work(where.append)]
-        except _NOT_OF_DATA:
-            raise
-        except Exception as error:
-            failed = Skipped(index, self.named(index), where[-1], _said(error))
-            if self.on_error == "stop":
-                raise self._error(failed, error) from error
-            skipped.append(failed)
-            return []
+            for index, value in todo:
+                at[thread] = index
+                try:
+                    done.append((index, work(value, index, say)))
+                except _NOT_OF_DATA:
+                    raise
+                except Exception as error:
+                    self._fail(index, where[-1], error, skipped)
         finally:
-            self.at.discard(index)
+            at.pop(thread, None)
+        return done
+
+    def _fail(self, index: int, where: Where, error: Exception, skipped: list[Skipped]) -> None:
+        """Note that a sample failed, or raise that."""
+        failed = Skipped(index, self.named(index), where, _said(error))
+        if self.on_error == "stop":
+            raise self._error(failed, error) from error
+        skipped.append(failed)
 
     def _collate(self, samples: list[tuple[int, Any]], skipped: list[Skipped]) -> Any:
         """Make the batch; where that fails for samples that are unlike the others, it is one without these."""
@@ -229,7 +246,7 @@ class Preparation:
 
     def describe(self, indices: Sequence[int]) -> str:
         """Say which samples a batch has, and which of them this process is at."""
-        now = next((index for index in indices if index in self.at), None)
+        now = next((index for index in list(self.at.values()) if index in indices), None)
         if now is not None:
             return f"sample {now} ({self.named(now)})"
         more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""

@@ -163,6 +163,15 @@ def test_processes_are_called_so():
     assert bound_line(counters, 120.0) == "bound by process (100 % busy): 2 processes would do"
 
 
+def test_what_computes_is_told_of_the_cores_that_it_would_need():
+    computes = [stage("process", 9.0, cpu=1.0), stage("compute", 1.0)]
+    line = "bound by process (100 % busy): 9 threads would do"
+    assert bound_line(computes, 540.0, 4) == f"{line}, on as many cores; it may use 4"
+    assert bound_line(computes, 540.0, 9) == line
+    waits = [stage("process", 9.0, cpu=0.01), stage("compute", 1.0)]
+    assert bound_line(waits, 540.0, 4) == line
+
+
 @given(times, counts, st.floats(0.001, 1e4))
 def test_there_is_always_one_line(item_s, workers, wall_s):
     counters = [stage(name, item_s[name], workers[name]) for name in names]
