@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,21 +34,34 @@ _HARDWARE = {
 _ISA = re.compile(r"^onednn_verbose,.*\bcpu,isa:(?:Intel )?(.*)$", re.MULTILINE)
 _MKL = re.compile(r"^MKL_VERBOSE .*architecture (.*?),", re.MULTILINE)
 
+_ASKING = threading.Lock()
+"""Libraries answer once, to whichever thread asks first, on an output that all threads share."""
 
-@functools.cache
+
 def instructions() -> Instructions:
     """Return the instruction sets that this process uses; found out once, within milliseconds.
 
     MKL is asked by nothing here: it would first measure the frequency of the processor for a quarter of a second; see
     :func:`words_of_mkl`.
     """
+    with _ASKING:
+        return _instructions()
+
+
+def words_of_mkl() -> str:
+    """Return for which processor MKL says that it computes: empty where this torch has no MKL."""
+    with _ASKING:
+        return _words_of_mkl()
+
+
+@functools.cache
+def _instructions() -> Instructions:
     hardware = tuple(name for name, test in _HARDWARE.items() if getattr(torch.cpu, test)())
     return Instructions(torch.backends.cpu.get_cpu_capability(), _words_of_onednn(), maker(), hardware)
 
 
 @functools.cache
-def words_of_mkl() -> str:
-    """Return for which processor MKL says that it computes: empty where this torch has no MKL."""
+def _words_of_mkl() -> str:
     if not torch.backends.mkl.is_available():
         return ""
     with _overheard() as said, torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):

@@ -36,3 +36,20 @@ def test_limits_are_seen() -> None:
     assert limited("default", "SSE41") == ["DEFAULT", "SSE4.1"]
     if "AVX2" in instructions().hardware:
         assert limited("avx2", "AVX2") == ["AVX2", "AVX2"]
+
+
+def test_threads_that_ask_at_once_hear_the_same() -> None:
+    """oneDNN says it once a process: whoever asks meanwhile waits for that."""
+    at_once = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from onebox.worker.instructions import instructions
+together = Barrier(4)
+def ask(_):
+    together.wait(10)
+    return instructions().onednn
+with ThreadPoolExecutor(4) as threads:
+    print(*threads.map(ask, range(4)), sep="|")
+"""
+    run = subprocess.run([sys.executable, "-c", at_once], capture_output=True, text=True, check=True)
+    assert run.stdout.strip().split("|") == [instructions().onednn] * 4
