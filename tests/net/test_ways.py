@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import onebox
 from onebox.pool import raise_first
 from onebox.wire.messages import Ask
 from onebox.worker.memory import supported
+from tests.leaks import mapped
 from tests.net.fleet import Fleet
 from tests.net.training import NARROW, alone, batch, outcome, parts, plans
 from tests.reference import assert_same
@@ -26,7 +25,7 @@ def test_workers_of_one_host_share_memory_and_none_share_it_across_hosts(
         pool = onebox.open(f"cpu*2,{fleet.spec('green')}", threads=1)
     with pool:
         group = pool.form_group((0, 1, 2), "workers")
-        maps = [Path(f"/proc/{pid}/maps").read_text().count("memfd:onebox") for pid in pool.process_ids]
+        maps = [mapped("onebox", pid) for pid in pool.process_ids]
         assert maps == [2, 2, 0]
         pool.leave_group(group, (0, 1, 2))
         raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(3)])

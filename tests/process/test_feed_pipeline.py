@@ -21,6 +21,7 @@ import torch
 from onebox.errors import DataError, PlanError, UsageError
 from onebox.feed import pipeline as pipeline_module
 from onebox.feed.pipeline import Pipeline, StageSpec
+from tests import leaks
 
 SCRIPT = Path(__file__).with_name("feed_script.py")
 PATIENCE_S = 30.0
@@ -29,11 +30,10 @@ PATIENCE_S = 30.0
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    descriptors = len(os.listdir("/proc/self/fd"))
-    yield
+    with leaks.nothing_left():
+        yield
     assert [thread for thread in threading.enumerate() if thread.name.startswith("onebox-feed")] == []
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def run(work: Callable[[Any], Any], items: Any = range(8), concurrency: Any = 1, **options: Any) -> list[Any]:

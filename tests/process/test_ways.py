@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from onebox.wire.messages import (
 )
 from onebox.wire.sayings import Digest, Memory
 from onebox.worker.memory import supported
+from tests import leaks
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, staged
 from tests.reference import assert_same
@@ -43,7 +43,7 @@ SHAPES = [(0, 3), (), (7,), (100, 41), (512, 1000), (6_000_000,), (33, 1)]
 def maps(pool: Pool) -> list[int]:
     """Return how many shared memories each worker has mapped."""
     raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
-    return [Path(f"/proc/{pid}/maps").read_text().count("memfd:onebox") for pid in pool.process_ids]
+    return [leaks.mapped("onebox", pid) for pid in pool.process_ids]
 
 
 def used_bytes(pool: Pool) -> list[int]:
@@ -54,7 +54,7 @@ def used_bytes(pool: Pool) -> list[int]:
 
 def descriptors(pool: Pool) -> list[int]:
     """Return how many descriptors each worker has open."""
-    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in pool.process_ids]
+    return [len(leaks.descriptors(pid)) for pid in pool.process_ids]
 
 
 def swap(pool: Pool, group: int, shapes: Sequence[tuple[int, ...]]) -> list[list[bytes]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ import onebox
 from onebox.pool import open_pool
 from onebox.pool.nurseries import OWN
 from tests import warm as programs
+from tests.leaks import descriptors
 from tests.process.faults.training import batch, parts
 
 SETTLE_S = 2.0
@@ -50,17 +50,9 @@ def belongings() -> Belongings:
     return Belongings(
         children=frozenset(child.pid for child in psutil.Process().children(recursive=True)) - nurseries,
         threads=tuple(t.name for t in threading.enumerate() if t.name.startswith("onebox")),
-        descriptors=frozenset(each for each in _descriptors() if each[0] not in theirs),
+        descriptors=frozenset(each for each in descriptors() if each[0] not in theirs),
         files=frozenset(path for folder in folders if folder.is_dir() for path in folder.glob("*onebox*")),
     )
-
-
-def _descriptors() -> Iterator[tuple[str, str]]:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            yield name, os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the one that listed the folder
-            continue
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from onebox.errors import UsageError
 from onebox.feed.encoding import SHARED_BYTES, receive, send
+from tests.leaks import mapped, nothing_left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,19 +132,16 @@ def test_large_ones_can_be_written_and_lie_in_shared_memory():
     assert images.data_ptr() % 64 == 0
 
 
-def mapped() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:onebox-feed")
-
-
 def test_the_memory_is_freed_with_the_last_that_lies_in_it():
-    before = mapped(), len(os.listdir("/proc/self/fd"))
-    images, labels = round_trip((torch.zeros(SHARED_BYTES), torch.arange(10)))
-    view = images[5:]
-    assert mapped() == before[0] + 1
-    del images
-    assert mapped() == before[0] + 1
-    del view
-    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+    before = mapped("onebox-feed")
+    with nothing_left():
+        images, labels = round_trip((torch.zeros(SHARED_BYTES), torch.arange(10)))
+        view = images[5:]
+        assert mapped("onebox-feed") == before + 1
+        del images
+        assert mapped("onebox-feed") == before + 1
+        del view
+        assert mapped("onebox-feed") == before
     assert labels.tolist() == list(range(10))  # which was copied, and keeps nothing else
 
 

@@ -30,6 +30,7 @@ from onebox.pool import Answer, Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
 from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send
 from onebox.wire.sayings import Contribution, Lookup, Scalars
+from tests.leaks import nothing_left
 from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))
@@ -209,10 +210,9 @@ def test_closing_is_idle_in_a_fork(pool: Pool, monkeypatch: pytest.MonkeyPatch) 
 
 def test_opening_and_closing_leaves_nothing(open_pool: OpenPool) -> None:
     open_pool(2).close()
-    before = len(os.listdir("/proc/self/fd"))
-    for workers in (1, 2, 3, 2):
-        open_pool(workers).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_left():
+        for workers in (1, 2, 3, 2):
+            open_pool(workers).close()
 
 
 @pytest.mark.parametrize("memory", [0, -5, "0", "much", [], {}, True, {"0": 5}, {-1: 5}, [5, 5], {1: 5}])

@@ -14,14 +14,14 @@ import pytest
 
 from onebox.worker.handover import Post
 from onebox.worker.memory import PeerLost
+from tests import leaks
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Fail a test that leaves a descriptor open."""
-    before = os.listdir("/proc/self/fd")
-    yield
-    assert os.listdir("/proc/self/fd") == before
+    with leaks.nothing_left():
+        yield
 
 
 class Rank:

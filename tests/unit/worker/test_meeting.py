@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +26,7 @@ from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
 from onebox.worker.torchgroup import TorchGroup
 from onebox.worker.whereabouts import whereabouts
+from tests.leaks import nothing_left
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub, Keys
 
@@ -180,14 +179,9 @@ def test_a_rank_whose_process_has_ended_is_lost() -> None:
 
 
 def test_nothing_stays_behind_of_a_group_in_two_places() -> None:
-    def count() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:onebox")
-
     run("aab", lambda number, group: None)  # what Gloo opens once and for all
-    before = count()
-    run("aab", lambda number, group: [spec_of(came) for _, _, came in swap(group, number, 3)])
-    assert count() == before
+    with nothing_left():
+        run("aab", lambda number, group: [spec_of(came) for _, _, came in swap(group, number, 3)])
 
 
 def test_memory_that_could_become_smaller_is_not_mapped() -> None:

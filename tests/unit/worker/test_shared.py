@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import random
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from onebox.worker.memory import LEAST_BYTES, PeerLost, supported
 from onebox.worker.peers import Finish
 from onebox.worker.shared import SharedGroup
 from onebox.worker.whereabouts import whereabouts
+from tests import leaks
 from tests.unit.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -311,7 +310,7 @@ def test_what_was_received_outlasts_its_group_and_is_forgotten_in_any_thread() -
 
     def maps() -> int:
         gc.collect()
-        return Path("/proc/self/maps").read_text().count("memfd:onebox")
+        return leaks.mapped("onebox")
 
     before = maps()
     kept = [run_ranks(2, rank)[0]]
@@ -375,11 +374,8 @@ def test_no_more_than_a_part_of_a_writers_memory_is_lent() -> None:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Requires that nothing is open or mapped afterwards that was not before."""
-    gc.collect()
-    before = (len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:onebox"))
-    yield
-    gc.collect()
-    assert (len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:onebox")) == before
+    with leaks.nothing_left():
+        yield
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -18,6 +18,7 @@ from onebox.feed.source import Source
 from onebox.feed.sources import Tars, files
 from onebox.feed.sources.files import expand
 from onebox.feed.sources.tar_index import members
+from tests.leaks import descriptors
 
 
 def samples(source):
@@ -355,11 +356,10 @@ def test_threads_and_forked_processes_read_the_same(tmp_path, write_tar, monkeyp
 
 def test_files_are_closed(tmp_path, write_tar):
     path = write_tar(tmp_path / "a.tar", [("1.txt", json.dumps("x").encode())])
-    before = len(os.listdir("/proc/self/fd"))
     source = Tars(path, fields=["txt"])
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert str(path) in {what for _, what in descriptors()}
     del source
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(path) not in {what for _, what in descriptors()}
 
 
 def test_real_images(shared_data):
