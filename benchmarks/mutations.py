@@ -51,6 +51,7 @@ from onebox.wire.agents import (
     encode_agent,
 )
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.grouping import FormGroup, LeaveGroup, Rendezvous
 from onebox.wire.messages import (
     Ask,
     Bye,
@@ -58,12 +59,10 @@ from onebox.wire.messages import (
     Define,
     Envelope,
     Evict,
-    FormGroup,
     Free,
     Gather,
     Get,
     Instruction,
-    LeaveGroup,
     Offload,
     Optimizer,
     OptimizerStep,
@@ -71,7 +70,6 @@ from onebox.wire.messages import (
     Put,
     Receive,
     Reduce,
-    Rendezvous,
     Routine,
     Run,
     Send,

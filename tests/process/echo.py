@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from onebox.wire import TensorSpec
-from onebox.wire.messages import FormGroup
+from onebox.wire.grouping import FormGroup
 from onebox.worker.links import Wires
 from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost

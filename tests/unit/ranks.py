@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from onebox.pool.rendezvous import KeyValues
-from onebox.wire.messages import EmulatedLink, FormGroup, Reduced, Rendezvous
+from onebox.wire.grouping import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Left, Lookup
 from onebox.worker.carriers import Carrier
 from onebox.worker.links import Wires

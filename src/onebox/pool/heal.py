@@ -13,7 +13,8 @@ from onebox.pool.device import DeviceInfo, welcome
 from onebox.pool.line import Answer
 from onebox.pool.member import Member
 from onebox.pool.switchboard import Switchboard
-from onebox.wire.messages import Ask, LeaveGroup
+from onebox.wire.grouping import LeaveGroup
+from onebox.wire.messages import Ask
 
 PATIENCE_S = 30.0
 """How long a survivor may take to be done with what it was given before the loss."""

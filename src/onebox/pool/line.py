@@ -13,7 +13,8 @@ import zmq
 
 from onebox.pool.member import Member
 from onebox.wire import KeyPair, Link, configure, encode, endure, receive, send
-from onebox.wire.messages import Envelope, LeaveGroup
+from onebox.wire.grouping import LeaveGroup
+from onebox.wire.messages import Envelope
 from onebox.wire.sayings import Hello, Result
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onebox.errors import UsageError
-from onebox.wire.messages import EmulatedLink
+from onebox.wire.grouping import EmulatedLink
 
 EMULATED_KINDS = frozenset({"cpu", "sim"})
 """Kinds of devices that links can be emulated between."""

@@ -27,7 +27,8 @@ from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.pool.uplinks import Uplinks
 from onebox.pool.ways import hindrances, shares_memory
-from onebox.wire.messages import Bye, FormGroup, Instruction, LeaveGroup
+from onebox.wire.grouping import FormGroup, LeaveGroup
+from onebox.wire.messages import Bye, Instruction
 
 _LOG = logging.getLogger("onebox")
 

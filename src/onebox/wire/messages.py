@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
-
 from onebox.wire.eager import (
     Block,
     DefaultType,
@@ -23,17 +21,19 @@ from onebox.wire.eager import (
     SetGenerator,
     Strided,
 )
-from onebox.wire.program import Program, TensorSpec
+from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvous, Retime
+from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
+Delay = Literal["none", "predict", "lookahead", "feedback"]
+"""What is done about gradients that are a step late: nothing; forward and backward are computed on weights that the
+optimizer's momentum expects; steps look further ahead along the momentum; or what a step was too far off is taken back
+with the next one."""
+
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
-
-
-class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, encoded as arrays, with no field too many."""
 
 
 # ---- instructions that a routine may hold
@@ -49,6 +49,7 @@ class Call(Message, frozen=True, tag="call"):
         takes: Positions in ``inputs`` whose buffers end with this call, so that their memory can go as soon as the
             program has read them for the last time.
         micro_batch: Index of the micro-batch within the step; part of the seed of random operators.
+        age: How many steps before the run's step the one is that it belongs to, whose seed random operators have.
     """
 
     program: int
@@ -56,6 +57,7 @@ class Call(Message, frozen=True, tag="call"):
     outputs: tuple[int, ...]
     takes: tuple[int, ...] = ()
     micro_batch: int = 0
+    age: int = 0
 
 
 class Free(Message, frozen=True, tag="free"):
@@ -88,10 +90,32 @@ class Reduce(Message, frozen=True, tag="reduce"):
     """Replace each buffer by its sum over the ranks of a group; later readers wait for it.
 
     The buffers of one instruction share an element type and travel as one bucket.
+
+    Args:
+        buffers: Which.
+        group: The group.
+        root: The only rank that gets the sum; those buffers of the other ranks end. -1 where all get it.
     """
 
     buffers: tuple[int, ...]
     group: int
+    root: int = -1
+
+
+class Broadcast(Message, frozen=True, tag="broadcast"):
+    """Replace buffers of all ranks of a group by those of one; later readers wait for it.
+
+    The buffers of one instruction share an element type and travel as one bucket. What they are is known on all ranks.
+
+    Args:
+        buffers: Which. Where one is an optimizer's parameter, the parameter itself gets the elements.
+        group: The group.
+        root: The rank whose they are.
+    """
+
+    buffers: tuple[int, ...]
+    group: int
+    root: int
 
 
 class Gather(Message, frozen=True, tag="gather"):
@@ -149,12 +173,48 @@ class OptimizerStep(Message, frozen=True, tag="optimize"):
         max_norm: Where positive, scale all gradients so that their joint 2-norm is at most this. The norm before
             scaling is in the answer of the run.
         square_norm: A buffer that holds the square of that norm, where more gradients count than these; 0 for none.
+        members: Positions of the parameters that are stepped, to which ``gradients`` belong; empty for all.
+        previous: For each parameter stepped a buffer of the same kind, made by :class:`Branch`. What it held ends; from
+            then on it is what the parameter was before the step, also for whoever has views of that.
+        ahead: For each parameter stepped another one, likewise: where given, from then on it is what the parameter is
+            expected to be one step later, ``previous`` is what ``ahead`` was, and the parameter stays where it is.
+        age: How many steps before the run's step the one is whose gradients these are.
     """
 
     optimizer: int
     gradients: tuple[int, ...]
     max_norm: float = 0.0
     square_norm: int = 0
+    members: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    age: int = 0
+
+
+class Branch(Message, frozen=True, tag="branch"):
+    """Begin versions of an optimizer's parameters: weights that some micro-batches still read when others are newer.
+
+    Args:
+        optimizer: Its number.
+        previous: For each of its parameters a buffer that becomes a copy of it.
+        ahead: For each of them a buffer that becomes what it is expected to be one step later; empty for none.
+    """
+
+    optimizer: int
+    previous: tuple[int, ...]
+    ahead: tuple[int, ...] = ()
+
+
+class Rename(Message, frozen=True, tag="rename"):
+    """Let buffers be known by other numbers, all at once; what had these numbers, and gets no other, ends.
+
+    Args:
+        buffers: Which, each once.
+        into: The number of each from then on, each once.
+    """
+
+    buffers: tuple[int, ...]
+    into: tuple[int, ...]
 
 
 class Get(Message, frozen=True, tag="get"):
@@ -177,7 +237,23 @@ class Ask(Message, frozen=True, tag="ask"):
     buffers: tuple[int, ...] = ()
 
 
-Step = Call | Free | Send | Receive | Reduce | Gather | Offload | Evict | Prefetch | OptimizerStep | Get | Ask
+Step = (
+    Call
+    | Free
+    | Send
+    | Receive
+    | Reduce
+    | Broadcast
+    | Gather
+    | Offload
+    | Evict
+    | Prefetch
+    | OptimizerStep
+    | Branch
+    | Rename
+    | Get
+    | Ask
+)
 """What a routine may hold."""
 
 
@@ -191,8 +267,13 @@ def references(step: Step) -> tuple[int, ...]:
         case Gather():
             return (step.buffer, step.into)
         case OptimizerStep():
-            return (*step.gradients, step.square_norm) if step.square_norm else step.gradients
-        case Free() | Reduce() | Offload() | Evict() | Prefetch() | Get() | Ask():
+            norm = (step.square_norm,) if step.square_norm else ()
+            return (*step.gradients, *norm, *step.previous, *step.ahead)
+        case Branch():
+            return (*step.previous, *step.ahead)
+        case Rename():
+            return (*step.buffers, *step.into)
+        case Free() | Reduce() | Broadcast() | Offload() | Evict() | Prefetch() | Get() | Ask():
             return step.buffers
 
 
@@ -216,6 +297,7 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
         state: State to start from; the elements of its tensors are in frames, in order.
         cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
         host: Whether its state is in the host's memory, and its steps are computed there.
+        delay: What is done about gradients that are a step late.
     """
 
     name: str
@@ -224,6 +306,7 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
     state: tuple[StateEntry, ...] = ()
     cost_s: float = 0.0
     host: bool = False
+    delay: Delay = "none"
 
 
 class StoredProgram(Message, frozen=True, tag="program"):
@@ -289,74 +372,6 @@ class Run(Message, frozen=True, tag="run"):
     trace: bool = False
 
 
-class EmulatedLink(Message, frozen=True):
-    """How slow transfers to a rank are made to be, for experiments on one host.
-
-    Args:
-        peer: The rank.
-        link: A number of the way from this worker to that one; transfers of all groups that share it queue up on it.
-        latency_s: Seconds that everything takes in addition.
-        bandwidth_bps: Bytes per second at most; infinite for no cap.
-    """
-
-    peer: int
-    link: int
-    latency_s: float
-    bandwidth_bps: float
-
-
-class FormGroup(Message, frozen=True, tag="form"):
-    """Join a process group: worker to worker, its rendezvous over this channel.
-
-    Args:
-        group: Its number, from 1.
-        rank: This worker's rank.
-        size: How many workers.
-        backend: ``gloo`` or ``nccl``; or ``client``: sums are made at the client, nothing goes worker to worker.
-        address: The address of this host that the group's sockets bind.
-        timeout_s: Bound of every wait inside the group.
-        shared: Whether what goes between members that are on one host is to go through memory that they share, as far
-            as they find that they can.
-        links: This worker's emulated links to other ranks; only where all share memory.
-        aside: Whether it is for what travels in the background, from memory of the host to memory of the host.
-    """
-
-    group: int
-    rank: int
-    size: int
-    backend: Literal["gloo", "nccl", "client"]
-    address: str
-    timeout_s: float
-    shared: bool = False
-    links: tuple[EmulatedLink, ...] = ()
-    aside: bool = False
-
-
-class LeaveGroup(Message, frozen=True, tag="leave"):
-    """Leave a process group and close its sockets; passed over where this worker is not in it."""
-
-    group: int
-
-
-class Rendezvous(Message, frozen=True, tag="rendezvous"):
-    """Client to worker: the answer to a :class:`Lookup`."""
-
-    ticket: int
-    value: bytes
-
-
-class Reduced(Message, frozen=True, tag="reduced"):
-    """Client to worker: the sum of a bucket that was reduced at the client, in one frame."""
-
-    ticket: int
-
-
-class Gone(Message, frozen=True, tag="gone"):
-    """Client to worker: what a ticket waits for will not come, because a member has left the group."""
-
-    ticket: int
-
-
 class Bye(Message, frozen=True, tag="bye"):
     """End the worker."""
 
@@ -375,6 +390,7 @@ Instruction = (
     | SlotInstruction
     | FormGroup
     | LeaveGroup
+    | Retime
     | Rendezvous
     | Reduced
     | Gone

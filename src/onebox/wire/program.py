@@ -45,6 +45,10 @@ class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all parts of a program: immutable, encoded as arrays, with no field too many."""
 
 
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, encoded as arrays, with no field too many."""
+
+
 class TensorSpec(_Part, frozen=True):
     """Element type and shape of a dense tensor.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from onebox.wire.eager import Complex, Strided
-from onebox.wire.messages import Message
-from onebox.wire.program import TensorSpec
+from onebox.wire.program import Message, TensorSpec
 from onebox.wire.state import StateEntry
 
 

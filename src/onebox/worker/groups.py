@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
-from onebox.wire.messages import FormGroup, Rendezvous
+from onebox.wire.grouping import FormGroup, Rendezvous
 from onebox.wire.sayings import Contribution, Joined, Lookup
 from onebox.worker.carriers import carrier_for
 from onebox.worker.interfaces import NoAddress, is_foreign

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from onebox.wire.messages import EmulatedLink
+from onebox.wire.grouping import EmulatedLink
 
 
 @dataclass(frozen=True)

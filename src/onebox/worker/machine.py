@@ -12,17 +12,16 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
 from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.grouping import FormGroup, LeaveGroup
 from onebox.wire.messages import (
     Ask,
     Call,
     Define,
     Evict,
-    FormGroup,
     Free,
     Gather,
     Get,
     Instruction,
-    LeaveGroup,
     Offload,
     OptimizerStep,
     Prefetch,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from struct import Struct
 
 from onebox.errors import WireError
-from onebox.wire.messages import FormGroup
+from onebox.wire.grouping import FormGroup
 from onebox.worker.handover import Post
 from onebox.worker.letters import FREE, LEFT
 from onebox.worker.links import Speed

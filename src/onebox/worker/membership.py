@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onebox.wire.messages import FormGroup, Gather, Receive, Reduce, Routine, Send
+from onebox.wire.grouping import FormGroup
+from onebox.wire.messages import Gather, Receive, Reduce, Routine, Send
 from onebox.wire.sayings import Failure, Joined, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.pinning import roaming

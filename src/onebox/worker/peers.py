@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Reduced, Rendezvous
+from onebox.wire.grouping import Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Joined, Left, Lookup
 
 

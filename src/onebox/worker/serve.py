@@ -22,7 +22,8 @@ from msgspec import Struct
 
 from onebox.errors import WireError
 from onebox.wire import KeyPair, Link, codecs, configure, decode_envelope, encode, endure, listen, send
-from onebox.wire.messages import PROTOCOL, Bye, Envelope, Gone, Reduced, Rendezvous
+from onebox.wire.grouping import Gone, Reduced, Rendezvous
+from onebox.wire.messages import PROTOCOL, Bye, Envelope
 from onebox.wire.sayings import Failure, Hello, Reply, Result, Saying
 from onebox.worker.confine import confine, failures
 from onebox.worker.device import Device

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
-from onebox.wire.messages import FormGroup
+from onebox.wire.grouping import FormGroup
 from onebox.wire.sayings import Joined
 from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
-from onebox.wire.messages import FormGroup
+from onebox.wire.grouping import FormGroup
 from onebox.wire.sayings import Joined
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 from onebox.worker.interfaces import bind_nccl

@@ -17,7 +17,7 @@ import zmq.auth
 
 from onebox.errors import WireError
 from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
-from onebox.wire.messages import LeaveGroup
+from onebox.wire.grouping import LeaveGroup
 from onebox.wire.sayings import Beat
 from onebox.worker.pinning import roam
 from onebox.worker.tape import Progress

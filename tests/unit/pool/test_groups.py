@@ -9,7 +9,7 @@ from onebox.errors import WireError
 from onebox.pool.failures import Place
 from onebox.pool.groups import GroupServices, Notice
 from onebox.wire import from_frame, spec_of, to_frame
-from onebox.wire.messages import Gone, Reduced, Rendezvous
+from onebox.wire.grouping import Gone, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Left, Lookup
 
 BUCKET = torch.tensor([1.0, 2.0])

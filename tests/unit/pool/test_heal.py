@@ -12,7 +12,8 @@ from onebox.errors import OneboxError, WorkerDied, WorkerHung
 from onebox.pool import heal as healing_module
 from onebox.pool.failures import Place
 from onebox.pool.heal import Healing, heal
-from onebox.wire.messages import Instruction, LeaveGroup
+from onebox.wire.grouping import LeaveGroup
+from onebox.wire.messages import Instruction
 
 DIED = WorkerDied("it ended")
 

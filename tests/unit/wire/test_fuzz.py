@@ -35,12 +35,12 @@ from onebox.wire import (
     encode,
 )
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.grouping import FormGroup
 from onebox.wire.messages import (
     Ask,
     Call,
     Define,
     Envelope,
-    FormGroup,
     Free,
     Get,
     Optimizer,

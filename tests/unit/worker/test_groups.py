@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, to_frame
-from onebox.wire.messages import FormGroup, Reduced, Rendezvous
+from onebox.wire.grouping import FormGroup, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution
 from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, Wires, form_group
 from onebox.worker.peers import Arrived

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.wire.messages import EmulatedLink
+from onebox.wire.grouping import EmulatedLink
 from onebox.worker.links import Ring, Speed, Wires
 
 SLOW = Speed(latency_ns=1000.0, ns_per_byte=2.0)

@@ -9,22 +9,18 @@ import torch
 
 from onebox.graph import add_all
 from onebox.wire import Many, Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
+from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvous
 from onebox.wire.messages import (
     Ask,
     Bye,
     Call,
     Define,
-    FormGroup,
     Free,
-    Gone,
-    LeaveGroup,
     Optimizer,
     OptimizerStep,
     Put,
     Receive,
     Reduce,
-    Reduced,
-    Rendezvous,
     Routine,
     Run,
     Send,

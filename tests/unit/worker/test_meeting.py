@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import FormGroup
+from onebox.wire.grouping import FormGroup
 from onebox.wire.sayings import Joined
 from onebox.worker import meeting
 from onebox.worker.groups import Group, PeerLost, Wires, form_group

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
-from onebox.wire.messages import EmulatedLink
+from onebox.wire.grouping import EmulatedLink
 from onebox.worker.memory import LEAST_BYTES, PeerLost, supported
 from onebox.worker.peers import Finish
 from onebox.worker.shared import SharedGroup

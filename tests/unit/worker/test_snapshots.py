@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, from_frame, spec_of
-from onebox.wire.messages import Ask, Define, FormGroup, Free, Optimizer, OptimizerStep
+from onebox.wire.grouping import FormGroup
+from onebox.wire.messages import Ask, Define, Free, Optimizer, OptimizerStep
 from onebox.wire.sayings import Kept, Memory, OptimizerState
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import (

@@ -10,18 +10,8 @@ import pytest
 import torch
 
 from onebox.wire import TensorSpec
-from onebox.wire.messages import (
-    Call,
-    Define,
-    EmulatedLink,
-    FormGroup,
-    Gather,
-    Receive,
-    Reduce,
-    Routine,
-    Run,
-    Send,
-)
+from onebox.wire.grouping import EmulatedLink, FormGroup
+from onebox.wire.messages import Call, Define, Gather, Receive, Reduce, Routine, Run, Send
 from onebox.worker.memory import supported
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise

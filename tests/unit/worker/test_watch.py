@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.wire import KeyPair, configure, decode_saying, encode, new_keys
-from onebox.wire.messages import Envelope, LeaveGroup
+from onebox.wire.grouping import LeaveGroup
+from onebox.wire.messages import Envelope
 from onebox.wire.sayings import Beat
 from onebox.worker import watch
 from onebox.worker.tape import Progress
