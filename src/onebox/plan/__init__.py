@@ -5,7 +5,7 @@ from onebox.plan.costs import stage_work
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
-from onebox.plan.plan import SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, UpdateAt, as_data
+from onebox.plan.plan import ASYNC, SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, UpdateAt, as_data
 from onebox.plan.predict import predict
 from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
@@ -21,6 +21,7 @@ from onebox.plan.why import Reason, reasons
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
+    "ASYNC",
     "FATES",
     "NAMED",
     "SCHEDULES",

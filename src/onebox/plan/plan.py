@@ -33,8 +33,14 @@ StagePrecision = Literal["fp32", "bf16"]
 UpdateAt = Literal["device", "host"]
 """Where the optimizer's state is, and its step is computed."""
 
+OptimizerState = Literal["replicated", "sharded"]
+"""Whether each holder of a parameter has what the optimizer remembers of it and steps it, or one of them does."""
+
+ASYNC = "async-1f1b"
+"""The schedule that does not end with a step: gradients are applied one step late."""
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
-"""Names of schedules; ``table`` stands for one that the plan spells out."""
+"""Names of exact schedules; ``table`` stands for one that the plan spells out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +140,12 @@ class Plan(_Part, frozen=True):
         stages: In an order in which values of forward go from earlier to later stages.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share of the batch one micro-batch, which
             only a plan of one stage may do.
-        schedule: One of :data:`SCHEDULES`, or ``table``.
+        schedule: One of :data:`SCHEDULES`, ``table``, or :data:`ASYNC`, which needs ``staleness=1`` of the trainer.
         table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
         sync: Where gradients are averaged: worker to ``workers``, or at the ``client``, which only a plan of one stage
             may do.
         update: Where the optimizer's state is, and its step is computed.
+        optimizer: Whether all replicas have the optimizer's state, or share it out among them.
         memory_bytes: For each device, in the order of :attr:`devices`, the most bytes that it was made for, 0 for all
             that the device has; empty for no such limits. A trainer refuses a step that needs more.
         predicted: What the planner expected.
@@ -151,6 +158,7 @@ class Plan(_Part, frozen=True):
     table: tuple[str, ...] = ()
     sync: Sync = "workers"
     update: UpdateAt = "device"
+    optimizer: OptimizerState = "replicated"
     memory_bytes: tuple[int, ...] = ()
     predicted: Prediction | None = None
     format: int = 1
@@ -164,10 +172,11 @@ class Plan(_Part, frozen=True):
             raise UsageError(f"micro_batch={self.micro_batch}: a micro-batch has at least one sample")
         if self.sync not in ("workers", "client"):
             raise UsageError(f"sync={self.sync!r}: allowed are 'workers' and 'client'")
-        if self.schedule not in (*SCHEDULES, "table") or (self.schedule == "table") != bool(self.table):
-            raise UsageError(
-                f"schedule={self.schedule!r}: allowed are {', '.join(SCHEDULES)}, or 'table' with the rows in 'table'"
-            )
+        if self.schedule not in (*SCHEDULES, ASYNC, "table") or (self.schedule == "table") != bool(self.table):
+            names = ", ".join((*SCHEDULES, ASYNC))
+            raise UsageError(f"schedule={self.schedule!r}: allowed are {names}, or 'table' with the rows in 'table'")
+        if self.optimizer not in get_args(OptimizerState):
+            raise UsageError(f"optimizer={self.optimizer!r}: allowed are {_quoted(OptimizerState)}")
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
         if self.memory_bytes and (len(self.memory_bytes) != len(self.devices) or min(self.memory_bytes) < 0):
