@@ -4,6 +4,7 @@ from onebox.cost.cache import key_of, load, store
 from onebox.cost.fit import CEILING_BPS, fit_link
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
 from onebox.cost.profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
+from onebox.cost.sums import Way, way_to_sum, ways_to_sum
 from onebox.cost.topology import Groups, near_groups
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Groups",
     "PoolProfile",
     "Speeds",
+    "Way",
     "alive_at",
     "fit_link",
     "footprint",
@@ -22,4 +24,6 @@ __all__ = [
     "near_groups",
     "owners",
     "store",
+    "way_to_sum",
+    "ways_to_sum",
 ]

@@ -22,7 +22,7 @@ LARGE_BYTES = 8 << 20
 _FLOOR_S = 100e-6
 """Added to every time: what differs by less is the scheduler of an operating system, not a wire."""
 
-_APART = 2.0
+APART = 2.0
 """How many times the distance within groups the one between groups is, at least."""
 
 _NEARER = 1.5
@@ -100,7 +100,7 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
     tree = linkage(pairs, method="single")
     found: list[tuple[float, Groups]] = []
     for before, after in itertools.pairwise(float(height) for height in tree[:, 2]):
-        if after >= _APART * before:
+        if after >= APART * before:
             labels = fcluster(tree, math.sqrt(before * after), criterion="distance").tolist()
             groups = tuple(
                 tuple(device for device, own in zip(devices, labels, strict=True) if own == label)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onebox.cost import Way, way_to_sum, ways_to_sum
+
 
 class Parked(NamedTuple):
     """What a stage makes that is in the host's memory until a backward reads it.
@@ -88,6 +90,7 @@ class Links:
 
     latency_s: Mapping[int, Mapping[int, float]]
     bandwidth_bps: Mapping[int, Mapping[int, float]]
+    _ways: dict[tuple[int, ...], tuple[Way, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, source: int, target: int, size_bytes: int) -> float:
         """Return how long a message takes; nothing within a device."""
@@ -95,16 +98,30 @@ class Links:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
 
-    def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
-        """Return how long replicas take to sum their gradients in a ring.
+    def sum_way(self, devices: Sequence[int], size_bytes: int) -> Way:
+        """Return how some devices best sum up what each has: in one ring, or in each host first.
 
-        Each of `n` replicas sends `2 (n - 1)` parts of `1 / n` of the bytes, one after the other; the slowest link
-        between two replicas sets the pace (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+        Args:
+            devices: The devices.
+            size_bytes: Bytes that each holds.
+        """
+        key = tuple(devices)
+        if key not in self._ways:
+            self._ways[key] = ways_to_sum(self.latency_s, self.bandwidth_bps, key)
+        return way_to_sum(self._ways[key], size_bytes)
+
+    def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
+        """Return how long replicas take to sum their gradients: in one ring, or in each host first.
+
+        Where replicas are several devices each, that is a ring of which the slowest link between two replicas sets the
+        pace (see :mod:`onebox.cost.sums`).
 
         Args:
             replicas: The devices of each replica.
             size_bytes: Bytes that each holds.
         """
+        if all(len(replica) == 1 for replica in replicas):
+            return self.sum_way([device for (device,) in replicas], size_bytes).time.at(size_bytes)
         count = len(replicas)
         pairs = [(a, b) for one in replicas for other in replicas if one is not other for a in one for b in other]
         if not pairs:
