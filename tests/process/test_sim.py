@@ -76,6 +76,23 @@ def test_work_takes_at_least_what_it_costs(pool: Pool) -> None:
         assert min(call_s, step_s) >= COST_S / pool.devices[worker].speed
 
 
+def test_a_device_is_of_another_speed_from_what_is_posted_next_on(pool: Pool) -> None:
+    prepare(pool, 0)
+    futures = []
+    for speed in (1.0, 0.25, 1.0):
+        pool.retime(0, speed=speed)
+        futures.append(pool.post(0, [Run(ROUTINE, trace=True)], answer=True))
+    calls_s = [lasted_s(answer)[0] for answer in raise_first(futures)]
+    assert min(calls_s) >= COST_S
+    assert calls_s[1] >= 4 * COST_S
+    assert pool.devices[0].speed == 1.0
+    for speed in (0.0, math.nan):
+        with pytest.raises(UsageError, match="a sim device can be of any above 0"):
+            pool.retime(0, speed=speed)
+    with pytest.raises(UsageError, match="device 2 is cpu"):
+        pool.retime(2, speed=0.5)
+
+
 def test_a_slowed_down_cpu_computes_what_others_do_and_ignores_costs(pool: Pool) -> None:
     prepare(pool, 2)
     answer = pool.post(2, [Run(ROUTINE, trace=True), Ask("scalars", ())], answer=True).result(30)

@@ -94,3 +94,28 @@ def outgoing(links: LinkMap, workers: Sequence[int], rank: int) -> tuple[Emulate
         for peer, worker in enumerate(workers)
         if (link := links.get((workers[rank], worker))) is not None
     )
+
+
+def changed(links: LinkMap, way: tuple[int, int], bandwidth_bps: float | None, latency_s: float | None) -> LinkMap:
+    """Return links with one of them of other values.
+
+    Args:
+        links: Of each direction.
+        way: Which: sender and receiver.
+        bandwidth_bps: Its bytes per second; ``None`` for what they were.
+        latency_s: Its latency; ``None`` for what it was.
+
+    Raises:
+        UsageError: It is not among them, or there is none of such values.
+    """
+    if way not in links:
+        raise UsageError(
+            f"no link from device {way[0]} to {way[1]} is emulated; give the pool one when it is opened: "
+            f"onebox.open(..., links={{({way[0]}, {way[1]}): Link()}})"
+        )
+    old = links[way]
+    new = Link(
+        latency_s=old.latency_s if latency_s is None else latency_s,
+        bandwidth_bps=old.bandwidth_bps if bandwidth_bps is None else bandwidth_bps,
+    )
+    return {**links, way: new}

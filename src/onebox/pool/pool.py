@@ -20,14 +20,14 @@ from onebox.pool.device import DeviceInfo
 from onebox.pool.discover import cores
 from onebox.pool.failures import raise_first
 from onebox.pool.heal import PATIENCE_S, Healing, heal
-from onebox.pool.links import LinkMap, directed, outgoing
+from onebox.pool.links import LinkMap, changed, directed, outgoing
 from onebox.pool.local import LOCAL_HOST
 from onebox.pool.measure import measure_pool, profile_key
 from onebox.pool.member import Member, Replacing, Source, end_all
 from onebox.pool.switchboard import Answer, Switchboard
 from onebox.pool.uplinks import Uplinks
 from onebox.pool.ways import hindrances, shares_memory
-from onebox.wire.grouping import FormGroup, LeaveGroup
+from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import Bye, Instruction
 
 _LOG = logging.getLogger("onebox")
@@ -236,6 +236,43 @@ class Pool:
         for worker in workers:
             if worker not in self.gone:
                 self.post(worker, [LeaveGroup(group)])
+
+    def retime(self, worker: int, *, speed: float) -> None:
+        """Let a ``sim`` device be of another speed from what is posted next on, for experiments.
+
+        What the pool says of its devices stays as it was when it was opened: to notice is up to who measures.
+
+        Args:
+            worker: The device.
+            speed: What costs are divided by from then on.
+
+        Raises:
+            UsageError: It is no ``sim`` device, or the speed is none.
+        """
+        kind = self.devices[worker].kind if 0 <= worker < len(self.devices) else "not there"
+        if kind != "sim" or not 0 < speed < math.inf:
+            raise UsageError(
+                f"device {worker} is {kind} and cannot be of speed {speed}: a sim device can be of any above 0"
+            )
+        self.post(worker, [Retime(speed)])
+
+    def relink(
+        self, source: int, target: int, *, bandwidth_bps: float | None = None, latency_s: float | None = None
+    ) -> None:
+        """Let an emulated link be of other values, both ways, from what is posted next on, for experiments.
+
+        Args:
+            source: The device at one end.
+            target: The device at the other end.
+            bandwidth_bps: Bytes per second; ``None`` for what it was.
+            latency_s: Seconds that everything takes in addition; ``None`` for what it was.
+
+        Raises:
+            UsageError: The pool was opened without that link, or there is none of such values.
+        """
+        for link in ((source, target), (target, source)):
+            self.links = changed(self.links, link, bandwidth_bps, latency_s)
+            self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
 
     def heal(self, *, patience_s: float = PATIENCE_S) -> Healing:
         """Go on after a loss: end the workers that are lost, start them again where that can be, keep the others.

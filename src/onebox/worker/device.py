@@ -110,6 +110,14 @@ class Device:
         if self.emulated:
             wait_until(start_ns + math.ceil((time.monotonic_ns() - start_ns) / self.speed), progress)
 
+    def retime(self, speed: float) -> None:
+        """Be of another speed from now on: only an emulated device that computes nothing can.
+
+        Raises:
+            WireError: It cannot, or there is no such speed.
+        """
+        raise WireError(f"{self.name} cannot be of another speed; only a sim device can")
+
     # ---- values
 
     def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:

@@ -8,9 +8,11 @@ for clusters of workstations, 2009).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from onebox.errors import WireError
 from onebox.wire.grouping import EmulatedLink
 
 
@@ -28,7 +30,13 @@ class Speed:
 
     @classmethod
     def of(cls, link: EmulatedLink) -> Speed:
-        """Return the speed of a link."""
+        """Return the speed of a link.
+
+        Raises:
+            WireError: There is no such link.
+        """
+        if not (0 <= link.latency_s < math.inf and link.bandwidth_bps > 0):
+            raise WireError(f"{link}: a latency is 0 s or more and finite, a bandwidth is positive")
         return cls(1e9 * link.latency_s, 1e9 / link.bandwidth_bps)
 
     @classmethod
@@ -44,10 +52,35 @@ class Speed:
 class Wires:
     """What is under way on each emulated link of a worker, whatever groups it is in."""
 
+    _speeds: dict[int, Speed] = field(default_factory=dict)
     _free_ns: dict[int, float] = field(default_factory=dict)
 
-    def send(self, link: int, speed: Speed, size_bytes: int, now_ns: int) -> int:
+    def lay(self, links: Sequence[EmulatedLink]) -> None:
+        """Let there be links, of these speeds from now on.
+
+        Raises:
+            WireError: One of them cannot be.
+        """
+        self._speeds |= {link.link: Speed.of(link) for link in links}
+
+    def retime(self, links: Sequence[EmulatedLink]) -> None:
+        """Let links be of other speeds from now on; what is under way arrives when it would have.
+
+        Those that are not there are passed over: a group that is formed later brings their speed.
+
+        Raises:
+            WireError: One of them cannot be.
+        """
+        speeds = {link.link: Speed.of(link) for link in links}
+        self._speeds |= {link: speed for link, speed in speeds.items() if link in self._speeds}
+
+    def slowest(self, links: Sequence[int]) -> Speed:
+        """Return the speed of something that waits for all of some links."""
+        return Speed.slowest([self._speeds[link] for link in links])
+
+    def send(self, link: int, size_bytes: int, now_ns: int) -> int:
         """Send something across a link and return when it arrives."""
+        speed = self._speeds[link]
         free_ns = max(now_ns, self._free_ns.get(link, 0.0)) + size_bytes * speed.ns_per_byte
         self._free_ns[link] = free_ns
         return int(free_ns + speed.latency_ns)
@@ -55,30 +88,21 @@ class Wires:
 
 @dataclass
 class Ring:
-    """When collectives end that a group runs one after the other on a ring.
+    """When collectives end that a group runs one after the other on a ring."""
 
-    Args:
-        speeds: Of each rank, the slowest of its links to others. The slowest of all sets the pace: nobody has looked
-            for an order of the ranks that goes round it.
-    """
-
-    speeds: Sequence[Speed]
-    emulated: bool = field(init=False)
     _free_ns: float = 0.0
 
-    def __post_init__(self) -> None:
-        self._pace = Speed.slowest(self.speeds)
-        self.emulated = self._pace != Speed()
-
-    def run(self, arrived_ns: Sequence[int], passes: int, size_bytes: int) -> int:
+    def run(self, arrived_ns: Sequence[int], speeds: Sequence[Speed], passes: int, size_bytes: int) -> int:
         """Run a collective and return when it ends.
 
         Args:
             arrived_ns: When each rank came to it.
+            speeds: Of each rank, the slowest of its links to others. The slowest of all sets the pace: nobody has
+                looked for an order of the ranks that goes round it.
             passes: How often each byte goes round: 2 for a sum, 1 for a gather.
             size_bytes: Bytes of its result.
         """
-        ranks = len(self.speeds)
-        cost = passes * (ranks - 1) * (size_bytes / ranks * self._pace.ns_per_byte + self._pace.latency_ns)
+        ranks, pace = len(speeds), Speed.slowest(speeds)
+        cost = passes * (ranks - 1) * (size_bytes / ranks * pace.ns_per_byte + pace.latency_ns)
         self._free_ns = max(self._free_ns, *arrived_ns) + cost
         return int(self._free_ns)

@@ -12,7 +12,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
 from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
-from onebox.wire.grouping import FormGroup, LeaveGroup
+from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -363,6 +363,12 @@ class Machine:
         self._groups.leave(leave.group)
         return []
 
+    def _retime(self, retime: Retime, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if retime.speed:
+            self._device.retime(retime.speed)
+        self._groups.retime(retime.links)
+        return []
+
     def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
         found = self._definitions.get(number)
         if isinstance(found, Failure):
@@ -385,6 +391,7 @@ class Machine:
         **dict.fromkeys(get_args(SlotInstruction), _keep),
         FormGroup: _form,
         LeaveGroup: _leave_group,
+        Retime: _retime,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from struct import Struct
 
@@ -25,8 +25,8 @@ from onebox.worker.whereabouts import whereabouts
 PATIENCE_S = 10.0
 """How long a descriptor may take to come from a rank of which it is known that it is there."""
 
-_SPEED = Struct("=2d")
-"""The slowest of a rank's links, in the free words of its control page."""
+_SPEED = Struct("=q2d")
+"""How many emulated links a rank has, and the slowest of them; in the free words of its control page."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,19 @@ class Met:
     apart: tuple[tuple[int, str], ...] = ()
 
     @property
-    def speeds(self) -> Sequence[Speed]:
-        """The slowest link of each, in the order of their ranks."""
-        found = [self.memories[rank].map for rank in sorted(self.memories)]
-        return [Speed(*_SPEED.unpack_from(memory, 8 * FREE)) for memory in found]
+    def emulated(self) -> bool:
+        """Whether any of them has emulated links."""
+        return any(_SPEED.unpack_from(memory.map, 8 * FREE)[0] for memory in self.memories.values())
+
+
+def speed_in(memory: Memory) -> Speed:
+    """Return the speed of a rank's slowest link, from its memory."""
+    return Speed(*_SPEED.unpack_from(memory.map, 8 * FREE)[1:])
+
+
+def note_speed(memory: Memory, links: int, speed: Speed) -> None:
+    """Let all ranks read how many emulated links this one has, and the speed of the slowest, in its memory."""
+    _SPEED.pack_into(memory.map, 8 * FREE, links, speed.latency_ns, speed.ns_per_byte)
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,7 @@ def meet(form: FormGroup, keys: Keys, kind: str = "cpu") -> Met:
         WireError: Another rank says what it should not.
     """
     own = Memory.make()
-    slowest = Speed.slowest([Speed.of(link) for link in form.links])
-    _SPEED.pack_into(own.map, 8 * FREE, slowest.latency_ns, slowest.ns_per_byte)
+    note_speed(own, len(form.links), Speed.slowest([Speed.of(link) for link in form.links]))
     memories = {form.rank: own}
     try:
         near, came = _exchange(form, keys, own, kind)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from onebox.wire.grouping import FormGroup
+from onebox.wire.grouping import EmulatedLink, FormGroup
 from onebox.wire.messages import Gather, Receive, Reduce, Routine, Send
 from onebox.wire.sayings import Failure, Joined, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.pinning import roaming
+from onebox.worker.shared import SharedGroup
 from onebox.worker.sockets import Sockets
 from onebox.worker.store import Poisoned
 from onebox.worker.tape import Progress
@@ -80,6 +83,17 @@ class Memberships:
         group = self._groups.get(number)
         if group is not None:
             group.interrupt()
+
+    def retime(self, links: Sequence[EmulatedLink]) -> None:
+        """Let emulated links of this worker be of other speeds from now on; see :meth:`Wires.retime`.
+
+        Raises:
+            WireError: One of them cannot be.
+        """
+        self._wires.retime(links)
+        for group in self._groups.values():
+            if isinstance(group, SharedGroup):
+                group.retimed()
 
     def abandon(self, number: int, failure: Failure) -> None:
         """Leave a group in which this worker cannot do its part, unless it has done so before."""

@@ -31,8 +31,8 @@ from onebox.worker.carriers import Carrier
 from onebox.worker.collective import Collective, is_sum, of_sum
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import Letter, check_dimensions
-from onebox.worker.links import Ring, Speed, Wires
-from onebox.worker.meeting import Met
+from onebox.worker.links import Ring, Wires
+from onebox.worker.meeting import Met, note_speed, speed_in
 from onebox.worker.memory import PeerLost, sleep_until, wake_on_time
 from onebox.worker.outbox import Outbox
 from onebox.worker.peers import Arrived, Finish
@@ -70,7 +70,8 @@ class SharedGroup:
         self._device = device
         self._progress = progress
         self._wires = wires
-        self._links = {link.peer: (link.link, Speed.of(link)) for link in form.links}
+        self._links = {link.peer: link.link for link in form.links}
+        wires.lay(form.links)
         self._watches = met.watches
         self._apart = met.apart
         self._order = 0
@@ -81,7 +82,7 @@ class SharedGroup:
         self._poster = None if carrier is None else Poster(self._outbox, carrier)
         ranks = sorted(met.memories)
         self._inboxes = {rank: Inbox(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
-        self._ring = Ring(met.speeds)
+        self._ring = Ring() if met.emulated else None
         wake_on_time()
 
     @property
@@ -104,7 +105,7 @@ class SharedGroup:
         block = None if tensor.is_meta else outbox.write([tensor], spec.size_bytes)
         due_ns = 0
         if peer in self._links:
-            due_ns = self._wires.send(*self._links[peer], spec.size_bytes, begin_ns)
+            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns)
         return outbox.post(peer, channel, block, spec, at_ns=due_ns)
 
     def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
@@ -152,6 +153,11 @@ class SharedGroup:
             for inbox in self._inboxes.values():
                 inbox.close()
 
+    def retimed(self) -> None:
+        """Let all ranks know that this one's links are of other speeds; collectives under way may go by either."""
+        if self._outbox is not None:
+            note_speed(self._outbox.memory, len(self._links), self._wires.slowest([*self._links.values()]))
+
     def interrupt(self) -> None:
         """Let nobody wait here any longer; callable from any thread, and heard of within :data:`SLICE_S`."""
         self._interrupted = True
@@ -191,7 +197,7 @@ class SharedGroup:
         expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in peers}
         inboxes = [self._inboxes[rank] for rank in range(self._size)]
         collective = Collective(order, self._rank, own, block, inboxes, expected, self._drop)
-        if self._ring.emulated:
+        if self._ring is not None:
             self._running[order] = collective
 
         def finish() -> Arrived:
@@ -209,12 +215,14 @@ class SharedGroup:
 
     def _time(self, order: int) -> None:
         """Let the ring run all collectives up to one, whose letters have come."""
-        while self._ring.emulated and self._timed < order:
+        while self._ring is not None and self._timed < order:
             self._timed += 1
             collective = self._running.get(self._timed)
             if collective is not None:
                 letters = collective.letters(self._wait)
-                collective.end_ns = self._ring.run([letter.at_ns for letter in letters], *_load(letters))
+                memories = [self._inboxes[rank].memory for rank in range(self._size)]
+                speeds = [speed_in(memory) for memory in memories if memory is not None]
+                collective.end_ns = self._ring.run([letter.at_ns for letter in letters], speeds, *_load(letters))
 
     def _drop(self, block: Block) -> None:
         if self._outbox is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from onebox.cost import owners
-from onebox.errors import UsageError
+from onebox.errors import UsageError, WireError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.messages import Optimizer, Options, StoredProgram
 from onebox.wire.sayings import Instructions
@@ -105,6 +105,12 @@ class SimDevice(Device):
         """Sleep until work that began at a time, and costs so much at speed 1, would be done."""
         if cost_s:
             wait_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
+
+    def retime(self, speed: float) -> None:
+        """Be of another speed from now on."""
+        if not 0 < speed < math.inf:
+            raise WireError(f"sim at speed {speed}: allowed is any number above 0")
+        self.speed = speed
 
     def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
         """Return a tensor of a specification, leaving the elements of a fitting frame alone."""

@@ -95,6 +95,44 @@ def test_transfers_of_two_groups_share_a_link(open_pool: OpenPool) -> None:
     assert (received[1], received[3]) == (sent[1], sent[3])
 
 
+def test_a_link_changes_both_ways_with_what_is_posted_next(open_pool: OpenPool) -> None:
+    pool = open_pool(2, links={(0, 1): Link(latency_s=0.02), (1, 0): Link(bandwidth_bps=1e9)})
+    group = pool.form_group((0, 1), "workers")
+    spec = TensorSpec("uint8", (1_000,))
+    for worker in (0, 1):
+        pool.post(worker, [Put((1,), (spec,)), Define(50, Routine((Send(1, group, 1 - worker),), 0))], [bytes(1_000)])
+    asked = [pool.post(worker, [Run(50, trace=True)], answer=True) for worker in (0, 1)]
+    pool.relink(0, 1, bandwidth_bps=2e4)
+    asked += [pool.post(worker, [Run(50, trace=True)], answer=True) for worker in (0, 1)]
+    there, _, slow_there, slow_back = (
+        (end - begin) / 1e9 for begin, end in (future.result(20).times_ns for future in asked)
+    )
+    assert there >= 0.02
+    assert slow_there >= 0.05 + 0.02
+    assert slow_back >= 0.05
+    assert pool.links == {
+        (0, 1): Link(latency_s=0.02, bandwidth_bps=2e4),
+        (1, 0): Link(bandwidth_bps=2e4),
+    }
+    again = pool.form_group((0, 1), "workers")
+    pool.post(0, [Define(51, Routine((Send(1, again, 1),), 0))])
+    begin, end = pool.post(0, [Run(51, trace=True)], answer=True).result(20).times_ns
+    assert end - begin >= 0.07e9, "groups that are formed later have it, too"
+
+
+def test_only_what_is_emulated_changes(open_pool: OpenPool) -> None:
+    pool = open_pool(2, links={(0, 1): SLOW})
+    with pytest.raises(UsageError, match="no link from device 1 to 2 is emulated"):
+        pool.relink(1, 2, latency_s=0.0)
+    with pytest.raises(UsageError, match="bandwidth is positive"):
+        pool.relink(0, 1, bandwidth_bps=0.0)
+    assert pool.links == {(0, 1): SLOW, (1, 0): SLOW}
+    with pytest.raises(UsageError, match=r"device 0 is cpu and cannot be of speed 2\.0"):
+        pool.retime(0, speed=2.0)
+    with pytest.raises(UsageError, match="device 2 is not there"):
+        pool.retime(2, speed=2.0)
+
+
 def test_sums_at_the_client_do_not_go_over_the_links(open_pool: OpenPool) -> None:
     pool = open_pool(2, links={(0, 1): SLOW})
     with pytest.raises(UsageError, match="via workers"):

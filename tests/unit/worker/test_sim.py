@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, Slot, TensorSpec, spec_of, with_deaths
+from onebox.wire.grouping import Retime
 from onebox.wire.messages import (
     Ask,
     Call,
@@ -85,6 +87,21 @@ def test_calls_and_steps_of_an_optimizer_sleep_and_nothing_else_does(slept: list
 def test_speeds_that_are_none(speed: float) -> None:
     with pytest.raises(UsageError, match="speed"):
         SimDevice(speed)
+
+
+def test_speed_changes_between_instructions(slept: list[int], rig: Rig) -> None:
+    rig.do(Define(101, StoredProgram(RELU, 1.0)))
+    start_ns = time.monotonic_ns()
+    rig.do(Call(101, (1,), (2,)), Retime(0.01), Call(101, (1,), (2,)), Retime(), Call(101, (1,), (2,)))
+    assert rig.failures == []
+    assert [round((end - start_ns) / 100e9) for end in slept] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("speed", [-1.0, math.inf, math.nan])
+def test_a_speed_that_is_none_is_refused(rig: Rig, speed: float) -> None:
+    rig.do(Retime(speed))
+    assert rig.failures[0].kind == "protocol"
+    assert "sim at speed" in rig.failures[0].message
 
 
 def test_short_slices_leave_priority_and_policy_as_they_are() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onebox.wire import TensorSpec
-from onebox.wire.grouping import EmulatedLink, FormGroup
+from onebox.wire.grouping import EmulatedLink, FormGroup, Retime
 from onebox.wire.messages import Call, Define, Gather, Receive, Reduce, Routine, Run, Send
 from onebox.worker.memory import supported
 from onebox.worker.store import Poisoned
@@ -98,6 +98,35 @@ def test_a_trace_tells_waiting_from_working() -> None:
     assert receiver[1] == sender[3], "both know when it arrives"
     assert receiver[0] <= receiver[2] <= receiver[3] < receiver[1], "the first program ran while it was under way"
     assert receiver[1] <= receiver[4] <= receiver[5]
+
+
+@pytest.mark.parametrize("kind", ["send", "reduce"])
+def test_links_change_between_runs(kind: str) -> None:
+    def rank(number: int, rig: RankRig) -> list[float]:
+        exchange = (Send(1, GROUP, 1) if number == 0 else Receive(2, SPEC, GROUP, 0),)
+        steps = exchange if kind == "send" else (Reduce((1,), GROUP), Call(100, (1,), (3,)))
+        rig.do(Define(50, Routine((*steps, *((Call(100, (2,), (3,)),) * (kind == "send" and number == 1))), 0)))
+        lasted = []
+        for latency_s in (LATENCY_S, 3 * LATENCY_S, 0.0):
+            rig.do(Retime(links=(EmulatedLink(0, 1 - number, latency_s, float("inf")), EmulatedLink(0, 99, 9.0, 1.0))))
+            rig.do(Run(50, trace=True))
+            assert rig.failures == []
+            lasted.append((rig.machine.times_ns[1] - rig.machine.times_ns[0]) / 1e9)
+            rig.do(Reduce((1,), OTHER), Call(100, (1,), (3,)))  # both are done
+        return lasted
+
+    first, second, _ = run(rank, links=True)[0]
+    assert first >= LATENCY_S * (1 if kind == "send" else 2)
+    assert second >= LATENCY_S * (3 if kind == "send" else 6)
+
+
+def test_links_that_cannot_be_and_devices_that_compute_are_refused() -> None:
+    def rank(number: int, rig: RankRig) -> None:
+        rig.do(Retime(2.0), Retime(links=(EmulatedLink(0, 1 - number, 0.0, 0.0),)))
+        assert [failure.kind for failure in rig.failures] == ["protocol", "protocol"]
+        assert "cpu cannot be of another speed" in rig.failures[0].message
+
+    run(rank, links=True)
 
 
 def test_what_came_before_it_was_asked_for_is_there_at_once() -> None:
