@@ -2,6 +2,7 @@
 
 from onebox.plan.blocks import block_numbers, block_schedule
 from onebox.plan.costs import stage_work
+from onebox.plan.follow_types import Decision, FollowOptions, Outcome
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
@@ -11,6 +12,7 @@ from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
 from onebox.plan.search import Candidate, SearchResult, search
+from onebox.plan.seen import Carried, Seen, Task, Took
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
 from onebox.plan.synthesis import auto_schedule
@@ -27,13 +29,17 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Candidate",
+    "Carried",
     "ChainFate",
+    "Decision",
     "DeviceSpec",
     "Edge",
     "Fate",
+    "FollowOptions",
     "Kind",
     "Links",
     "MicroBatch",
+    "Outcome",
     "Plan",
     "Prediction",
     "Problem",
@@ -41,6 +47,7 @@ __all__ = [
     "Routes",
     "Schedule",
     "SearchResult",
+    "Seen",
     "Segment",
     "Shortfall",
     "Simulation",
@@ -48,8 +55,10 @@ __all__ = [
     "Stage",
     "StageWork",
     "Sync",
+    "Task",
     "Tie",
     "Time",
+    "Took",
     "Transfer",
     "Update",
     "UpdateAt",

@@ -1,0 +1,91 @@
+"""What a step was measured to be: the run-time scheduler's only input. Pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from onebox.errors import UsageError
+from onebox.plan.schedule import Kind
+
+
+class Task(NamedTuple):
+    """What is timed of a device: one kind of action of one of its stages.
+
+    Args:
+        device: Its number in the pool.
+        stage: The stage, by its place in the plan that the step ran under.
+        kind: What of it.
+    """
+
+    device: int
+    stage: int
+    kind: Kind
+
+
+class Took(NamedTuple):
+    """How long actions took that are alike.
+
+    Args:
+        mean_s: Mean seconds of one, as for a micro-batch of the plan's size. Waiting for inputs is not in it.
+        actions: How many there were, at least one.
+    """
+
+    mean_s: float
+    actions: int
+
+
+class Carried(NamedTuple):
+    """What went over a link in one direction.
+
+    Args:
+        size_bytes: Bytes of all messages.
+        seconds: Seconds in transit, of all messages together: each from when it could go, its sender having begun to
+            send and the message before it on this link having arrived, until it was there. Waiting for a receiver
+            that had not asked yet is not in it.
+        messages: How many there were, at least one.
+    """
+
+    size_bytes: int
+    seconds: float
+    messages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Measurements of one step.
+
+    Args:
+        step: Its number.
+        step_s: Seconds from its begin to the begin of the next one.
+        actions: How long actions took; those that nobody timed are left out.
+        links: What went from a source to a target, by the two numbers of devices; links without traffic are left out.
+        update_s: Seconds of the optimizer's step on each device that timed it.
+    """
+
+    step: int
+    step_s: float
+    actions: Mapping[Task, Took]
+    links: Mapping[tuple[int, int], Carried] = field(default_factory=dict)
+    update_s: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, seconds in self._seconds():
+            if not 0 <= seconds < math.inf:
+                raise UsageError(
+                    f"step {self.step} was measured with {seconds} s of {what}: finite is right, from 0 up"
+                )
+        if any(took.actions < 1 for took in self.actions.values()):
+            raise UsageError(f"step {self.step} was measured with a mean of no actions: leave those out")
+        if any(carried.messages < 1 or carried.size_bytes < 0 for carried in self.links.values()):
+            raise UsageError(f"step {self.step} was measured with links without messages: leave those out")
+
+    def _seconds(self) -> Iterator[tuple[str, float]]:
+        yield "the step", self.step_s
+        yield from (
+            (f"{task.stage}{task.kind} on device {task.device}", took.mean_s) for task, took in self.actions.items()
+        )
+        yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in self.links.items())
+        yield from ((f"the update on device {device}", seconds) for device, seconds in self.update_s.items())
