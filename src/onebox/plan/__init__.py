@@ -20,6 +20,7 @@ from onebox.plan.theory import theory
 from onebox.plan.trivial import even_plan
 from onebox.plan.validate import validate
 from onebox.plan.why import Reason, reasons
+from onebox.plan.windows import check_window, drain_of, endless, fill_of, steady_window, unrolled
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
@@ -69,8 +70,12 @@ __all__ = [
     "auto_schedule",
     "block_numbers",
     "block_schedule",
+    "check_window",
     "deal",
+    "drain_of",
+    "endless",
     "even_plan",
+    "fill_of",
     "named_schedule",
     "picture",
     "predict",
@@ -79,6 +84,8 @@ __all__ = [
     "shares_from_speeds",
     "simulate",
     "stage_work",
+    "steady_window",
     "theory",
+    "unrolled",
     "validate",
 ]

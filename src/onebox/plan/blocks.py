@@ -73,11 +73,11 @@ def block_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
     blocks = find_blocks(routes, twice=name == "zbv")
     if len(blocks) == len(routes):
         return named_schedule(name, routes, edges=edges)
-    between = None if edges is None else sorted(_between(edges, blocks))
-    return _spelled_out(named_schedule(name, tuple(routes[block.start] for block in blocks), edges=between), blocks)
+    ends = None if edges is None else sorted(between(edges, blocks))
+    return spelled_out(named_schedule(name, tuple(routes[block.start] for block in blocks), edges=ends), blocks)
 
 
-def _spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
+def spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
     """Return the schedule of stages that a schedule of their blocks stands for."""
 
     def stages(row: Sequence[Action]) -> Iterator[Action]:
@@ -89,7 +89,7 @@ def _spelled_out(schedule: Schedule, blocks: Blocks) -> Schedule:
     return Schedule(rows={device: tuple(stages(row)) for device, row in schedule.rows.items()})
 
 
-def _between(edges: Sequence[tuple[int, int]], blocks: Blocks) -> set[tuple[int, int]]:
+def between(edges: Sequence[tuple[int, int]], blocks: Blocks) -> set[tuple[int, int]]:
     """Return which block gives values to which."""
     where = [number for number, block in enumerate(blocks) for _ in block]
     ends = {(where[source], where[target]) for source, target in edges}

@@ -146,6 +146,8 @@ class Plan(_Part, frozen=True):
             may do.
         update: Where the optimizer's state is, and its step is computed.
         optimizer: Whether all replicas have the optimizer's state, or share it out among them.
+        in_flight: With :data:`ASYNC`, how many micro-batches each replica of each stage has between forward and
+            backward, where that is not what the schedule's rule says; 0 stands for the rule.
         memory_bytes: For each device, in the order of :attr:`devices`, the most bytes that it was made for, 0 for all
             that the device has; empty for no such limits. A trainer refuses a step that needs more.
         predicted: What the planner expected.
@@ -159,6 +161,7 @@ class Plan(_Part, frozen=True):
     sync: Sync = "workers"
     update: UpdateAt = "device"
     optimizer: OptimizerState = "replicated"
+    in_flight: tuple[int, ...] = ()
     memory_bytes: tuple[int, ...] = ()
     predicted: Prediction | None = None
     format: int = 1
@@ -179,6 +182,13 @@ class Plan(_Part, frozen=True):
             raise UsageError(f"optimizer={self.optimizer!r}: allowed are {_quoted(OptimizerState)}")
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
+        if self.in_flight and (self.schedule != ASYNC or len(self.in_flight) != len(self.stages)):
+            raise UsageError(
+                f"in_flight={self.in_flight}: it is for schedule {ASYNC!r}, and one number for each of "
+                f"{len(self.stages)} stages"
+            )
+        if self.in_flight and min(self.in_flight) < 0:
+            raise UsageError(f"in_flight={self.in_flight}: allowed are numbers from 1 on, and 0 for the rule's")
         if self.memory_bytes and (len(self.memory_bytes) != len(self.devices) or min(self.memory_bytes) < 0):
             raise UsageError(
                 f"memory_bytes={self.memory_bytes} of devices {self.devices}: one for each is needed, 0 for no limit"

@@ -15,7 +15,7 @@ Kind = Literal["F", "I", "W", "B"]
 Routes = tuple[tuple[tuple[int, ...], ...], ...]
 """``routes[stage][micro_batch]``: the devices of the replica that computes it; several split its layers."""
 
-_ACTION = re.compile(r"(\d+)([FIWB])(\d+)")
+_ACTION = re.compile(r"(\d+)([FIWB])(-?\d+)")
 
 
 class Action(NamedTuple):
@@ -24,7 +24,7 @@ class Action(NamedTuple):
     Args:
         kind: What of it.
         stage: The stage.
-        micro_batch: The micro-batch.
+        micro_batch: The micro-batch; in a window a negative one is of the step before, -1 its last one.
     """
 
     kind: Kind
