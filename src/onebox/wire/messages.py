@@ -105,17 +105,20 @@ class Reduce(Message, frozen=True, tag="reduce"):
 class Broadcast(Message, frozen=True, tag="broadcast"):
     """Replace buffers of all ranks of a group by those of one; later readers wait for it.
 
-    The buffers of one instruction share an element type and travel as one bucket. What they are is known on all ranks.
+    The buffers of one instruction share an element type and travel as one bucket.
 
     Args:
-        buffers: Which. Where one is an optimizer's parameter, the parameter itself gets the elements.
+        buffers: Which.
         group: The group.
-        root: The rank whose they are.
+        root: The rank whose they are; there they stay as they are.
+        specs: What they are; empty where they are there on all ranks, and the elements come to be where they lie, so
+            that whoever holds them, such as an optimizer, has them, too.
     """
 
     buffers: tuple[int, ...]
     group: int
     root: int
+    specs: tuple[TensorSpec, ...] = ()
 
 
 class Gather(Message, frozen=True, tag="gather"):
@@ -298,6 +301,8 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
         cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
         host: Whether its state is in the host's memory, and its steps are computed there.
         delay: What is done about gradients that are a step late.
+        succeeds: Whether it takes the place of the optimizer that has its number now, if there is one, with what that
+            remembers of buffers that both have.
     """
 
     name: str
@@ -307,6 +312,7 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
     cost_s: float = 0.0
     host: bool = False
     delay: Delay = "none"
+    succeeds: bool = False
 
 
 class StoredProgram(Message, frozen=True, tag="program"):

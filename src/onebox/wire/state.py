@@ -114,17 +114,33 @@ class Fill(_Part, frozen=True, tag="fill"):
 
 
 class Recall(_Part, frozen=True, tag="recall"):
-    """Let an optimizer that has not stepped remember something.
+    """Let an optimizer remember something of parameters that it has not stepped.
 
     Args:
         optimizer: Its number.
         entries: What.
         places: For each of those that are tensors the slot and the first byte.
+        buffers: Instead of places for each of those a buffer that holds it, or will, and ends.
     """
 
     optimizer: int
     entries: tuple[StateEntry, ...]
-    places: tuple[Extent, ...]
+    places: tuple[Extent, ...] = ()
+    buffers: tuple[int, ...] = ()
+
+
+class Lay(_Part, frozen=True, tag="lay"):
+    """Let what an optimizer remembers of some parameters be buffers, too; answered with the entries.
+
+    Args:
+        optimizer: Its number.
+        parameters: Positions of the parameters, each once, in ascending order; empty to ask for all entries only.
+        buffers: One for each of their entries that is a tensor, in the order of the entries.
+    """
+
+    optimizer: int
+    parameters: tuple[int, ...] = ()
+    buffers: tuple[int, ...] = ()
 
 
 class Drop(_Part, frozen=True, tag="drop"):
@@ -139,7 +155,7 @@ class Drop(_Part, frozen=True, tag="drop"):
     again: bool = False
 
 
-SlotInstruction = Snapshot | Give | Take | Read | Write | Fill | Recall | Drop
+SlotInstruction = Snapshot | Give | Take | Read | Write | Fill | Recall | Lay | Drop
 
 
 def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:

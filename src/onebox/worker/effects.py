@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onebox.wire import TensorSpec
 from onebox.wire.eager import KeepGenerator
 from onebox.wire.messages import (
+    Broadcast,
     Call,
     Define,
     Evict,
@@ -19,7 +20,7 @@ from onebox.wire.messages import (
     Receive,
     Reduce,
 )
-from onebox.wire.state import Fill, Write
+from onebox.wire.state import Fill, Lay, Write
 
 
 def writes(instruction: Instruction) -> Sequence[int]:
@@ -27,7 +28,7 @@ def writes(instruction: Instruction) -> Sequence[int]:
     match instruction:
         case Call():
             return instruction.outputs
-        case Put() | Reduce() | Fill() | Offload() | Evict() | Prefetch():
+        case Put() | Reduce() | Broadcast() | Fill() | Lay() | Offload() | Evict() | Prefetch():
             return instruction.buffers
         case Receive() | KeepGenerator():
             return (instruction.buffer,)

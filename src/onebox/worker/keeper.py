@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.sayings import Kept, Memory, Result, Tensors
 from onebox.wire.sayings import Slots as Filled
-from onebox.wire.state import Drop, Fill, Give, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
+from onebox.wire.state import Drop, Fill, Give, Lay, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
 from onebox.worker.courier import Courier
 from onebox.worker.faults import FaultInjector
 from onebox.worker.host import HostMemory
@@ -85,6 +86,8 @@ class Keeper:
                     self._store.put(number, slots.tensor(spec, place))
             case Recall():
                 self._recall(what)
+            case Lay():
+                return [self._lay(what)]
             case Drop():
                 slots.drop(what.slots, again=what.again)
         return []
@@ -138,7 +141,27 @@ class Keeper:
     def _recall(self, recall: Recall) -> None:
         optimizer = self._definition(recall.optimizer, NativeOptimizer)
         before = optimizer.charged_bytes
-        places = iter(recall.places)
         specs = [entry.value for entry in recall.entries if isinstance(entry.value, TensorSpec)]
-        optimizer.remember(recall.entries, [self._slots.host_tensor(spec, next(places)).clone() for spec in specs])
+        if recall.buffers:
+            tensors = [self._store.take(number) for number in recall.buffers]
+            if [spec_of(tensor) for tensor in tensors] != specs:
+                raise WireError(f"buffers of {[str(spec_of(t)) for t in tensors]} for entries {list(map(str, specs))}")
+        else:
+            places = iter(recall.places)
+            tensors = [self._slots.host_tensor(spec, next(places)).clone() for spec in specs]
+        optimizer.remember(recall.entries, tensors)
         self._store.charge(optimizer.charged_bytes - before)
+
+    def _lay(self, lay: Lay) -> Kept:
+        entries, tensors = self._definition(lay.optimizer, NativeOptimizer).state()
+        if not lay.parameters:
+            return Kept((), tuple(entries))
+        left, wanted = iter(tensors), set(lay.parameters)
+        laid = [(entry, next(left) if isinstance(entry.value, TensorSpec) else None) for entry in entries]
+        laid = [(entry, tensor) for entry, tensor in laid if entry.parameter in wanted]
+        found = [tensor for _, tensor in laid if tensor is not None]
+        if len(found) != len(lay.buffers):
+            raise WireError(f"{len(lay.buffers)} buffers for {len(found)} tensors that an optimizer remembers")
+        for number, tensor in zip(lay.buffers, found, strict=True):
+            self._store.put(number, tensor.to(self._device))  # a count of steps may be elsewhere
+        return Kept((), tuple(entry for entry, _ in laid))

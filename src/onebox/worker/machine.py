@@ -36,7 +36,7 @@ from onebox.wire.messages import (
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.sayings import Digest, Failure, OptimizerState, Result, Scalars, Tensors
-from onebox.wire.state import Read, SlotInstruction, Snapshot
+from onebox.wire.state import Lay, Read, Recall, SlotInstruction, Snapshot
 from onebox.worker.device import Device
 from onebox.worker.eager import Eager, EagerWork, VoidKernel
 from onebox.worker.effects import frame_count, writes
@@ -49,6 +49,7 @@ from onebox.worker.membership import Memberships, groups_of
 from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.successor import Successor
 from onebox.worker.tape import OperatorFailed, Progress, Tape
 from onebox.worker.trace import Trace
 from onebox.worker.traffic import Resolve, Traffic
@@ -56,7 +57,7 @@ from onebox.worker.traffic import Resolve, Traffic
 _Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
 
-_ANSWERED = (Get, Ask, Perform, Snapshot, Read)
+_ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay)
 """Instructions whose answer somebody waits for; where there can be none, the failure is the answer."""
 
 
@@ -204,7 +205,7 @@ class Machine:
             self._eager.skip(instruction, failure)
         if isinstance(instruction, OptimizerStep):
             optimizer = self._definitions.get(instruction.optimizer)
-            self.store.void(optimizer.numbers if isinstance(optimizer, NativeOptimizer) else (), failure)
+            self.store.void(optimizer.numbers if isinstance(optimizer, NativeOptimizer | Successor) else (), failure)
         self.store.void([resolve(reference) for reference in writes(instruction)], failure)
         if isinstance(instruction, Define):
             self._undefine(instruction.number)
@@ -219,7 +220,10 @@ class Machine:
     # ---- one method an instruction
 
     def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        what = define.what
+        what, successor = define.what, None
+        if isinstance(what, OptimizerSpec) and what.succeeds:
+            there = define.number in self._definitions
+            successor = Successor(what, self._definition(define.number, NativeOptimizer) if there else None)
         self._undefine(define.number)
         if isinstance(what, StoredProgram):
             self._definitions[define.number] = self._device.load(what)
@@ -230,14 +234,14 @@ class Machine:
         elif isinstance(what, Kernel | Block | Generator):
             self._definitions[define.number] = self._eager.define(define.number, what)
         else:
-            self._definitions[define.number] = optimizer = self._optimizer(what, frames)
+            self._definitions[define.number] = optimizer = successor or self._optimizer(what, frames)
             self.store.charge(optimizer.charged_bytes)
         return []
 
     def _undefine(self, number: int) -> None:
         gone = self._definitions.pop(number, None)
         self._owed.pop(number, None)
-        if isinstance(gone, NativeOptimizer):
+        if isinstance(gone, NativeOptimizer | Successor):
             self.store.charge(-gone.charged_bytes)
             gone.close()
         if isinstance(gone, Routine):
@@ -300,6 +304,9 @@ class Machine:
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 
     def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if isinstance(what, Recall) and isinstance(later := self._definitions.get(what.optimizer), Successor):
+            later.recalls.append(what)
+            return []
         return self._keeper.run(what, frames, self.frames_out)
 
     def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -373,9 +380,20 @@ class Machine:
         found = self._definitions.get(number)
         if isinstance(found, Failure):
             raise Poisoned(found)
+        if isinstance(found, Successor) and kind is NativeOptimizer:
+            found = self._succeed(number, found)
         if not isinstance(found, kind):
             raise WireError(f"definition {number} is not there, or no {kind.__name__}")
         return found
+
+    def _succeed(self, number: int, successor: Successor) -> NativeOptimizer:
+        """Make an optimizer that was to be made when it is first needed."""
+        charged_bytes = successor.charged_bytes
+        self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
+        self.store.charge(optimizer.charged_bytes - charged_bytes)
+        for recall in successor.recalls:
+            self._keeper.run(recall, iter(()), [])
+        return optimizer
 
     _handlers: dict[type[Any], Callable[..., list[Result]]] = {  # noqa: RUF012
         Define: _define,

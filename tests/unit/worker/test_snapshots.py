@@ -23,6 +23,7 @@ from onebox.wire.state import (
     Drop,
     Fill,
     Give,
+    Lay,
     Read,
     Recall,
     Snapshot,
@@ -283,3 +284,36 @@ def test_any_runs_arrive(sizes: list[int]) -> None:
     runs = tuple((7 * index, size) for index, size in enumerate(sizes))
     _, taker = carry(elements, runs, shared=True)
     assert torch.equal(taker.get(2).memory, torch.cat([elements[start : start + size] for start, size in runs]))
+
+
+# ---- from optimizer to optimizer
+
+
+def test_an_optimizer_takes_anothers_place_and_remembers_what_came(rig: Rig) -> None:
+    rig.do(OptimizerStep(7, (2,)))
+    entries, before = state_of(rig)
+    (told,) = rig.do(Lay(7))
+    assert told == Kept((), entries)
+    laid = (11, 12, 13)
+    rig.do(Lay(7, (0,), laid))
+    rig.put(b4=X + 1)
+    two = Optimizer("AdamW", (((0, 1), {"lr": 0.5}),), (4, 1), succeeds=True)
+    rig.do(Define(7, two))
+    rig.do(Recall(7, entries, (), laid))  # of the first parameter of the new one, which is another
+    found, state = state_of(rig)
+    assert [entry.parameter for entry in found] == [0, 0, 0, 1, 1, 1]
+    assert all(torch.equal(one, other) for one, other in zip(state, [*before, *before], strict=True))
+    assert rig.machine.store.used_bytes == sum(rig.get(number).nbytes for number in (1, 2, 3, 4)) + 2 * sum(
+        tensor.nbytes for tensor in before
+    )
+    assert rig.failures == []
+
+
+def test_what_cannot_be_laid_or_recalled_is_refused(rig: Rig) -> None:
+    rig.do(OptimizerStep(7, (2,)))
+    entries, _ = state_of(rig)
+    for wrong in (Lay(7, (0,), (11,)), Lay(8)):
+        with pytest.raises(Poisoned):
+            rig.do(wrong)
+    rig.do(Recall(7, entries, (), (2, 2, 2)))
+    assert len(rig.failures) == 3
