@@ -314,9 +314,9 @@ class _Chain:
 
     def parts(self, laid: _Laid | None) -> tuple[Part, ...]:
         """Return the stages of a complete layout."""
-        found = []
+        found, start = [], 0
         while laid is not None:
-            segments = self.order[laid.start : laid.end]
+            segments = self.order[start : laid.end]  # a stage begins later than it could where less crosses there
             found.append(Part(segments, laid.devices, self._shares(laid.devices)))
-            laid = laid.behind
+            start, laid = laid.end, laid.behind
         return tuple(found)

@@ -363,3 +363,25 @@ def test_times_are_refused() -> None:
         Time.fit({})
     with pytest.raises(UsageError, match="positive samples"):
         Time.fit({0: 1.0})
+
+
+@pytest.mark.parametrize("forward_bytes", [100_000, 1_000_000, 3_000_000])
+def test_each_segment_is_in_one_stage_also_where_links_push_cuts_behind_what_crosses_less(forward_bytes: int) -> None:
+    random, count = Random(0), 24
+    problem = Problem(
+        segments=tuple(segment(f"s{index}", random.uniform(0.5, 2) * 1e-3) for index in range(count)),
+        devices=tuple(DeviceSpec(number=number, type="quick") for number in range(8)),
+        links=links(8, latency_s=2e-4, bandwidth_bps=115e6),
+        batch=32,
+        micro_batches=(1, 2, 4),
+        values=tuple(
+            Value(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
+            for index in range(count - 1)
+            for size in [int(forward_bytes * random.choice([0.1, 0.3, 1, 3]))]
+        ),
+        call_s=1e-5,
+    )
+    found = partitions(Costs(problem), range(count), singles(problem, 2))
+    assert found
+    for parts in found:
+        assert [index for part in parts for index in part.segments] == list(range(count))
