@@ -8,6 +8,7 @@ not.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from zlib import crc32
@@ -16,32 +17,34 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, dtype_name
+from onebox.wire import DTYPES, TensorSpec
 
 MARKS = 8
 """How many numbers are added. Each tells one difference in eight from none: all of them, all but one in 2^24."""
 
 _MOST = 7
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+_CODES = {name: code for code, name in enumerate(DTYPES)}
 _EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
 """The largest whole number up to which a type holds all, where that is little."""
 
 
-def meaning(order: int, tensors: Sequence[Tensor]) -> int:
-    """Return a number of 32 bits for the sum that a rank means.
+def meaning(order: int, specs: Sequence[TensorSpec], *more: int) -> int:
+    """Return a number of 32 bits for the sum, or the broadcast, that a rank means.
 
     Args:
         order: How many collectives of the group came before.
-        tensors: What this rank has for it.
+        specs: What this rank has for it, or is to have after it.
+        more: What else all ranks must say.
 
     Raises:
         WireError: They are not of one type.
     """
-    kinds = {tensor.dtype for tensor in tensors}
+    kinds = {spec.dtype for spec in specs}
     if len(kinds) != 1:
-        names = ", ".join(sorted(dtype_name(kind) for kind in kinds))
+        names = ", ".join(sorted(kinds))
         raise WireError(f"tensors of {names or 'no type'} in one sum; they must be of one type")
-    return crc32(array("q", [order, _CODES[kinds.pop()], *(tensor.numel() for tensor in tensors)]).tobytes())
+    sizes = (math.prod(spec.shape) for spec in specs)
+    return crc32(array("q", [order, _CODES[kinds.pop()], *sizes, *more]).tobytes())
 
 
 def marks(meant: int, dtype: torch.dtype, ranks: int) -> Tensor:
@@ -56,7 +59,7 @@ def marks(meant: int, dtype: torch.dtype, ranks: int) -> Tensor:
     return torch.tensor([(meant >> 3 * place & 7) % (most + 1) for place in range(MARKS)]).to(dtype)
 
 
-def check_marks(summed: Tensor, meant: int, ranks: int, order: int) -> None:
+def check_marks(summed: Tensor, meant: int, ranks: int, order: int, *, times: int | None = None) -> None:
     """Require that all ranks meant the same.
 
     Args:
@@ -64,12 +67,13 @@ def check_marks(summed: Tensor, meant: int, ranks: int, order: int) -> None:
         meant: What this rank meant.
         ranks: How many there are.
         order: Of the collective, for the message.
+        times: Of how many ranks it is the sum; of all when ``None``.
 
     Raises:
         WireError: They did not.
     """
     own = marks(meant, summed.dtype, ranks)
-    if not torch.equal(summed.cpu(), own * ranks):
+    if not torch.equal(summed.cpu(), own * (ranks if times is None else times)):
         raise WireError(
             f"the ranks disagree on collective {order} of the group: one of them came for tensors of other types or "
             "sizes, or for another collective"

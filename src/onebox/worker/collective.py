@@ -1,8 +1,10 @@
-"""One sum or gather over the ranks of a group on one host."""
+"""One sum or gather over the ranks of a group on one host, and what letters for such, and for broadcasts, are for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,19 +15,28 @@ from onebox.worker.arena import Block
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import Letter
 
+Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
+_PURPOSES = get_args(Purpose)
 
-def of_sum(meant: int) -> int:
-    """Return what a letter for a sum is for.
+
+def code_of(purpose: Purpose, meant: int) -> int:
+    """Return what a letter is for that is for no gather; that of a gather is the dimension.
 
     Args:
+        purpose: What kind of thing.
         meant: A number of 32 bits for what the rank means; the others' letters must say the same.
     """
-    return -1 - meant
+    return -1 - (_PURPOSES.index(purpose) << 32 | meant)
 
 
-def is_sum(code: int) -> bool:
-    """Tell whether a letter is for a sum; else it is for a gather along the dimension of that number."""
-    return code < 0
+def flat_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
+    """Return what tensors of one type are end to end."""
+    return TensorSpec(specs[0].dtype, (sum(math.prod(spec.shape) for spec in specs),))
+
+
+def is_gather(code: int) -> bool:
+    """Tell whether a letter is for a gather."""
+    return code >= 0
 
 
 class Collective:
@@ -117,11 +128,7 @@ class Collective:
         mine = specs[self._rank]
         for rank, (letter, spec) in enumerate(zip(letters, specs, strict=True)):
             if letter.code != self._own.code or spec != mine:
-                other = _name(letter) if _name(letter) != _name(self._own) else "one of tensors of other sizes"
-                raise WireError(
-                    f"the ranks disagree on collective {self._order} of the group: rank {self._rank} came for "
-                    f"{_name(self._own)}, rank {rank} for {other}"
-                )
+                raise disagreement(self._order, self._rank, self._own, rank, letter)
 
     def _parts(self, letters: Sequence[Letter]) -> list[Tensor]:
         return [inbox.part(letter) for inbox, letter in zip(self._inboxes, letters, strict=True)]
@@ -132,6 +139,24 @@ def _without(spec: TensorSpec, dim: int) -> TensorSpec:
     return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
 
 
+def disagreement(order: int, rank: int, own: Letter, peer: int, letter: Letter) -> WireError:
+    """Return the error that says that a rank came for something else than this one.
+
+    Args:
+        order: The number of the collective among the group's.
+        rank: This rank.
+        own: What it came for.
+        peer: The other rank.
+        letter: What that one came for.
+    """
+    other = _name(letter) if _name(letter) != _name(own) else "one of tensors of other sizes, or another rank"
+    return WireError(
+        f"the ranks disagree on collective {order} of the group: rank {rank} came for {_name(own)}, rank {peer} for "
+        f"{other}"
+    )
+
+
 def _name(letter: Letter) -> str:
-    kind = "a sum" if is_sum(letter.code) else f"a gather along dimension {letter.code}"
+    code = letter.code
+    kind = f"a gather along dimension {code}" if is_gather(code) else _PURPOSES[(-1 - code >> 32) % len(_PURPOSES)]
     return f"{kind} of {letter.spec}"

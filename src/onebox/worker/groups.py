@@ -25,7 +25,7 @@ from onebox.worker.joint import JointGroup
 from onebox.worker.links import Wires
 from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost, supported
-from onebox.worker.peers import Arrived, ClientChannel, Finish, Group
+from onebox.worker.peers import Arrived, Begun, ClientChannel, Finish, Group
 from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
 from onebox.worker.torchgroup import TorchGroup
@@ -90,6 +90,7 @@ class Bucket:
         size_bytes: Bytes of them all.
         finish: Waits for the elements of all.
         done: Called once when they are there, with the time since when they are known to be.
+        into: Tensors of these shapes that get the elements; empty for new ones.
     """
 
     def __init__(
@@ -99,8 +100,10 @@ class Bucket:
         size_bytes: int,
         finish: Finish,
         done: Callable[[int], None],
+        into: Sequence[Tensor] = (),
     ) -> None:
         self.size_bytes = size_bytes
+        self._into = into
         self._numbers = numbers
         self._shapes = shapes
         self._finish: Finish | None = finish
@@ -124,9 +127,10 @@ class Bucket:
             raise
         self._done(at_ns)
         parts = flat.reshape(-1).split([shape.numel() for shape in self._shapes])
-        return {
-            number: part.view(shape) for number, part, shape in zip(self._numbers, parts, self._shapes, strict=True)
-        }
+        made = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        if self._into:
+            made = [own.copy_(part) for own, part in zip(self._into, made, strict=True)]
+        return dict(zip(self._numbers, made, strict=True))
 
     def end(self) -> None:
         """Nothing is to be let go of: what comes later is for nobody."""
@@ -136,6 +140,7 @@ class ClientGroup:
     """A group whose sums are made at the client."""
 
     def __init__(self, form: FormGroup, channel: ClientChannel, device: torch.device) -> None:
+        self.rank = form.rank
         self._number = form.group
         self._timeout_s = form.timeout_s
         self._channel = channel
@@ -146,6 +151,14 @@ class ClientGroup:
     def joined(self) -> Joined:
         """Nobody shares memory."""
         return Joined()
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Raise: what the client sums is for all."""
+        raise WireError("a group at the client sums for all of its ranks, not for one")
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Raise: the client does not hand tensors on."""
+        raise WireError("a group at the client only sums")
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Send tensors of one type to the client to be summed, as one flat tensor."""

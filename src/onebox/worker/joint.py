@@ -8,13 +8,13 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.wire.sayings import Joined
-from onebox.worker.peers import Finish
+from onebox.worker.peers import Begun, Finish
 from onebox.worker.shared import SharedGroup
 from onebox.worker.torchgroup import TorchGroup
 
 
 class JointGroup:
-    """A group whose tensors go from rank to rank by the way that there is; sums and gathers go by sockets.
+    """A group whose tensors go from rank to rank by the way that there is; what all ranks take part in goes by sockets.
 
     All that goes from one rank to another goes by one way, so that it comes in its order.
 
@@ -29,6 +29,11 @@ class JointGroup:
         self._ranks = frozenset(near.joined.near)
 
     @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self._near.rank
+
+    @property
     def joined(self) -> Joined:
         """With whom memory is shared."""
         return self._near.joined
@@ -36,6 +41,14 @@ class JointGroup:
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
         return self._all.reduce(tensors)
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank."""
+        return self._all.collect(tensors, root)
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank to the others."""
+        return self._all.broadcast(specs, tensors, root)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension."""

@@ -15,6 +15,7 @@ from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Repl
 from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import (
     Ask,
+    Broadcast,
     Call,
     Define,
     Evict,
@@ -26,7 +27,6 @@ from onebox.wire.messages import (
     OptimizerStep,
     Prefetch,
     Put,
-    Receive,
     Reduce,
     Routine,
     Run,
@@ -52,7 +52,7 @@ from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.successor import Successor
 from onebox.worker.tape import OperatorFailed, Progress, Tape
 from onebox.worker.trace import Trace
-from onebox.worker.traffic import Resolve, Traffic
+from onebox.worker.traffic import Exchanged, Resolve, Traffic
 
 _Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
@@ -96,7 +96,7 @@ class Machine:
         self._groups = Memberships(channel, device.device, self.progress)
         self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
         self._keeper = Keeper(device.device, self.store, self.host, self._groups, self._definition, faults)
-        self._traffic = Traffic(self.store, self._groups)
+        self._traffic = Traffic(self.store, self._groups, self._before_update)
         self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
         self._trace = Trace()
         self._run = Run(0)
@@ -213,7 +213,7 @@ class Machine:
             self._definitions[instruction.number] = VoidKernel(what, failure) if isinstance(what, Kernel) else failure
             if isinstance(what, Routine):
                 self._owed[instruction.number] = groups_of(what)
-        if isinstance(instruction, Reduce | Gather | Send | FormGroup):
+        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
             self._report(failure)
             self._groups.abandon(instruction.group, failure)
 
@@ -323,9 +323,7 @@ class Machine:
             return [Digest(self._device.digest(tensors))]
         return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
 
-    def _exchange(
-        self, what: Send | Receive | Reduce | Gather, frames: Iterator[Any], resolve: Resolve
-    ) -> list[Result]:
+    def _exchange(self, what: Exchanged, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         self._traffic.run(what, resolve, self._trace)
         return []
 
@@ -402,7 +400,7 @@ class Machine:
         Free: _free,
         Get: _get,
         Ask: _ask,
-        **dict.fromkeys((Send, Receive, Reduce, Gather), _exchange),
+        **dict.fromkeys(get_args(Exchanged), _exchange),
         **dict.fromkeys((Offload, Evict, Prefetch), _move),
         OptimizerStep: _optimize,
         **dict.fromkeys((Operate, Replay, Perform, SetGenerator, KeepGenerator, DefaultType), _run_eager),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from onebox.wire.grouping import EmulatedLink, FormGroup
-from onebox.wire.messages import Gather, Receive, Reduce, Routine, Send
+from onebox.wire.messages import Broadcast, Gather, Receive, Reduce, Routine, Send
 from onebox.wire.sayings import Failure, Joined, Left
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.pinning import roaming
@@ -110,4 +110,6 @@ class Memberships:
 
 def groups_of(routine: Routine) -> tuple[int, ...]:
     """Return the groups that a routine uses."""
-    return tuple({step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather)})
+    return tuple(
+        {step.group for step in routine.steps if isinstance(step, Send | Receive | Reduce | Gather | Broadcast)}
+    )

@@ -31,11 +31,20 @@ It raises ``PeerLost`` when another rank cannot do its part, and ``WireError`` w
 """
 
 
+Begun = Finish | int
+"""What was started: waits for what comes to this rank; or, for a rank that only hands over, when that can be had, in
+monotonic nanoseconds."""
+
+
 class Group(Protocol):
     """A group that this worker is in.
 
-    Sums and gathers are started in the same order by all ranks.
+    Sums, gathers and broadcasts are started in the same order by all ranks.
     """
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
 
     @property
     def joined(self) -> Joined:
@@ -43,6 +52,12 @@ class Group(Protocol):
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks; what comes is the flat sum."""
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank; what comes there is the flat sum, the others hand over."""
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank, which has them, to the others; what comes is flat."""
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension; what comes is specified."""

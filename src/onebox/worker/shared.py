@@ -6,7 +6,8 @@ to and from there by itself (see :mod:`onebox.worker.poster`).
 
 For a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n
 ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the
-kernel twice in each direction (``benchmarks/scaling.py``).
+kernel twice in each direction (``benchmarks/scaling.py``). For a sum for one rank only that one adds up, in the same
+order; of a broadcast all readers read one block.
 
 Devices that do not compute have tensors without elements (torch's ``meta`` device): they send what the tensors are, and
 get tensors without elements, at the same times.
@@ -22,25 +23,25 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import DTYPES, TensorSpec, dtype_name, spec_of
+from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.grouping import FormGroup
 from onebox.wire.sayings import Joined
 from onebox.worker.agreement import meaning
 from onebox.worker.arena import Block
 from onebox.worker.carriers import Carrier
-from onebox.worker.collective import Collective, is_sum, of_sum
+from onebox.worker.collective import Collective, code_of, disagreement, flat_spec, is_gather
 from onebox.worker.inbox import Expected, Inbox
 from onebox.worker.letters import Letter, check_dimensions
 from onebox.worker.links import Ring, Wires
 from onebox.worker.meeting import Met, note_speed, speed_in
 from onebox.worker.memory import PeerLost, sleep_until, wake_on_time
 from onebox.worker.outbox import Outbox
-from onebox.worker.peers import Arrived, Finish
+from onebox.worker.peers import Arrived, Begun, Finish
 from onebox.worker.poster import Poster
 from onebox.worker.tape import Progress
 
 _COLLECTIVES = -1 << 62
-"""The channel of sums and gathers."""
+"""The channel of sums, gathers and broadcasts."""
 
 
 class SharedGroup:
@@ -86,6 +87,11 @@ class SharedGroup:
         wake_on_time()
 
     @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self._rank
+
+    @property
     def joined(self) -> Joined:
         """With whom memory is shared."""
         return Joined(tuple(self._inboxes), self._apart)
@@ -110,28 +116,44 @@ class SharedGroup:
 
     def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
         """Start to receive a tensor from a rank."""
-        self._member(peer)
-        expected = self._inboxes[peer].expect(channel)
 
-        def finish() -> Arrived:
-            try:
-                letter = self._wait(expected)
-                if letter.spec != spec:
-                    raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
-                made = self._made(expected, letter, peer)
-            except BaseException:
-                expected.give_back()
-                raise
-            self._sleep_until(letter.at_ns)
-            return Arrived(made, letter.at_ns)
+        def check(letter: Letter) -> None:
+            if letter.spec != spec:
+                raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
 
-        return finish
+        return self._expect(peer, channel, check)
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        code = of_sum(meaning(self._order, tensors))
-        spec = TensorSpec(dtype_name(tensors[0].dtype), (sum(tensor.numel() for tensor in tensors),))
-        return self._start(tensors, spec, code, lambda collective, letters: collective.sum(letters))
+        specs = [spec_of(tensor) for tensor in tensors]
+        code = code_of("a sum", meaning(self._order, specs))
+        return self._start(tensors, flat_spec(specs), code, lambda collective, letters: collective.sum(letters))
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank: the others send it theirs, each by the way that it has."""
+        self._member(root)
+        specs = [spec_of(tensor) for tensor in tensors]
+        code = code_of("a sum for one rank", meaning(self._order, specs, root))
+        if root != self._rank:
+            self._order += 1
+            return self._hand_on(tensors, flat_spec(specs), code, [root])
+        combine = lambda collective, letters: collective.sum(letters)  # noqa: E731
+        return self._start(tensors, flat_spec(specs), code, combine, alone=True)
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank to the others, to each by the way that there is."""
+        self._member(root)
+        code, spec = code_of("a broadcast", meaning(self._order, specs, root)), flat_spec(specs)
+        order, self._order = self._order + 1, self._order + 1
+        if root == self._rank:
+            return self._hand_on(tensors, spec, code, self._peers)
+        own = Letter(0, code, -1, 0, spec)
+
+        def check(letter: Letter) -> None:
+            if (letter.code, letter.spec) != (code, spec):
+                raise disagreement(order, self._rank, own, root, letter)
+
+        return self._expect(root, _COLLECTIVES, check)
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension."""
@@ -173,7 +195,46 @@ class SharedGroup:
         expected.give_back()
         return torch.empty(letter.spec.shape, dtype=DTYPES[letter.spec.dtype], device="meta")
 
+    def _expect(self, peer: int, channel: int, check: Callable[[Letter], None]) -> Finish:
+        """Expect the next letter of a channel, which is checked when it has come."""
+        self._member(peer)
+        expected = self._inboxes[peer].expect(channel)
+
+        def finish() -> Arrived:
+            try:
+                letter = self._wait(expected)
+                check(letter)
+                made = self._made(expected, letter, peer)
+            except BaseException:
+                expected.give_back()
+                raise
+            self._sleep_until(letter.at_ns)
+            return Arrived(made, letter.at_ns)
+
+        return finish
+
     # ---- collectives
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def _write(self, tensors: Sequence[Tensor], spec: TensorSpec) -> Block | None:
+        """Return a block with tensors end to end; ``None`` where they have no elements."""
+        if tensors[0].is_meta:
+            return None
+        host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
+        return self._member(self._rank).write(host, spec.size_bytes)
+
+    def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
+        """Let some ranks have tensors, one flat tensor for each; return when the last of them has it."""
+        outbox = self._member(self._rank)
+        begin_ns = ends_ns = time.monotonic_ns()
+        block = self._write(tensors, spec) if peers else None
+        for peer in peers:
+            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
+            ends_ns = max(ends_ns, outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
+        return ends_ns
 
     def _start(
         self,
@@ -181,23 +242,24 @@ class SharedGroup:
         spec: TensorSpec,
         code: int,
         combine: Callable[[Collective, list[Letter]], Tensor],
+        *,
+        alone: bool = False,
     ) -> Finish:
+        """Start a collective of which something comes to this rank; to all others, too, unless it is for it alone."""
         outbox = self._member(self._rank)
         self._order += 1
         order = self._order
-        host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
-        block = None if tensors[0].is_meta else outbox.write(host, spec.size_bytes)
+        block = self._write(tensors, spec)
         if block is not None:
             block.readers += 1  # this rank
         now_ns = time.monotonic_ns()
-        peers = [peer for peer in range(self._size) if peer != self._rank]
-        for peer in peers:
+        for peer in [] if alone else self._peers:
             outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
         own = Letter(0, code, -1 if block is None else block.offset, now_ns, spec)
-        expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in peers}
+        expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in self._peers}
         inboxes = [self._inboxes[rank] for rank in range(self._size)]
         collective = Collective(order, self._rank, own, block, inboxes, expected, self._drop)
-        if self._ring is not None:
+        if self._ring is not None and not alone:
             self._running[order] = collective
 
         def finish() -> Arrived:
@@ -207,7 +269,7 @@ class SharedGroup:
                 self._time(order)
             finally:
                 collective.give_back()
-            self._sleep_until(collective.end_ns)
+            self._sleep_until(max(letter.at_ns for letter in letters) if alone else collective.end_ns)
             made = made if self._poster is None else made.to(self._device)
             return Arrived(made, time.monotonic_ns())
 
@@ -262,6 +324,6 @@ class SharedGroup:
 
 def _load(letters: Sequence[Letter]) -> tuple[int, int]:
     """Return how often a collective's bytes go round the ring, and how many of them there are."""
-    if is_sum(letters[0].code):
-        return 2, letters[0].spec.size_bytes
-    return 1, sum(letter.spec.size_bytes for letter in letters)
+    if is_gather(letters[0].code):
+        return 1, sum(letter.spec.size_bytes for letter in letters)
+    return 2, letters[0].spec.size_bytes

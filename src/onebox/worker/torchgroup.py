@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -22,13 +23,15 @@ from onebox.wire.sayings import Joined
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 from onebox.worker.interfaces import bind_nccl
 from onebox.worker.memory import PeerLost
-from onebox.worker.peers import Arrived, Finish
+from onebox.worker.peers import Arrived, Begun, Finish
 from onebox.worker.tape import Progress
 
 _CLOSE_S = 5.0
 """How long a worker that leaves waits for what it has sent to be taken."""
 
 _HEAD_BYTES = 16
+
+_COLLECT, _BROADCAST = 1, 2  # what is meant, other than a sum for all
 
 
 class TorchGroup:
@@ -44,6 +47,7 @@ class TorchGroup:
     def __init__(self, form: FormGroup, store: dist.Store, device: torch.device, progress: Progress) -> None:
         if device.type == "meta":
             raise PeerLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+        self.rank = form.rank
         self._store = store
         self._device = device
         self._progress = progress
@@ -73,21 +77,71 @@ class TorchGroup:
 
     def reduce(self, tensors: Sequence[Tensor]) -> Finish:
         """Start to sum tensors of one type over the ranks, as one flat tensor."""
-        order, self._order = self._order, self._order + 1
-        meant = meaning(order, tensors)
-        own = marks(meant, tensors[0].dtype, self._size).to(tensors[0].device)
-        flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), own])
+        specs = [spec_of(tensor) for tensor in tensors]
+        meant = self._meant(specs)
+        flat = self._flat(tensors, meant)
         work = self._guard(lambda: self._group.allreduce([flat]))
-        kind = meaning(0, tensors)
+        return self._finish(work, self._checked(flat, specs, meant, self._size))
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank."""
+        self._check_root(root)
+        specs = [spec_of(tensor) for tensor in tensors]
+        meant = self._meant(specs, _COLLECT, root)
+        flat = self._flat(tensors, meant)
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        work = self._guard(lambda: self._group.reduce([flat], options))
+        if self.rank == root:
+            return self._finish(work, self._checked(flat, specs, meant, self._size))
+        self._outgoing.add(work, flat)
+        return time.monotonic_ns()
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank to the others."""
+        self._check_root(root)
+        meant = self._meant(specs, _BROADCAST, root)
+        if self.rank == root:
+            flat = self._flat(tensors, meant)
+        else:
+            count = sum(prod(spec.shape) for spec in specs) + MARKS
+            flat = torch.empty(count, dtype=DTYPES[specs[0].dtype], device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._guard(lambda: self._group.broadcast([flat], options))
+        if self.rank != root:
+            return self._finish(work, self._checked(flat, specs, meant, 1))
+        self._outgoing.add(work, flat)
+        return time.monotonic_ns()
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self._size:
+            raise WireError(f"rank {root} of a group of {self._size}; allowed are 0 to {self._size - 1}")
+
+    def _meant(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
+        """Return the number of the next collective, and what this rank means by it."""
+        order, self._order = self._order, self._order + 1
+        return order, meaning(order, specs, *more)
+
+    def _flat(self, tensors: Sequence[Tensor], meant: tuple[int, int]) -> Tensor:
+        """Return tensors as one, with marks of what is meant at its end."""
+        own = marks(meant[1], tensors[0].dtype, self._size).to(tensors[0].device)
+        return torch.cat([*(tensor.reshape(-1) for tensor in tensors), own])
+
+    def _checked(
+        self, flat: Tensor, specs: Sequence[TensorSpec], meant: tuple[int, int], times: int
+    ) -> Callable[[], Tensor]:
+        """Return what returns the elements that came, when all ranks have meant the same; ``times`` the marks came."""
+        kind = meaning(times, specs)
         known = flat.is_cuda and kind in self._agreed  # to look at it makes the host wait for the GPU: once for each
         self._agreed.add(kind)
 
         def made() -> Tensor:
             if not known:
-                check_marks(flat[-MARKS:], meant, self._size, order)
+                check_marks(flat[-MARKS:], meant[1], self._size, meant[0], times=times)
             return flat[:-MARKS]
 
-        return self._finish(work, made)
+        return made
 
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension.

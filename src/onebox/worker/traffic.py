@@ -1,4 +1,4 @@
-"""What a worker exchanges with other workers: sent, received, summed, gathered."""
+"""What a worker exchanges with other workers: sent, received, summed, gathered, broadcast."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from onebox.wire import TensorSpec
-from onebox.wire.messages import Gather, Receive, Reduce, Send
+from onebox.errors import WireError
+from onebox.wire import TensorSpec, spec_of
+from onebox.wire.messages import Broadcast, Gather, Receive, Reduce, Send
 from onebox.worker.groups import Bucket
 from onebox.worker.membership import Memberships
 from onebox.worker.peers import Finish
@@ -17,20 +18,26 @@ from onebox.worker.trace import Trace
 Resolve = Callable[[int], int]
 """From a reference to a buffer's number."""
 
+Exchanged = Send | Receive | Reduce | Gather | Broadcast
+"""What it carries out."""
+
 
 class Traffic:
-    """Carries out ``Send``, ``Receive``, ``Reduce`` and ``Gather``.
+    """Carries out ``Send``, ``Receive``, ``Reduce``, ``Gather`` and ``Broadcast``.
 
     Args:
         store: The buffers.
         groups: The groups that this worker is in.
+        before_update: Called before elements are to come into buffers that are there, so that what may still be read
+            from there is copied first.
     """
 
-    def __init__(self, store: BufferStore, groups: Memberships) -> None:
+    def __init__(self, store: BufferStore, groups: Memberships, before_update: Callable[[], None]) -> None:
         self._store = store
         self._groups = groups
+        self._before_update = before_update
 
-    def run(self, what: Send | Receive | Reduce | Gather, resolve: Resolve, trace: Trace) -> None:
+    def run(self, what: Exchanged, resolve: Resolve, trace: Trace) -> None:
         """Begin an exchange; who reads what comes of it waits for that.
 
         Args:
@@ -53,6 +60,8 @@ class Traffic:
                 self._promise(resolve(what.buffer), what.spec, finish, trace)
             case Reduce():
                 self._reduce(what, resolve, trace)
+            case Broadcast():
+                self._broadcast(what, resolve, trace)
             case Gather():
                 tensor = self._store.get(resolve(what.buffer))
                 trace.ready()
@@ -65,9 +74,33 @@ class Traffic:
         trace.ready()
         shapes = [tensor.shape for tensor in tensors]
         size_bytes = sum(tensor.nbytes for tensor in tensors)
-        finish = self._groups.get(reduce.group).reduce(tensors)
+        group = self._groups.get(reduce.group)
+        begun = group.reduce(tensors) if reduce.root < 0 else group.collect(tensors, reduce.root)
         del tensors
-        self._store.promise(numbers, Bucket(numbers, shapes, size_bytes, finish, trace.later()))
+        if isinstance(begun, int):
+            trace.until(begun)
+            for number in numbers:
+                self._store.forget(number)
+        else:
+            self._store.promise(numbers, Bucket(numbers, shapes, size_bytes, begun, trace.later()))
+
+    def _broadcast(self, broadcast: Broadcast, resolve: Resolve, trace: Trace) -> None:
+        numbers = [resolve(reference) for reference in broadcast.buffers]
+        group = self._groups.get(broadcast.group)
+        mine = group.rank == broadcast.root
+        there = [self._store.get(number) for number in numbers] if mine or not broadcast.specs else []
+        trace.ready()
+        specs = broadcast.specs or tuple(spec_of(tensor) for tensor in there)
+        if len(specs) != len(numbers):
+            raise WireError(f"{len(specs)} specifications for the {len(numbers)} buffers of a broadcast")
+        begun = group.broadcast(specs, there if mine else (), broadcast.root)
+        if isinstance(begun, int):
+            trace.until(begun)
+            return
+        if there:
+            self._before_update()
+        shapes, size_bytes = [torch.Size(spec.shape) for spec in specs], sum(spec.size_bytes for spec in specs)
+        self._store.promise(numbers, Bucket(numbers, shapes, size_bytes, begun, trace.later(), there))
 
     def _promise(self, number: int, spec: TensorSpec, finish: Finish, trace: Trace) -> None:
         """Let a buffer be filled when somebody asks for it."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.errors import WireError
+from onebox.wire import TensorSpec, dtype_name
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -19,7 +20,7 @@ sizes = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 def test_any_number_of_ranks_that_mean_the_same_agree(
     numels: list[int], dtype: torch.dtype, order: int, ranks: int
 ) -> None:
-    meant = meaning(order, [torch.zeros(numel, dtype=dtype) for numel in numels])
+    meant = meaning(order, [TensorSpec(dtype_name(dtype), (numel,)) for numel in numels])
     total = torch.zeros(MARKS, dtype=dtype)
     for _ in range(ranks):
         total += marks(meant, dtype, ranks)
@@ -40,13 +41,15 @@ def test_of_ranks_that_differ_one_is_told(meant: list[int], dtype: torch.dtype) 
 
 
 def test_order_sizes_and_types_are_what_is_meant() -> None:
-    one, two = torch.zeros(2), torch.zeros(3)
-    found = [meaning(0, [one, two]), meaning(1, [one, two]), meaning(0, [two, one]), meaning(0, [one.int(), two.int()])]
-    assert len(set(found)) == 4 and meaning(0, [two.view(3, 1), one]) == found[2]
+    one, two = TensorSpec("float32", (2,)), TensorSpec("float32", (3,))
+    others = [TensorSpec("int32", (2,)), TensorSpec("int32", (3,))]
+    found = [meaning(0, [one, two]), meaning(1, [one, two]), meaning(0, [two, one]), meaning(0, others)]
+    found += [meaning(0, [one, two], 0), meaning(0, [one, two], 1)]
+    assert len(set(found)) == 6 and meaning(0, [TensorSpec("float32", (3, 1)), one]) == found[2]
 
 
 def test_a_sum_of_several_types_is_refused() -> None:
     with pytest.raises(WireError, match="float32, int32 in one sum"):
-        meaning(0, [torch.zeros(1), torch.zeros(1).int()])
+        meaning(0, [TensorSpec("float32", (1,)), TensorSpec("int32", (1,))])
     with pytest.raises(WireError, match="no type in one sum"):
         meaning(0, [])
