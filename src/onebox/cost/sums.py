@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from onebox.cost.topology import APART, Groups, distance
+from onebox.cost.topology import APART, Groups, distance, joins
 
 _WORTH = 0.95
 """More messages are sent only where they take no more than this part of the time of one ring."""
@@ -111,23 +111,8 @@ def _worst(matrix: Matrix, members: Sequence[int], which: Callable[[list[float]]
 
 def _partitions(latency_s: Matrix, bandwidth_bps: Matrix, members: tuple[int, ...]) -> list[Groups]:
     """Return the partitions where links grow plainly longer, by single linkage as :mod:`onebox.cost.topology` does."""
-    pairs = sorted(
-        (max(distance(latency_s, bandwidth_bps, a, b), distance(latency_s, bandwidth_bps, b, a)), a, b)
+    apart = {
+        (a, b): max(distance(latency_s, bandwidth_bps, a, b), distance(latency_s, bandwidth_bps, b, a))
         for a, b in itertools.combinations(members, 2)
-    )
-    home = {device: device for device in members}
-    found: list[Groups] = []
-    before = None
-    for length, a, b in pairs:
-        if home[a] == home[b]:
-            continue
-        if before is not None and length >= APART * before:
-            found.append(_groups(members, home))
-        home = {device: home[a] if place == home[b] else place for device, place in home.items()}
-        before = length
-    return found
-
-
-def _groups(members: Sequence[int], home: Mapping[int, int]) -> Groups:
-    places = dict.fromkeys(home[device] for device in members)
-    return tuple(tuple(device for device in members if home[device] == place) for place in places)
+    }
+    return [groups for before, after, groups in joins(members, apart) if after >= APART * before]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Groups = tuple[tuple[int, ...], ...]
 """A partition of devices: each in one group."""
@@ -92,24 +92,35 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
     """
     if len(devices) == 1:
         return [(tuple(devices),)]
-    from scipy.cluster.hierarchy import fcluster, linkage  # takes longer to import than workers have to start
-
     far = _FAR * max(known.values())
-    pairs = [known.get(pair, far) for pair in itertools.combinations(devices, 2)]
-    apart = dict(zip(itertools.combinations(devices, 2), pairs, strict=True))
-    tree = linkage(pairs, method="single")
+    apart = {pair: known.get(pair, far) for pair in itertools.combinations(devices, 2)}
     found: list[tuple[float, Groups]] = []
-    for before, after in itertools.pairwise(float(height) for height in tree[:, 2]):
-        if after >= APART * before:
-            labels = fcluster(tree, math.sqrt(before * after), criterion="distance").tolist()
-            groups = tuple(
-                tuple(device for device, own in zip(devices, labels, strict=True) if own == label)
-                for label in dict.fromkeys(labels)
-            )
-            if _is_plain(groups, apart, before):
-                found.append((after / before, groups))
+    for before, after, groups in joins(devices, apart):
+        if after >= APART * before and _is_plain(groups, apart, before):
+            found.append((after / before, groups))
     plainest = sorted(found, key=lambda level: level[0], reverse=True)[:_MOST_LEVELS]
     return sorted((groups for _, groups in plainest), key=len, reverse=True) or [(tuple(devices),)]
+
+
+def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Iterator[tuple[float, float, Groups]]:
+    """Yield how single linkage joins devices: each time the last distance, the next one, and the groups in between.
+
+    Args:
+        devices: The devices, in order.
+        apart: The distance between each two, in the order of the devices.
+    """
+    home = {device: device for device in devices}
+    before = None
+    for after, a, b in sorted((length, a, b) for (a, b), length in apart.items()):
+        if home[a] == home[b]:
+            continue
+        if before is not None and after > before:
+            places = dict.fromkeys(home[device] for device in devices)
+            groups = (tuple(device for device in devices if home[device] == place) for place in places)
+            yield before, after, tuple(groups)
+        old, new = home[b], home[a]
+        home = {device: new if place == old else place for device, place in home.items()}
+        before = after
 
 
 def _is_plain(groups: Groups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
