@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onebox.engine.batch import Batch
+from onebox.engine.emulated import ActionCosts, SegmentCosts
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
@@ -48,6 +49,7 @@ class Recipe:
         trained: Parameters whose gradients are wanted.
         on_device: Tensor code in front of the model.
         fuse: Whether activations that are written out become single operators.
+        costs: What its segments cost devices that compute nothing; ``None`` for what the plan predicts.
     """
 
     model: nn.Module
@@ -58,6 +60,7 @@ class Recipe:
     trained: frozenset[str]
     on_device: OnDevice | None = None
     fuse: bool = False
+    costs: SegmentCosts | None = None
 
 
 class Captures:
@@ -228,8 +231,9 @@ class Compiler:
         """
         numbers = Numbers(state=state, optimizer=optimizer, groups=groups, new=self._new)
         speeds = {worker: self._pool.devices[worker].speed for worker in self._plan.devices}
+        costs = ActionCosts(plan=self._plan, speeds=speeds, segments=self._captures.recipe.costs)
         self._lowering = Lowering(
-            self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm, speeds=speeds
+            self._plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm, costs=costs
         )
 
     def step(self, batch: Batch) -> Compiled:

@@ -22,6 +22,7 @@ def emit(
     takes: Sequence[int],
     group: int,
     micro_batch: int = 0,
+    age: int = 0,
     cost_s: float = 0.0,
     done: Callable[[Sequence[Port]], None] = lambda ports: None,
 ) -> None:
@@ -37,6 +38,7 @@ def emit(
         takes: Positions of inputs that end with it.
         group: The group of the ranks that split it; 0 where there is one.
         micro_batch: The micro-batch.
+        age: How many steps before the routine's own its step is.
         cost_s: What it costs a device that computes nothing.
         done: Told, behind each step, of the outputs that no later step makes or reads.
     """
@@ -67,6 +69,7 @@ def emit(
                 label,
                 takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
                 micro_batch=micro_batch,
+                age=age,
                 cost_s=cost_s * len(step.program.operators) / work,
             )
             made += [slot for slot in step.outputs if slot in ports]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from onebox.engine.buckets import fill_buckets
 from onebox.engine.emission import emit
@@ -17,6 +18,10 @@ from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Free, OptimizerStep, Reduce
+
+Half = Literal["whole", "early", "late"]
+"""Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
+one, where the sums go on from what they were, under numbers of their own, and are exchanged and applied."""
 
 
 class Gradients:
@@ -38,6 +43,7 @@ class Gradients:
         self.trained = trained
         self.max_norm = max_norm
         self.sums = {name: numbers.new() for name in trained}
+        self.late = {name: numbers.new() for name in trained} if numbers.previous else {}
         self.fresh = {name: numbers.new() for name in trained}
         self.norm = numbers.new()
         self.specs: dict[str, TensorSpec] = {}
@@ -72,10 +78,26 @@ class Gradients:
         return self._additions[specs]
 
     def begin(
-        self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: Job, exchanges: Exchanges
+        self,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: Job,
+        exchanges: Exchanges,
+        *,
+        half: Half = "whole",
     ) -> WorkerGradients:
-        """Begin the gradients of one worker in one routine."""
-        return WorkerGradients(self, builder, worker, actions, job, exchanges)
+        """Begin the gradients of one worker and one step in one routine.
+
+        Args:
+            builder: The routine.
+            worker: The worker.
+            actions: Its row; in a window only those of the step count.
+            job: The job.
+            exchanges: The worker's.
+            half: Which part of the step's backward is in the routine.
+        """
+        return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
 
 
 def _in_order_of_making(part: NamedProgram) -> list[Port]:
@@ -96,6 +118,8 @@ class WorkerGradients:
         actions: Sequence[Action],
         job: Job,
         exchanges: Exchanges,
+        *,
+        half: Half,
     ) -> None:
         self._shared = shared
         self._builder = builder
@@ -103,12 +127,13 @@ class WorkerGradients:
         self._exchanges = exchanges
         self._held = shared.holdings.held_by(worker, shared.trained)
         self._specs = {name: shared.holdings.spec(worker, name, shared.specs[name]) for name in self._held}
-        self._begun: set[str] = set()
+        self._half = half
+        self._sums = shared.late if half == "late" else shared.sums
+        self._begun = self._made_early(job) if half == "late" else set[str]()
         self._last: dict[str, int] = {}
         for position, action in enumerate(actions):
-            for port in job.part(worker, action).outputs:
-                if port.kind == "gradient":
-                    self._last[str(port.name)] = position
+            if (action.micro_batch < 0) == (half == "late"):
+                self._last |= dict.fromkeys(_gradients_of(job.part(worker, action)), position)
         strangers = sorted(set(self._last) - set(self._held))
         if strangers:
             raise CaptureError(
@@ -117,10 +142,16 @@ class WorkerGradients:
             )
         self._missing: list[tuple[set[str], Exchange]] = []
         self._bucket_of: dict[str, int] = {}
-        for members, buckets in shared.buckets.items():
-            if worker in members:
-                for bucket in buckets:
+        if half != "early":
+            for members, buckets in shared.buckets.items():
+                for bucket in buckets if worker in members else ():
                     self._expect(members, bucket)
+
+    def _made_early(self, job: Job) -> set[str]:
+        """Return the parameters that have gradients from the window before."""
+        row = job.schedule.rows.get(self._worker, ())
+        parts = (job.part(self._worker, action) for action in row if action.micro_batch >= 0)
+        return {name for part in parts for name in _gradients_of(part)}
 
     def _expect(self, members: Members, bucket: Sequence[str]) -> None:
         missing = {name for name in bucket if name in self._last}
@@ -136,8 +167,8 @@ class WorkerGradients:
         if empty:
             self._begun.update(empty)
             specs = [self._specs[name] for name in empty]
-            self._builder.call(zeros(specs), [], [self._shared.sums[name] for name in empty], Label("zero"))
-        return tuple(self._shared.sums[name] for name in bucket)
+            self._builder.call(zeros(specs), [], [self._sums[name] for name in empty], Label("zero"))
+        return tuple(self._sums[name] for name in bucket)
 
     @property
     def own(self) -> frozenset[int]:
@@ -159,8 +190,9 @@ class WorkerGradients:
         *,
         takes: Sequence[int],
         group: int,
-        action: Action,
         position: int,
+        micro_batch: int,
+        age: int,
         cost_s: float,
         hand_on: Callable[[], None],
     ) -> None:
@@ -173,8 +205,9 @@ class WorkerGradients:
             label: What it is.
             takes: Positions of inputs that end with it.
             group: The group of the ranks that split it; 0 where there is one.
-            action: The action.
-            position: Its place in the worker's row.
+            position: The action's place in the worker's row.
+            micro_batch: Its micro-batch.
+            age: How many steps before the routine's own its step is.
             cost_s: What it costs a device that computes nothing.
             hand_on: Adds what others wait for: called once, ahead of what only this worker waits for.
         """
@@ -189,7 +222,7 @@ class WorkerGradients:
             if port.kind == "value":
                 return values[port]
             name = str(port.name)
-            return self._shared.fresh[name] if name in self._begun else self._shared.sums[name]
+            return self._shared.fresh[name] if name in self._begun else self._sums[name]
 
         left = iter(reversed(range(len(steps))))
 
@@ -207,7 +240,8 @@ class WorkerGradients:
             label,
             takes=takes,
             group=group,
-            micro_batch=action.micro_batch,
+            micro_batch=micro_batch,
+            age=age,
             cost_s=cost_s,
             done=done,
         )
@@ -230,7 +264,7 @@ class WorkerGradients:
         """Add gradients to those of earlier micro-batches, and begin the exchanges that are complete."""
         again = [name for name in names if name in self._begun]
         if again:
-            old = [self._shared.sums[name] for name in again]
+            old = [self._sums[name] for name in again]
             new = [self._shared.fresh[name] for name in again]
             program = self._shared.addition(tuple(self._specs[name] for name in again))
             self._builder.call(program, [*old, *new], old, Label("accumulate"), takes=range(2 * len(old)))
@@ -244,14 +278,35 @@ class WorkerGradients:
 
     # ---- the end of a step
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether the gradients wait for other workers before they are applied."""
+        return bool(self._missing) or (self._everybody is not None and bool(self._shared.max_norm))
+
+    @property
+    def handed_on(self) -> dict[int, int]:
+        """The number that each sum of the step's own window has in the next one."""
+        made = [name for name in self._held if name in self._begun]
+        return {self._sums[name]: self._shared.late[name] for name in made}
+
     def finish(self) -> None:
         """Clip and apply the gradients."""
+        numbers = self._shared.numbers
         norm = self._shared.norm if self._everybody is not None and self._shared.max_norm else 0
         if self._everybody is not None and norm:
             self._sum_norms(self._everybody)
-        gradients = tuple(self._shared.sums[name] for name in self._held)
+        gradients = tuple(self._sums[name] for name in self._held)
         if gradients:
-            step = OptimizerStep(self._shared.numbers.optimizer, gradients, self._shared.max_norm, norm)
+            late = self._half == "late"
+            step = OptimizerStep(
+                numbers.optimizer,
+                gradients,
+                self._shared.max_norm,
+                norm,
+                previous=tuple(numbers.previous[name] for name in self._held) if late else (),
+                ahead=tuple(numbers.ahead[name] for name in self._held) if late and numbers.ahead else (),
+                age=int(late),
+            )
             self._builder.add(step, Label("optimizer", "compute"))
         if left := (*gradients, *((norm,) if norm else ())):
             self._builder.add(Free(left), Label("free"))
@@ -268,6 +323,11 @@ class WorkerGradients:
         """Sum the squared norms of all gradients over all workers, each gradient by its first holder."""
         owned = self._shared.holdings.owned_by(self._worker, self._shared.trained)
         program = square_norm([self._specs[name] for name in owned])
-        gradients = [self._shared.sums[name] for name in owned]
+        gradients = [self._sums[name] for name in owned]
         self._builder.call(program, gradients, [self._shared.norm], Label("norm"))
         self._builder.add(Reduce((self._shared.norm,), group), Label("reduce", "transfer"))
+
+
+def _gradients_of(part: Part) -> list[str]:
+    """Return the parameters whose gradients a part makes."""
+    return [str(port.name) for port in part.outputs if port.kind == "gradient"]

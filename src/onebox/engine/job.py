@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onebox.engine.holdings import Members
 from onebox.engine.parts import Part, Parts
@@ -20,12 +20,16 @@ class Numbers:
         optimizer: The optimizer's definition.
         groups: Of each set of workers that exchange something.
         new: Makes a number that nothing else has.
+        previous: Of trained parameters as they were before the newest update, by name; none where steps are exact.
+        ahead: Of what they are expected to be after the next one; none where nothing is expected.
     """
 
     state: Mapping[str, int]
     optimizer: int
     groups: Mapping[Members, int]
     new: Callable[[], int]
+    previous: Mapping[str, int] = field(default_factory=dict)
+    ahead: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Job:
     Args:
         micro_batches: Its parts.
         routes: Who computes them.
-        schedule: In which order.
+        schedule: In which order; in windows, the table of a steady one.
         models: The parts for each size of a micro-batch.
         constants: For each size, the buffers of the model's constants.
         leaves: Tensors of inputs and targets.

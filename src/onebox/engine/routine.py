@@ -31,7 +31,7 @@ class StepRoutine:
 
     Args:
         number: The routine's number.
-        definitions: To be sent once, in order.
+        definitions: What it needs, in order; routines of a worker may share some, which are sent once.
         constants: One-element buffers that it reads, by number: value and type.
         leaves: What its bindings are: (micro-batch, tensor of inputs and targets) of each, in order.
         results: What it answers: (micro-batch, number of the result; 0 is the loss) of each, in order.
@@ -88,11 +88,17 @@ class RoutineBuilder:
         *,
         takes: Sequence[int] = (),
         micro_batch: int = 0,
+        age: int = 0,
         cost_s: float = 0.0,
     ) -> None:
         """Add a call of a program."""
         number = self.define(program, cost_s)
-        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch), label)
+        self.add(Call(number, tuple(inputs), tuple(outputs), tuple(takes), micro_batch, age), label)
+
+    def another(self) -> RoutineBuilder:
+        """Return one for another routine of the same worker, which knows the programs defined so far."""
+        programs = [define for define in self.definitions if isinstance(define.what, StoredProgram)]
+        return RoutineBuilder(self.new, definitions=programs, _programs=dict(self._programs))
 
     def finish(self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]]) -> StepRoutine:
         """Return the routine."""

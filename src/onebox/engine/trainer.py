@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.evaluate import evaluate
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
@@ -88,6 +89,9 @@ class Trainer(Observed):
             their places travel when they are used again; never more than steps leave free. Which samples a batch has
             is said by ``samples=`` of :meth:`step` and :meth:`upload`. What is made of a sample must be the same each
             time it is used: random changes belong into ``on_device``.
+        costs: For experiments with ``sim`` devices, which compute nothing: for each segment of the model, by its name,
+            the seconds of forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for what the
+            plan predicts.
 
     Raises:
         UsageError: An argument is wrong.
@@ -128,9 +132,11 @@ class Trainer(Observed):
         fuse: bool = False,
         ahead_bytes: int = AHEAD_BYTES,
         cache: int | str | None = None,
+        costs: SegmentCosts | None = None,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
+        check_costs(costs or {})
         recover = recovers(pool, recover, snapshot_every)
         self.model = model
         self.loss = loss
@@ -157,6 +163,7 @@ class Trainer(Observed):
             trained=frozenset(remote.wanted),
             on_device=on_device,
             fuse=fuse,
+            costs=costs,
         )
         settings = Settings(
             seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onebox.engine.emulated import ActionCosts
 from onebox.engine.gradients import Gradients
 from onebox.engine.holdings import Holdings, find_holdings
 from onebox.engine.job import Job, Numbers
@@ -153,7 +154,7 @@ def lower(
     job = Job(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
     lowering = Lowering(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,
-        speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {}),
+        costs=ActionCosts(plan=plan, speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {})),
     )  # fmt: skip
     routines = lowering.train(job) if train else lowering.evaluate(job)
     return Lowered(
