@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Compiled, put_leaves
+from onebox.engine.compiler import Compiled
+from onebox.engine.constants import put_leaves
 from onebox.engine.packing import Packing
 from onebox.engine.parcels import Part, put_packed
 from onebox.errors import OneboxError

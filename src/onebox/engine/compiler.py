@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onebox.engine.batch import Batch
+from onebox.engine.constants import Constants
 from onebox.engine.emulated import ActionCosts, SegmentCosts
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
@@ -18,7 +18,8 @@ from onebox.engine.lowering import Lowering
 from onebox.engine.parts import Parts
 from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.state import named_state
-from onebox.engine.timetable import forward_only, make_schedule
+from onebox.engine.timetable import forward_only, make_schedule, make_window
+from onebox.engine.windows import Window, WorkerWindows
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.graph.formats import with_channels_last
@@ -125,51 +126,32 @@ class Captures:
         return TracedModel(captured, backward=train, trained=recipe.trained)
 
 
-class Constants:
-    """Tensors that graphs hold themselves, on the workers.
-
-    Args:
-        pool: The pool.
-        new: Makes a number for something that stays on the workers.
-    """
-
-    def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
-        self._pool = pool
-        self._new = new
-        self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
-        self._numbers: dict[Hashable, dict[str, int]] = {}
-        self._there: set[Hashable] = set()
-
-    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the buffers of a graph's constants, by name."""
-        if key not in self._numbers:
-            self._numbers[key] = {name: self._new() for name in tensors}
-        return self._numbers[key]
-
-    def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
-        """Bring a graph's constants to workers, once."""
-        if key in self._there:
-            return
-        self._there.add(key)
-        self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
-        if tensors:
-            put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
-            frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
-            for worker in workers:
-                self._pool.post(worker, [put], frames)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     """The routines for batches of one shape.
 
     Args:
         micro_batches: The parts of the batch.
-        routines: Of each worker.
+        routines: Of each worker; where steps overlap, those of a step that has one before it.
+        windows: Where steps overlap, the others, too.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     routines: Mapping[int, StepRoutine]
+    windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
+
+    def of(self, window: Window) -> Mapping[int, StepRoutine]:
+        """Return the routines of each worker for a kind of window; the only ones where steps do not overlap."""
+        if not self.windows:
+            return self.routines
+        return {worker: getattr(routines, window) for worker, routines in self.windows.items()}
+
+    def all_of(self, worker: int) -> Sequence[StepRoutine]:
+        """Return all routines of a worker."""
+        if worker not in self.windows:
+            return [self.routines[worker]]
+        own = self.windows[worker]
+        return [own.fill, own.steady, own.drain]
 
 
 class Compiler:
@@ -192,6 +174,9 @@ class Compiler:
         self._compiled: dict[Hashable, Compiled] = {}
         self._there: set[Hashable] = set()
         self._stored: dict[int, dict[int, int]] = {}
+        self._defined: dict[int, set[int]] = {}
+        self.windows = False
+        """Whether steps overlap from now on."""
         self._settled: dict[str, Placement] = {}
         self._lowering: Lowering | None = None
 
@@ -217,6 +202,8 @@ class Compiler:
         optimizer: int,
         groups: Mapping[Members, int],
         max_norm: float,
+        previous: Mapping[str, int] | None = None,
+        ahead: Mapping[str, int] | None = None,
     ) -> None:
         """Fix what all routines share.
 
@@ -228,8 +215,17 @@ class Compiler:
             optimizer: The optimizer's definition.
             groups: The number of each set of workers that exchange something.
             max_norm: For clipping; 0 for none.
+            previous: Buffer numbers of trained parameters as they were before the newest update, where steps overlap.
+            ahead: Of what they are expected to be after the next one, where that is wanted.
         """
-        numbers = Numbers(state=state, optimizer=optimizer, groups=groups, new=self._new)
+        numbers = Numbers(
+            state=state,
+            optimizer=optimizer,
+            groups=groups,
+            new=self._new,
+            previous=previous or {},
+            ahead=ahead or {},
+        )
         speeds = {worker: self._pool.devices[worker].speed for worker in self._plan.devices}
         costs = ActionCosts(plan=self._plan, speeds=speeds, segments=self._captures.recipe.costs)
         self._lowering = Lowering(
@@ -242,7 +238,7 @@ class Compiler:
 
     def known(self, batch: Batch) -> Compiled | None:
         """Return the routines that train with a batch if they are with the workers; callable from any thread."""
-        key = (batch.signature(batch.size), True, self._plan.micro_batch)
+        key = self._key(batch, self._plan, train=True)
         return self._compiled[key] if key in self._there else None
 
     def laid_out(self, batch: Batch) -> Compiled:
@@ -263,9 +259,9 @@ class Compiler:
     def labels(self, worker: int, routine: int) -> Sequence[Label]:
         """Return what the instructions of a routine of a worker are; nothing where there is none such."""
         for compiled in self._compiled.values():
-            found = compiled.routines.get(worker)
-            if found is not None and found.number == routine:
-                return found.labels
+            for found in compiled.all_of(worker) if worker in compiled.routines else ():
+                if found.number == routine:
+                    return found.labels
         return ()
 
     def constant_bytes(self, batch: Batch, compiled: Compiled, worker: int, *, train: bool = True) -> dict[int, int]:
@@ -292,13 +288,16 @@ class Compiler:
         assert self._lowering is not None
         return self._lowering.gradients
 
+    def _key(self, batch: Batch, plan: Plan, *, train: bool) -> Hashable:
+        return (batch.signature(batch.size), train, plan.micro_batch, self.windows and train)
+
     def _compile(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
-        key = (batch.signature(batch.size), train, plan.micro_batch)
+        key = self._key(batch, plan, train=train)
         if key not in self._compiled:
-            assert self._lowering is not None
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._model(batch, part.size, train=train) for part in parts}
-            schedule = make_schedule(plan, parts, routes, next(iter(models.values())).programs)
+            make = make_window if self.windows and train else make_schedule
+            schedule = make(plan, parts, routes, next(iter(models.values())).programs)
             job = Job(
                 micro_batches=parts,
                 routes=routes,
@@ -307,21 +306,32 @@ class Compiler:
                 constants={size: self._numbers_of_constants(batch, size, train=train) for size in models},
                 leaves=len(batch.leaves),
             )
-            routines = self._lowering.train(job) if train else self._lowering.evaluate(job)
-            self._compiled[key] = Compiled(micro_batches=parts, routines=routines)
+            self._compiled[key] = self._lower(job, train=train)
         return self._compiled[key]
+
+    def _lower(self, job: Job, *, train: bool) -> Compiled:
+        assert self._lowering is not None
+        parts = tuple(job.micro_batches)
+        if train and self.windows:
+            windows = self._lowering.windows(job)
+            steady = {worker: routines.steady for worker, routines in windows.items()}
+            return Compiled(micro_batches=parts, routines=steady, windows=windows)
+        return Compiled(
+            micro_batches=parts, routines=self._lowering.train(job) if train else self._lowering.evaluate(job)
+        )
 
     def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:
         """Return routines, and bring them to the workers where they are not there yet."""
         compiled = self._compile(batch, plan, train=train)
-        key = (batch.signature(batch.size), train, plan.micro_batch)
+        key = self._key(batch, plan, train=train)
         if key not in self._there:
             self._there.add(key)
             for size in dict.fromkeys(part.size for part in compiled.micro_batches):
                 graph = (batch.signature(size), train)
                 self._constants.upload(graph, self._models[graph].programs.constants, self._plan.devices)
-            for worker, routine in compiled.routines.items():
-                self._store(worker, routine)
+            for worker in compiled.routines:
+                for routine in compiled.all_of(worker):
+                    self._store(worker, routine)
         return compiled
 
     def _model(self, batch: Batch, size: int, *, train: bool) -> Parts:
@@ -377,14 +387,7 @@ class Compiler:
         self._stored.setdefault(worker, {}).update(sizes)
         tensors = [torch.tensor(value, dtype=DTYPES[spec.dtype]) for value, spec in routine.constants.values()]
         put = Put(tuple(routine.constants), tuple(spec_of(tensor) for tensor in tensors))
-        self._pool.post(worker, [put, *routine.definitions], [bytes(to_frame(tensor)) for tensor in tensors])
-
-
-def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
-    """Return the instruction that uploads tensors into new buffers, their numbers, and their elements.
-
-    Elements of dense tensors are not copied: they are not to be written to until the worker has them.
-    """
-    numbers = tuple(pool.new_number() for _ in leaves)
-    specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)
-    return Put(numbers, specs), numbers, [to_frame(leaf) for leaf in leaves]
+        there = self._defined.setdefault(worker, set())
+        new = [define for define in routine.definitions if define.number not in there]
+        there.update(define.number for define in new)
+        self._pool.post(worker, [put, *new], [bytes(to_frame(tensor)) for tensor in tensors])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Compiled, put_leaves
+from onebox.engine.compiler import Compiled
+from onebox.engine.constants import put_leaves
 from onebox.engine.packing import Packing
 from onebox.pool import Pool
 from onebox.wire.messages import Instruction, Put

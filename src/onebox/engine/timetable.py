@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from onebox.graph import ModelPrograms
 from onebox.plan import (
+    ASYNC,
     Action,
     Edge,
     Kind,
@@ -20,6 +21,10 @@ from onebox.plan import (
     block_schedule,
     validate,
 )
+from onebox.plan.windows import check_window, endless, steady_window, unrolled
+
+_STEPS = 4
+"""Of windows one behind the other that are checked: one filled, one drained, and two behind their like."""
 
 _BOTH: tuple[Kind, ...] = ("F", "B")
 
@@ -43,6 +48,8 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     if len(plan.stages) == 1:
         return _one_stage(routes)
     edges = stage_edges(model)
+    if plan.schedule == ASYNC:  # of steps that are not to overlap
+        return block_schedule("1f1b", routes, edges=edges)
     if plan.schedule == "table":
         table = Schedule.parse(plan.table)
         count = 1 + max((action.micro_batch for row in table.rows.values() for action in row), default=-1)
@@ -57,6 +64,29 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
         sizes = [part.size / full for part in micro_batches]
         return auto_schedule(routes, _expected_work(plan, edges), sizes)
     return block_schedule(plan.schedule, routes, edges=edges)
+
+
+def make_window(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, model: ModelPrograms) -> Schedule:
+    """Return the table of a steady window of a plan for a batch: of a step that overlaps with those beside it.
+
+    Args:
+        plan: The plan.
+        micro_batches: The parts of the batch.
+        routes: Who computes them.
+        model: The programs of the stages.
+
+    Raises:
+        UsageError: The schedule of the plan ends with each step.
+    """
+    if plan.schedule != ASYNC:
+        return make_schedule(plan, micro_batches, routes, model)
+    if len(plan.stages) == 1:
+        return _one_stage(routes)
+    edges, count = stage_edges(model), len(micro_batches)
+    window = steady_window(routes, edges)
+    check_window(window, count)
+    validate(unrolled(window, count, _STEPS), endless(routes, _STEPS), edges)
+    return window
 
 
 def _expected_work(plan: Plan, edges: Sequence[tuple[int, int]]) -> Work:
