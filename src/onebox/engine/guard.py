@@ -113,6 +113,18 @@ class Guard:
             self._wait(_PATIENCE_S)
             self._remote.forget_first()
 
+    def moved(self, *, reachable: bool) -> None:
+        """Take note that the state is spread in another way now; the newest snapshot still counts.
+
+        Args:
+            reachable: Whether workers reach each other.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        self._give_up()
+        self._snapshots.form(reachable=reachable)
+
     def record(self, work: Work) -> None:
         """Take note of a step that is about to begin."""
         self._begun().begin(work, work.size_bytes)

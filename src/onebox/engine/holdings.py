@@ -47,6 +47,10 @@ class Holdings:
         """Return which of some names a worker holds, in their order."""
         return tuple(name for name in names if worker in self.holders.get(name, ()))
 
+    def stepped_by(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the trained parameters a worker's optimizer steps, in their order."""
+        return self.held_by(worker, trained)
+
     def owned_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
         """Return which of some names a worker answers for; each name, or each share of it, has one that does."""
         return tuple(name for name in names if worker in self.sources(name))

@@ -149,7 +149,7 @@ class RemoteState:
         self._sent_options = options_of(self.optimizer)
         futures = []
         for worker in holdings.devices:
-            held = holdings.held_by(worker, trained)
+            held = holdings.stepped_by(worker, trained)
             if held:
                 self._trained[worker] = held
                 self._owned[worker] = holdings.owned_by(worker, trained)
@@ -162,6 +162,47 @@ class RemoteState:
         raise_first(futures)
         if not self.keep_first:
             self.remembered = []
+
+    def settle(self, holdings: Holdings, trained: tuple[str, ...]) -> None:
+        """Take note that the state, and what the optimizer remembers, has come to be where a plan wants it.
+
+        Args:
+            holdings: Who holds what now.
+            trained: Parameters that have gradients.
+        """
+        self._holdings, self._holders = holdings, dict(holdings.holders)
+        self._trained, self._owned = {}, {}
+        for worker in holdings.devices:
+            if stepped := holdings.stepped_by(worker, trained):
+                self._trained[worker] = stepped
+                self._owned[worker] = holdings.owned_by(worker, trained)
+
+    def parts_under(self, holdings: Holdings, trained: tuple[str, ...]) -> dict[int, Part]:
+        """Return what each worker has of the state where a plan wants it.
+
+        Args:
+            holdings: Who holds what.
+            trained: Parameters that have gradients.
+        """
+        return {
+            worker: Part(
+                names=holdings.held_by(worker, holdings.holders),
+                trained=holdings.stepped_by(worker, trained),
+                ranks={name: holdings.share(worker, name) for name in holdings.placements},
+            )
+            for worker in holdings.devices
+        }
+
+    def retire(self, numbers: Sequence[int]) -> None:
+        """Free what is needed no more, of :meth:`new_number`.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        gone = set(numbers)
+        self._ledger = [number for number in self._ledger if number not in gone]
+        for worker in self._pool.present:
+            self._pool.post(worker, [Free(tuple(numbers), tuple(numbers))])
 
     def changed_options(self, options: tuple[Options, ...]) -> tuple[Options, ...]:
         """Return the options of each parameter group if they are not what was last sent, else nothing."""

@@ -15,7 +15,9 @@ from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
 from onebox.engine.guard import LOSSES, Guard
+from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
+from onebox.engine.migration import Migration, Moved, check_successor
 from onebox.engine.refit import Workload, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
@@ -75,6 +77,7 @@ class TrainingRun:
         self._ready: Ready | None = None
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
+        self._over: dict[int, Members] = {}
         if recover:
             self.guard = Guard(pool, remote, self, every=snapshot_every, in_flight=settings.in_flight)
 
@@ -126,7 +129,13 @@ class TrainingRun:
         answers, beside = launch(self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed)
         finish = functools.partial(self._finish, work.number, compiled, ready, beside)
         work.loss.expect(list(answers.values()), finish)
+        self._leave_groups()
         return answers
+
+    def _leave_groups(self) -> None:
+        """Leave groups that nobody needs any more once the step that has just been asked for has begun."""
+        while self._over:
+            self._pool.leave_group(*self._over.popitem())
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
@@ -210,6 +219,7 @@ class TrainingRun:
         self.uploads.use(None)
         if self._ready is not None:
             with contextlib.suppress(OneboxError):
+                self._leave_groups()
                 self._ready.close()
             self._ready = None
         self._remote.reset(copies)
@@ -243,6 +253,72 @@ class TrainingRun:
             device=error.device,
             missing_bytes=error.missing_bytes,
         )
+
+    # ---- another plan
+
+    def prepare(self, plan: Plan) -> Migration | None:
+        """Make all ready for another plan to take over, while steps go on; any thread may call this.
+
+        Args:
+            plan: A plan with the same micro-batches.
+
+        Returns:
+            What :meth:`adopt` takes; ``None`` where nothing runs yet.
+
+        Raises:
+            UsageError: The plan cannot take over.
+            CaptureError: The model cannot be cut so.
+            DeviceMemoryError: It needs more memory than there is.
+        """
+        ready, batch = self._ready, self._first
+        if ready is None or batch is None:
+            return None
+        check_successor(ready.plan, plan, batch.size)
+        given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
+        return Migration(self._pool, self._remote, ready, Ready(*given, strict=True, before=ready))
+
+    def adopt(self, plan: Plan, prepared: Migration | None = None) -> Moved:
+        """Let another plan take over, from the next step on; what is not moved by it stays where it is.
+
+        Args:
+            plan: A plan with the same micro-batches.
+            prepared: What :meth:`prepare` made of it; made now where it is not given.
+
+        Returns:
+            What was moved.
+
+        Raises:
+            OneboxError: The plan cannot take over, and the one before goes on; or a worker was lost and the run cannot
+                go on after that.
+        """
+        migration = prepared or self.prepare(plan)
+        if migration is None or self._first is None:
+            self._request = dataclasses.replace(self._request, plan=plan)
+            return Moved()
+        moved = Moved()
+        try:
+            migration.after.compiler.step(self._first)  # the programs are at the workers before they are needed
+            moved = migration.make()
+            self._over.update(moved.over)
+            self._ready, self.plan = migration.after, plan
+            self._request = dataclasses.replace(self._request, plan=plan)
+            self.uploads.use(migration.after)
+            if self.guard is not None:
+                self.guard.moved(reachable=plan.sync == "workers")
+        except LOSSES as error:
+            self.recover(error)
+        except OneboxError as error:
+            self.fail(error)
+            raise
+        except BaseException:  # such as KeyboardInterrupt
+            self.fail(
+                ReplicasParted(
+                    "a change of plan was interrupted when some devices had it and others not; make another trainer, "
+                    "or resume from the last checkpoint"
+                )
+            )
+            raise
+        return moved
 
     # ---- setting up
 
@@ -278,6 +354,7 @@ class TrainingRun:
     def close(self) -> None:
         """Free everything on the workers."""
         self.uploads.close()
+        self._leave_groups()
         if self._ready is not None:
             self._ready.close()
         if self.guard is not None:

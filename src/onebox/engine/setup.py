@@ -72,15 +72,18 @@ class Request:
 class Ready:
     """A trainer that has seen its first batch.
 
+    Until :meth:`bring` nothing is said to any worker.
+
     Args:
         plan: Its plan.
         pool: The pool.
         captures: The captured model.
-        remote: The state; brought to the workers here.
+        remote: The state.
         batch: The first batch.
         max_norm: For clipping; 0 for none.
         strict: Whether to refuse what does not fit the memory of the devices.
         steps: Whether the first batch is one to train with; else it is one to evaluate.
+        before: What is on the workers now, if this is to take its place; its groups serve on where that can be.
 
     Raises:
         CaptureError: The model cannot be captured, or replicas cannot share it.
@@ -99,51 +102,111 @@ class Ready:
         *,
         strict: bool = False,
         steps: bool = True,
+        before: Ready | None = None,
     ) -> None:
         self.plan = plan
         self._remote = remote
         self._on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
         self._factor, self._fixed_bytes = optimizer_factor(remote.optimizer)
-        self.compiler = Compiler(pool, plan, captures, remote.new_number)
+        self._made: list[int] = []
+        self.compiler = Compiler(pool, plan, captures, self._new_number)
         self._pool = pool
         self._strict = strict
+        self._packing: Packing | None = None
         self._fitting: set[Hashable] = set()
         self._at_once: dict[Hashable, bool] = {}  # of shapes of batches that are evaluated
         self.spare_bytes: dict[int, int] = {}
         """For each worker what batches of all shapes so far leave, trained with or evaluated; only where ``strict``."""
         self._groups: dict[Members, int] = {}
+        self._unformed: list[Members] = []
         model, holdings = self.compiler.first(batch)
         backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
         with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
         trained = tuple(name for name in remote.wanted if name in with_gradient)
-        self._holdings, self._trained = holdings, trained
+        self.holdings, self.trained = holdings, trained
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
         _check_split(remote, holdings)
-        optimizer = remote.new_number()
+        self._optimizer = remote.optimizer_number if before else remote.new_number()
+        for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
+            known = before.group_of(members) if before and before.plan.sync == plan.sync else 0
+            self._groups[members] = known or pool.new_number()
+            self._unformed += [] if known else [members]
+        self.compiler.begin(
+            model,
+            holdings,
+            trained=trained,
+            state=remote.named.numbers,
+            optimizer=self._optimizer,
+            groups=self._groups,
+            max_norm=max_norm,
+        )
+        if steps:
+            self._require_room(batch)
+        else:
+            self._may_be_at_once(batch, stepped=False)
+        self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
+
+    def _new_number(self) -> int:
+        self._made.append(self._remote.new_number())
+        return self._made[-1]
+
+    def group_of(self, members: Members) -> int:
+        """Return the group of some workers that is formed, or 0."""
+        group = 0 if members in self._unformed else self._groups.get(members, 0)
+        return group if group and self._pool.is_whole(group) else 0
+
+    @property
+    def members(self) -> tuple[Members, ...]:
+        """The sets of workers that exchange anything."""
+        return tuple(self._groups)
+
+    def form(self) -> None:
+        """Form the groups that are not formed yet.
+
+        Raises:
+            OneboxError: A worker was lost.
+        """
+        if self._strict:
+            self._packing = Packing(self._pool, self.plan.devices)
+        while self._unformed:
+            members = self._unformed[0]
+            self._pool.form_group(members, self.plan.sync, number=self._groups[members])
+            self._unformed.pop(0)
+
+    def bring(self) -> None:
+        """Bring the state to the workers.
+
+        Raises:
+            OneboxError: A worker was lost, or refuses something.
+        """
         try:
-            for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
-                self._groups[members] = pool.form_group(members, plan.sync)
-            self.compiler.begin(
-                model,
-                holdings,
-                trained=trained,
-                state=remote.named.numbers,
-                optimizer=optimizer,
-                groups=self._groups,
-                max_norm=max_norm,
-            )
-            if steps:
-                self._require_room(batch)
-            else:
-                self._may_be_at_once(batch, stepped=False)
-            self._packing = Packing(pool, plan.devices) if strict else None
-            remote.upload(holdings.holders, holdings)
-            remote.define_optimizer(optimizer, trained, holdings, host=self._on_host)
+            self.form()
+            self._remote.upload(self.holdings.holders, self.holdings)
+            self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self._on_host)
         except BaseException:
             with contextlib.suppress(OneboxError):
                 self.close()
             raise
-        self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = remote.checks()
+        self.settled()
+
+    def settled(self) -> None:
+        """Take note that the state is with the workers."""
+        self.checks = self._remote.checks()
+
+    def retire(self, after: Ready) -> dict[int, Members]:
+        """Free what another one, which takes this one's place, does not need; what was asked for before is still done.
+
+        Returns:
+            Groups that are to be left, with their members, once nothing that came by them is waited for.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        kept = set(after._groups.values())
+        over = {group: members for members, group in self._groups.items() if group not in kept}
+        self._groups = {}
+        self._remote.retire(self._made)
+        return over
 
     def step(self, batch: Batch) -> Compiled:
         """Return the routines that train with a batch, which are with the workers.
@@ -264,15 +327,15 @@ class Ready:
                 state.numbers[n]: Held(
                     "parameter" if n in state.parameters else "buffer",
                     n,
-                    self._holdings.spec(worker, n, state.spec(n)).size_bytes,
+                    self.holdings.spec(worker, n, state.spec(n)).size_bytes,
                 )
-                for n in self._holdings.held_by(worker, state.tensors)
+                for n in self.holdings.held_by(worker, state.tensors)
             }
             sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)
             held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
             trained = [
-                self._holdings.spec(worker, name, state.spec(name)).size_bytes
-                for name in self._holdings.held_by(worker, self._trained)
+                self.holdings.spec(worker, name, state.spec(name)).size_bytes
+                for name in self.holdings.stepped_by(worker, self.trained)
             ]
             remembered_bytes = int(self._factor * sum(trained)) + self._fixed_bytes * len(trained)
             copied_bytes = 0 if self._pool.devices[worker].kind == "cpu" else sum(trained)  # stepped, and sent back
@@ -283,13 +346,15 @@ class Ready:
                 gradients=self.compiler.gradients,
                 optimizer_bytes=0 if self._on_host else stepped * remembered_bytes,
                 host_bytes=remembered_bytes + copied_bytes if self._on_host else 0,
+                ranks={number: ms.index(worker) for ms, number in self._groups.items() if worker in ms},
             )
         return found
 
     def close(self) -> None:
         """Leave the groups."""
         for members, group in self._groups.items():
-            self._pool.leave_group(group, members)
+            if members not in self._unformed:
+                self._pool.leave_group(group, members)
         self._groups = {}
 
 
@@ -333,7 +398,9 @@ def set_up(
         )
         if captures.recipe.precision == "auto" and not pool.gone:
             plan = with_measured_formats(plan, pool, captures, remote, batch)
-    return Ready(plan, pool, captures, remote, batch, max_norm, strict=True, steps=steps)
+    ready = Ready(plan, pool, captures, remote, batch, max_norm, strict=True, steps=steps)
+    ready.bring()
+    return ready
 
 
 def check_settings(

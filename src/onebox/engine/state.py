@@ -111,6 +111,7 @@ def optimizer_definition(
     entries: tuple[StateEntry, ...],
     *,
     host: bool = False,
+    succeeds: bool = False,
 ) -> Optimizer:
     """Describe an optimizer for a worker.
 
@@ -120,6 +121,7 @@ def optimizer_definition(
         trained: The parameters that the worker steps.
         entries: What it remembers of them.
         host: Whether it is to step in the host's memory.
+        succeeds: Whether it takes the place of the one that has its number.
     """
     position = {name: index for index, name in enumerate(trained)}
     names = {id(state.tensors[name]): name for name in state.parameters}
@@ -128,7 +130,7 @@ def optimizer_definition(
         members = tuple(position[name] for p in group["params"] if (name := names[id(p)]) in position)
         groups.append((members, options))
     numbers = tuple(state.numbers[name] for name in trained)
-    return Optimizer(type(optimizer).__name__, tuple(groups), numbers, entries, host=host)
+    return Optimizer(type(optimizer).__name__, tuple(groups), numbers, entries, host=host, succeeds=succeeds)
 
 
 def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:

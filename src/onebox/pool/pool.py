@@ -145,7 +145,9 @@ class Pool:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
         return self._switchboard.post(worker, instructions, frames, answer=answer)
 
-    def form_group(self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False) -> int:
+    def form_group(
+        self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
+    ) -> int:
         """Form a group of workers and return its number.
 
         Args:
@@ -153,13 +155,14 @@ class Pool:
             via: ``workers`` for transfers from worker to worker: through memory where they find that they can share it,
                 by NCCL among CUDA devices, else by Gloo. ``client`` for sums that are made at the client.
             aside: Whether it is for what travels in the background, between the memories of the hosts.
+            number: What it is to be called, of :meth:`new_number`; 0 for a new one.
 
         Raises:
             UsageError: Some of the devices have values and others, ``sim``, have none; or what is asked for cannot
                 go over the links that are emulated between them.
             OneboxError: The group could not be formed.
         """
-        group = self.new_number()
+        group = number or self.new_number()
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
         if via == "client" and any(links):
             raise UsageError("sums at the client do not go over the emulated links; let them go via workers")

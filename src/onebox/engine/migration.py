@@ -1,0 +1,251 @@
+"""A new plan takes over a run between two steps: only what has to be elsewhere travels, from worker to worker.
+
+A worker does what it is told in order. So all that is said of the change lies behind the last step of the old plan and
+before the first one of the new: who has something that another one needs sends it, and who needs something goes on
+until it reads that. What a worker keeps is not touched, nothing goes by way of the client, and nobody waits for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from onebox.engine.copies import Part
+from onebox.engine.holdings import Members
+from onebox.engine.moves import Moves, find_moves
+from onebox.engine.remote import RemoteState
+from onebox.engine.setup import Ready
+from onebox.engine.state import optimizer_definition
+from onebox.errors import UsageError
+from onebox.graph.placements import Shard
+from onebox.plan import Plan
+from onebox.pool import Answer, Pool, raise_first
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Define, Free, Instruction, Receive, Send
+from onebox.wire.sayings import Kept
+from onebox.wire.state import Lay, Recall, StateEntry
+
+_CHANNEL = 0
+"""Steps use it, too; what they sent on it has been asked for before, and what they will send is asked for later."""
+
+Remembered = Mapping[str, Sequence[StateEntry]]
+"""What an optimizer remembers of each parameter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What a change of plan moved.
+
+    Args:
+        names: Parameters and buffers that travelled, counted for each worker that got one.
+        size_bytes: Bytes of these, and of what the optimizer remembers of them.
+        over: Groups that are to be left, with their members, when the next step has read what came by them.
+    """
+
+    names: int = 0
+    size_bytes: int = 0
+    over: Mapping[int, Members] = field(default_factory=dict)
+
+
+class Migration:
+    """The change from one plan to another, from the moment that it is wanted until it is made.
+
+    Args:
+        pool: The pool.
+        remote: The state on the workers.
+        before: What is there.
+        after: What is to be.
+
+    Raises:
+        UsageError: The new plan splits layers in another way than the old one.
+    """
+
+    def __init__(self, pool: Pool, remote: RemoteState, before: Ready, after: Ready) -> None:
+        self.after = after
+        self._pool = pool
+        self._remote = remote
+        self._before = before
+        _check_placements(before, after)
+        sizes = {name: remote.named.spec(name).size_bytes for name in remote.named.tensors}
+        hosts = {device.number: device.host for device in pool.devices}
+        self._parts = remote.parts()
+        self._wanted = remote.parts_under(after.holdings, after.trained)
+        self.moves = find_moves(self._parts, self._wanted, sizes, hosts)
+        self._told: dict[int, Future[Answer]] = {}
+
+    def ask(self) -> None:
+        """Ask what the optimizers remember that has to travel; they answer when the steps under way have ended.
+
+        Raises:
+            OneboxError: The pool is broken or closed.
+        """
+        for worker in sorted({move.source for move in self.moves.remembered}):
+            self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
+
+    def make(self) -> Moved:
+        """Make the change: all that is asked for from then on is done under the new plan.
+
+        Raises:
+            OneboxError: A worker was lost, or the pool is broken; some workers may have got their part.
+        """
+        moves, remote = self.moves, self._remote
+        if not self._told:
+            self.ask()
+        told = self._answers()
+        if any(_counts(entry) for found in told.values() for entries in found.values() for entry in entries):
+            self.ask()  # such a number changes with each step
+            told = self._answers()
+        self.after.form()
+        group, members = self._group()
+        for worker, instructions in _instructions(moves, self._parts, self._wanted, told, self, group, members).items():
+            self._pool.post(worker, instructions)
+        remote.settle(self.after.holdings, self.after.trained)
+        self.after.settled()
+        over = self._before.retire(self.after)
+        entries = {(w, name): entries for w, found in told.items() for name, entries in found.items()}
+        remembered_bytes = sum(
+            entry.value.size_bytes
+            for move in moves.remembered
+            for entry in entries.get((move.source, move.name), ())
+            if isinstance(entry.value, TensorSpec)
+        )
+        tensor_bytes = sum(self.spec(move.target, move.name).size_bytes for move in moves.tensors)
+        if group and self.after.group_of(members) != group:
+            over[group] = members
+        return Moved(names=len(moves.tensors), size_bytes=tensor_bytes + remembered_bytes, over=over)
+
+    def spec(self, worker: int, name: str) -> TensorSpec:
+        """Return what a worker is to hold of something."""
+        return self.after.holdings.spec(worker, name, self._remote.named.spec(name))
+
+    def number(self, name: str) -> int:
+        """Return the buffer of a parameter or buffer."""
+        return self._remote.named.numbers[name]
+
+    def new_number(self) -> int:
+        """Return a number for something that is on its way."""
+        return self._pool.new_number()
+
+    @property
+    def optimizer(self) -> int:
+        """The optimizer's definition."""
+        return self._remote.optimizer_number
+
+    def successor(self, trained: tuple[str, ...]) -> Define:
+        """Return what lets an optimizer over other parameters take the place of the one that is there."""
+        host = self.after.plan.update == "host"
+        what = optimizer_definition(self._remote.optimizer, self._remote.named, trained, (), host=host, succeeds=True)
+        return Define(self.optimizer, what)
+
+    def _answers(self) -> dict[int, Remembered]:
+        """Wait for what the optimizers remember."""
+        raise_first(list(self._told.values()))
+        found: dict[int, Remembered] = {}
+        for worker, future in self._told.items():
+            (kept,) = future.result().results
+            assert isinstance(kept, Kept)
+            trained = self._parts[worker].trained
+            own: dict[str, list[StateEntry]] = {}
+            for entry in kept.entries:
+                own.setdefault(trained[entry.parameter], []).append(entry)
+            found[worker] = own
+        return found
+
+    def _group(self) -> tuple[int, Members]:
+        """Return a group of all who send or receive, and its members; one that is there if it may be."""
+        involved = self.moves.workers
+        if not involved:
+            return 0, ()
+        for ready in (self.after, self._before):
+            for members in ready.members if ready.plan.sync == "workers" else ():
+                if involved <= set(members) and (group := ready.group_of(members)):
+                    return group, members
+        members = tuple(sorted(involved))
+        return self._pool.form_group(members, "workers"), members
+
+
+def _instructions(
+    moves: Moves,
+    before: Mapping[int, Part],
+    after: Mapping[int, Part],
+    told: Mapping[int, Remembered],
+    migration: Migration,
+    group: int,
+    members: Sequence[int],
+) -> dict[int, list[Instruction]]:
+    """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
+    rank = {worker: place for place, worker in enumerate(members)}
+    first: dict[int, list[Instruction]] = {}
+    then: dict[int, list[Instruction]] = {}
+    recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
+    for move in moves.tensors:
+        number, spec = migration.number(move.name), migration.spec(move.target, move.name)
+        first.setdefault(move.source, []).append(Send(number, group, rank[move.target], _CHANNEL))
+        then.setdefault(move.target, []).append(Receive(number, spec, group, rank[move.source], _CHANNEL))
+    for move in moves.remembered:
+        place = before[move.source].trained.index(move.name)
+        entries, buffers = recalls.setdefault(move.target, ([], []))
+        laid = []
+        for entry in told[move.source].get(move.name, ()):
+            entries.append(StateEntry(after[move.target].trained.index(move.name), entry.key, entry.value))
+            if isinstance(entry.value, TensorSpec):
+                laid.append(migration.new_number())
+                receive = Receive(laid[-1], entry.value, group, rank[move.source], _CHANNEL)
+                then.setdefault(move.target, []).append(receive)
+        buffers += laid
+        if laid:
+            sends = [Send(number, group, rank[move.target], _CHANNEL) for number in laid]
+            given = first.setdefault(move.source, [])
+            given += [Lay(migration.optimizer, (place,), tuple(laid)), *sends, Free(tuple(laid))]
+    found: dict[int, list[Instruction]] = {}
+    for worker in sorted({*first, *then, *moves.freed, *moves.changed}):
+        freed = Free(tuple(migration.number(name) for name in moves.freed.get(worker, ())))
+        made = [*first.get(worker, ()), freed, *then.get(worker, ())]
+        trained = after[worker].trained if worker in after else ()
+        if worker in moves.changed:
+            made.append(migration.successor(trained) if trained else Free((), (migration.optimizer,)))
+        if worker in recalls:
+            entries, buffers = recalls[worker]
+            made.append(Recall(migration.optimizer, tuple(entries), (), tuple(buffers)))
+        found[worker] = made
+    return found
+
+
+def _counts(entry: StateEntry) -> bool:
+    """Tell whether an entry is a number that may be another one after the next step."""
+    return isinstance(entry.value, int | float) and not isinstance(entry.value, bool)
+
+
+def _check_placements(before: Ready, after: Ready) -> None:
+    for name in {*before.holdings.placements, *after.holdings.placements}:
+        old, new = before.holdings.placement(name), after.holdings.placement(name)
+        if old != new and (isinstance(old, Shard) or isinstance(new, Shard)):
+            raise UsageError(
+                f"the new plan splits {name} in another way than the one that runs; a plan that takes over a run "
+                "splits the same layers over as many devices"
+            )
+
+
+def check_successor(before: Plan, after: Plan, batch: int) -> None:
+    """Refuse a plan that cannot take over a run.
+
+    Args:
+        before: The plan of the run.
+        after: The other one.
+        batch: Samples of a batch.
+
+    Raises:
+        UsageError: What differs that must not.
+    """
+    if before.micro_batches(batch) != after.micro_batches(batch):
+        raise UsageError(
+            f"the new plan has other micro-batches ({[part.size for part in after.micro_batches(batch)]}) than the one "
+            f"that runs ({[part.size for part in before.micro_batches(batch)]}): the loss curve would be another"
+        )
+    for what in ("update", "optimizer"):
+        old, new = getattr(before, what), getattr(after, what)
+        if old != new:
+            raise UsageError(
+                f"{what}={new!r} of the new plan: the run has {old!r}, which does not change while it runs"
+            )

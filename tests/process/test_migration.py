@@ -1,0 +1,149 @@
+"""A plan takes over from another between two steps: the result stays the same to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+import onebox
+from onebox.errors import UsageError
+from onebox.plan import Plan, Stage
+from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf, untouched
+from tests.process.stages import SEED, segments, staged
+
+STEPS = 7
+
+
+class Run(NamedTuple):
+    """What a run ends with."""
+
+    losses: list[float]
+    tensors: Mapping[str, Tensor]
+    remembered: dict[tuple[str, str], Tensor | bool | int | float | None]
+
+
+@pytest.fixture(scope="module")
+def pool(pools: Shelf) -> onebox.Pool:
+    """One pool of four workers for all runs."""
+    return pools(4)
+
+
+def moved(plan: Plan, cut: int, by: int) -> Plan:
+    """Return a plan with the cut behind a stage moved by some segments."""
+    names = [list(stage.segments) for stage in plan.stages]
+    both, bound = names[cut] + names[cut + 1], len(names[cut]) + by
+    names[cut], names[cut + 1] = both[:bound], both[bound:]
+    stages = [replace(stage, segments=tuple(own)) for stage, own in zip(plan.stages, names, strict=True)]
+    return replace(plan, stages=tuple(stages))
+
+
+def trained(
+    pool: onebox.Pool,
+    name: str,
+    plan: Plan,
+    changes: Mapping[int, Plan],
+    *,
+    dtype: torch.dtype = torch.float64,
+    optimizer: str = "adamw",
+    **options: Any,
+) -> Run:
+    """Train a case, with other plans that take over before some steps."""
+    case = CASES[name]
+    model = case.model().to(dtype)
+    batches = [
+        tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in batch)
+        for batch in case.batches([8] * STEPS)
+    ]
+    arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
+        losses = []
+        for step, batch in enumerate(batches):
+            if step in changes:
+                trainer._run.adopt(changes[step])
+                assert trainer.plan == changes[step]
+            losses.append(trainer.step(*batch))
+        found = [float(loss) for loss in losses]
+        state = {(name, key): value for name, key, value in trainer.optimizer_state()}
+        tensors = trainer.tensors()
+    assert untouched(pool), "what the plans before had on the workers is gone"
+    return Run(found, tensors, state)
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    assert one.losses == other.losses
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+    assert one.remembered.keys() == other.remembered.keys()
+    for key, value in one.remembered.items():
+        twin = other.remembered[key]
+        assert torch.equal(value, twin) if isinstance(value, Tensor) and isinstance(twin, Tensor) else value == twin
+
+
+def test_cuts_that_move_change_no_bit(pool: onebox.Pool) -> None:
+    plan = staged("gpt2", (0, 1, 2))
+    there, back = moved(plan, 0, 2), plan
+    changes = {1: there, 3: moved(there, 1, -1), 4: replace(back, schedule="gpipe"), 6: back}
+    for dtype, optimizer in ((torch.float64, "adamw"), (torch.float32, "sgd")):
+        whole = trained(pool, "gpt2", plan, {}, dtype=dtype, optimizer=optimizer)
+        assert_same_bits(trained(pool, "gpt2", plan, changes, dtype=dtype, optimizer=optimizer), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "optimizer"),
+    [
+        ("resnet", (0, 1), (1, 0), "sgd"),  # stages change places; batch norm's buffers
+        ("dropping", (0, 1), (3, 1), "adamw"),  # another device; random numbers
+        ("tied", (0, 1), (1, 0), "adam-in-groups"),  # a weight that two stages read
+    ],
+)
+def test_stages_that_change_places_change_no_bit(
+    pool: onebox.Pool, name: str, before: Sequence[int], after: Sequence[int], optimizer: str
+) -> None:
+    plan, other = staged(name, before), staged(name, after)
+    whole = trained(pool, name, plan, {}, optimizer=optimizer)
+    assert_same_bits(trained(pool, name, plan, {2: other, 3: plan, 5: other}, optimizer=optimizer), whole)
+
+
+def test_replicas_that_change_places_and_shares_keep_the_result(pool: onebox.Pool) -> None:
+    plan = staged("gpt2", ((0, 1), (2, 3)))
+    others = staged("gpt2", ((0, 2), (1, 3)))
+    whole = trained(pool, "gpt2", plan, {})
+    assert_same_bits(trained(pool, "gpt2", plan, {2: others, 4: plan}), whole)
+    uneven = staged("gpt2", ((0, 1), (2,)), shares=((2.0, 1.0), (1.0,)))
+    found = trained(pool, "gpt2", plan, {3: uneven, 5: plan})
+    assert torch.allclose(torch.tensor(found.losses), torch.tensor(whole.losses), rtol=0, atol=1e-10)
+
+
+def test_only_what_moves_travels_and_not_through_the_client(pool: onebox.Pool) -> None:
+    case = CASES["gpt2"]
+    plan = staged("gpt2", (0, 1))
+    model, batch = case.model(), case.batches([8])[0]
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan) as trainer:
+        trainer.step(*batch).item()
+        before = pool.sent_bytes
+        moves = trainer._run.adopt(moved(plan, 0, 1))
+        sent = [now - then for now, then in zip(pool.sent_bytes, before, strict=True)]
+        trainer.step(*batch).item()
+    names = segments("gpt2")[: len(plan.stages[0].segments) + 1]
+    assert 0 < moves.size_bytes < sum(p.nbytes for p in model.parameters()) // 2
+    assert moves.names <= len(list(model.parameters()))
+    assert max(sent) < moves.size_bytes, (sent, moves, names)
+
+
+def test_plans_that_cannot_take_over_are_refused_and_the_run_goes_on(pool: onebox.Pool) -> None:
+    case, plan = CASES["mlp"], staged("mlp", (0, 1))
+    model, batch = case.model(), case.batches([8])[0]
+    whole = Plan(stages=(Stage(replicas=((0,),), shares=(1.0,)),), micro_batch=4)
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan) as trainer:
+        trainer.step(*batch).item()
+        for wrong, told in ((whole, "micro-batches"), (replace(plan, update="host"), "update='host'")):
+            with pytest.raises(UsageError, match=told):
+                trainer._run.adopt(wrong)
+        assert trainer.plan == plan
+        trainer.step(*batch).item()
