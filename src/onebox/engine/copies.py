@@ -1,15 +1,17 @@
 """Where the parts of a snapshot lie: on which workers, in which slots. Pure.
 
 A part is a tensor of the state, or a share of one that is split, or an entry of what the optimizer remembers of it.
-Each worker keeps a copy of what it holds. What only one worker holds is sent to another one besides, its buddy; and
-what only one host holds, to a worker on another host. So the loss of any one worker, or of any one host, leaves every
-part somewhere. Where there is no other worker, or none that can be reached from that one, the client is the buddy.
+Each worker keeps a copy of what it holds. What only one worker holds, such as what a sharded optimizer remembers, is
+sent to another one besides, its buddy; and what only one host holds, to a worker on another host. So the loss of any
+one worker, or of any one host, leaves every part somewhere. Where there is no other worker, or none that can be reached
+from that one, the client is the buddy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from onebox.engine.holdings import Members
@@ -141,18 +143,20 @@ class Copies:
         return Item(name, "", 0) in self.specs
 
 
-def join_runs(starts: Mapping[Item, int], specs: Mapping[Item, TensorSpec], names: Collection[str]) -> list[Extent]:
-    """Return which bytes of a slot hold the parts of some names.
+def join_runs(
+    starts: Mapping[Item, int], specs: Mapping[Item, TensorSpec], wanted: Callable[[Item], bool]
+) -> list[Extent]:
+    """Return which bytes of a slot hold some parts.
 
     Args:
         starts: Where each part in the slot begins, in their order.
         specs: What each is.
-        names: Whose parts are wanted.
+        wanted: Tells which.
     """
     runs: list[Extent] = []
     for item, start in starts.items():
         _, size = layout([specs[item]])
-        if item.name not in names:
+        if not wanted(item):
             continue
         if runs and sum(runs[-1]) == start:
             runs[-1] = (runs[-1][0], runs[-1][1] + size)
@@ -161,11 +165,11 @@ def join_runs(starts: Mapping[Item, int], specs: Mapping[Item, TensorSpec], name
     return [run for run in runs if run[1]]
 
 
-def behind_runs(starts: Mapping[Item, int], runs: Sequence[Extent], names: Collection[str]) -> dict[Item, int]:
-    """Return where parts of some names begin when the runs that hold them lie one behind the other."""
+def behind_runs(starts: Mapping[Item, int], runs: Sequence[Extent], wanted: Callable[[Item], bool]) -> dict[Item, int]:
+    """Return where some parts begin when the runs that hold them lie one behind the other."""
     found = {}
     for item, start in starts.items():
-        if item.name in names:
+        if wanted(item):
             end = 0
             for first, size in runs:
                 if first <= start < first + size:
@@ -182,10 +186,16 @@ class Sending:
     Args:
         buddy: To whom; :data:`CLIENT` where there is no worker for it.
         names: Whose parts.
+        remembered: Of which besides only what the optimizer remembers.
     """
 
     buddy: int
     names: frozenset[str]
+    remembered: frozenset[str] = frozenset()
+
+    def has(self, item: Item) -> bool:
+        """Tell whether a part is sent."""
+        return item.name in self.names or bool(item.key and item.name in self.remembered)
 
 
 def find_buddies(
@@ -194,6 +204,7 @@ def find_buddies(
     workers: Sequence[int],
     hosts: Mapping[int, str],
     *,
+    owners: Mapping[str, Iterable[int]] = MappingProxyType({}),
     reachable: bool = True,
 ) -> dict[int, Sending]:
     """Return who sends what to whom.
@@ -203,6 +214,7 @@ def find_buddies(
         sizes: Bytes of each name.
         workers: All workers, those that hold nothing too, in the order in which they are preferred.
         hosts: Of each worker.
+        owners: For each name of which only some have what the optimizer remembers, those.
         reachable: Whether workers reach each other.
 
     Returns:
@@ -216,17 +228,23 @@ def find_buddies(
             if len(where) > 1 or (len(members) > 1 and not several):
                 continue
             exposed.setdefault(members[0], set()).add(name)
+    remembered: dict[int, set[str]] = {}
+    for name, alone in owners.items():
+        for worker in alone:
+            if name not in exposed.get(worker, ()):
+                remembered.setdefault(worker, set()).add(name)
     load = dict.fromkeys(workers, 0)
     order = {worker: place for place, worker in enumerate(workers)}
     found = {}
-    for worker in sorted(exposed, key=lambda one: order[one]):
+    for worker in sorted({*exposed, *remembered}, key=lambda one: order[one]):
+        names, more = frozenset(exposed.get(worker, ())), frozenset(remembered.get(worker, ()))
         others = [other for other in workers if other != worker] if reachable else []
         far = [other for other in others if hosts[other] != hosts[worker]]
         if not others:
-            found[worker] = Sending(buddy=CLIENT, names=frozenset(exposed[worker]))
+            found[worker] = Sending(buddy=CLIENT, names=names, remembered=more)
             continue
         after = {other: (order[other] - order[worker]) % len(workers) for other in others}
         buddy = min(far or others, key=lambda other: (load[other], after[other]))
-        load[buddy] += max(1, sum(sizes[name] for name in exposed[worker]))
-        found[worker] = Sending(buddy=buddy, names=frozenset(exposed[worker]))
+        load[buddy] += max(1, sum(sizes[name] for name in names | more))
+        found[worker] = Sending(buddy=buddy, names=names, remembered=more)
     return found

@@ -22,10 +22,12 @@ class Exchange:
     Args:
         prepare: Adds what is to be done before it, and returns the buffers: those of one element type for each message.
         ready: Whether this worker's part is there.
+        root: The rank of the only member that gets the sum; -1 where all do.
     """
 
     prepare: Callable[[], list[tuple[int, ...]]]
     ready: bool = False
+    root: int = -1
 
 
 class Exchanges:
@@ -43,9 +45,17 @@ class Exchanges:
         self._groups = groups
         self._queues: dict[Members, deque[Exchange]] = {}
 
-    def expect(self, members: Members, prepare: Callable[[], list[tuple[int, ...]]]) -> Exchange:
-        """Put an exchange at the end of its group's queue."""
-        exchange = Exchange(prepare)
+    def expect(
+        self, members: Members, prepare: Callable[[], list[tuple[int, ...]]], owner: int | None = None
+    ) -> Exchange:
+        """Put an exchange at the end of its group's queue.
+
+        Args:
+            members: The group.
+            prepare: See :class:`Exchange`.
+            owner: The only member that gets the sum; ``None`` where all do.
+        """
+        exchange = Exchange(prepare, root=-1 if owner is None else members.index(owner))
         self._queues.setdefault(members, deque()).append(exchange)
         return exchange
 
@@ -53,8 +63,10 @@ class Exchanges:
         """Begin the exchanges whose turn it is."""
         for members, queue in self._queues.items():
             while queue and queue[0].ready:
-                for buffers in queue.popleft().prepare():
-                    self._builder.add(Reduce(buffers, self._groups[members]), Label("reduce", "transfer"))
+                exchange = queue.popleft()
+                for buffers in exchange.prepare():
+                    reduce = Reduce(buffers, self._groups[members], exchange.root)
+                    self._builder.add(reduce, Label("reduce", "transfer"))
 
     def finish(self) -> None:
         """Begin all that is left."""

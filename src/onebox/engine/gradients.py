@@ -1,23 +1,28 @@
-"""Gradients: accumulated over micro-batches, summed over the holders of their parameters, clipped and applied. Pure."""
+"""Gradients: accumulated over micro-batches, summed over the holders of their parameters, clipped and applied. Pure.
+
+Who applies them is said by the holdings: all holders of a parameter, or its owner, who then hands it to the others (see
+:mod:`onebox.engine.sharding`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from onebox.engine.buckets import fill_buckets
 from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchange, Exchanges
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
+from onebox.engine.sharding import Bucket, buckets_by_owner
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
 from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
-from onebox.wire.messages import Free, OptimizerStep, Reduce
+from onebox.wire.messages import Broadcast, Free, OptimizerStep, Reduce
 
 Half = Literal["whole", "early", "late"]
 """Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
@@ -60,7 +65,10 @@ class Gradients:
             for members in holdings.circles[name]:
                 if len(members) > 1:
                     shared.setdefault(members, []).append(name)
-        self.buckets = {members: fill_buckets(names, self.specs) for members, names in shared.items()}
+        self.buckets = {
+            members: buckets_by_owner(names, self.specs, functools.partial(holdings.owner, members))
+            for members, names in shared.items()
+        }
         self._additions: dict[tuple[TensorSpec, ...], Program] = {}
         self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
 
@@ -143,9 +151,8 @@ class WorkerGradients:
         self._missing: list[tuple[set[str], Exchange]] = []
         self._bucket_of: dict[str, int] = {}
         if half != "early":
-            for members, buckets in shared.buckets.items():
-                for bucket in buckets if worker in members else ():
-                    self._expect(members, bucket)
+            for members, bucket in self._buckets():
+                self._expect(members, bucket)
 
     def _made_early(self, job: Job) -> set[str]:
         """Return the parameters that have gradients from the window before."""
@@ -153,10 +160,10 @@ class WorkerGradients:
         parts = (job.part(self._worker, action) for action in row if action.micro_batch >= 0)
         return {name for part in parts for name in _gradients_of(part)}
 
-    def _expect(self, members: Members, bucket: Sequence[str]) -> None:
-        missing = {name for name in bucket if name in self._last}
+    def _expect(self, members: Members, bucket: Bucket) -> None:
+        missing = {name for name in bucket.names if name in self._last}
         self._bucket_of |= dict.fromkeys(missing, len(self._missing))
-        exchange = self._exchanges.expect(members, lambda: [self._bucket(bucket)])
+        exchange = self._exchanges.expect(members, lambda: [self._bucket(bucket.names)], bucket.owner)
         exchange.ready = not missing
         self._missing.append((missing, exchange))
 
@@ -175,9 +182,13 @@ class WorkerGradients:
         """The buffers of the gradients that nobody reads but the optimizer of this worker."""
         if self._shared.max_norm:
             return frozenset()
-        buckets = [bucket for members, own in self._shared.buckets.items() if self._worker in members for bucket in own]
-        shared = {name for bucket in buckets for name in bucket}
+        shared = {name for _, bucket in self._buckets() for name in bucket.names}
         return frozenset(self._shared.sums[name] for name in self._held if name not in shared)
+
+    def _buckets(self) -> list[tuple[Members, Bucket]]:
+        """Return the buckets that this worker has a part in, with who exchanges each, in their order."""
+        found = self._shared.buckets.items()
+        return [(members, bucket) for members, own in found if self._worker in members for bucket in own]
 
     # ---- backward
 
@@ -295,7 +306,8 @@ class WorkerGradients:
         norm = self._shared.norm if self._everybody is not None and self._shared.max_norm else 0
         if self._everybody is not None and norm:
             self._sum_norms(self._everybody)
-        gradients = tuple(self._sums[name] for name in self._held)
+        stepped = self._shared.holdings.stepped_by(self._worker, self._shared.trained)
+        gradients = tuple(self._sums[name] for name in stepped)
         if gradients:
             late = self._half == "late"
             step = OptimizerStep(
@@ -303,24 +315,35 @@ class WorkerGradients:
                 gradients,
                 self._shared.max_norm,
                 norm,
-                previous=tuple(numbers.previous[name] for name in self._held) if late else (),
-                ahead=tuple(numbers.ahead[name] for name in self._held) if late and numbers.ahead else (),
+                previous=tuple(numbers.previous[name] for name in stepped) if late else (),
+                ahead=tuple(numbers.ahead[name] for name in stepped) if late and numbers.ahead else (),
                 age=int(late),
             )
             self._builder.add(step, Label("optimizer", "compute"))
         if left := (*gradients, *((norm,) if norm else ())):
             self._builder.add(Free(left), Label("free"))
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Let owners hand what they have stepped to the others: what the next forward reads first, first."""
+        numbers = self._shared.numbers
+        for members, bucket in reversed(self._buckets()):
+            if bucket.owner is not None:
+                state = tuple(numbers.state[name] for name in bucket.names)
+                broadcast = Broadcast(state, numbers.groups[members], members.index(bucket.owner))
+                self._builder.add(broadcast, Label("broadcast", "transfer"))
 
     @property
     def _everybody(self) -> int | None:
-        """The group over which norms are summed; ``None`` where every worker holds everything."""
+        """The group over which norms are summed; ``None`` where every worker has all gradients."""
         holdings = self._shared.holdings
-        if not holdings.parted(self._shared.trained):
+        alone = not holdings.owners or len(holdings.devices) == 1
+        if alone and not holdings.parted(self._shared.trained):
             return None
         return self._shared.numbers.groups[holdings.devices]
 
     def _sum_norms(self, group: int) -> None:
-        """Sum the squared norms of all gradients over all workers, each gradient by its first holder."""
+        """Sum the squared norms of all gradients over all workers, each gradient by the one that answers for it."""
         owned = self._shared.holdings.owned_by(self._worker, self._shared.trained)
         program = square_norm([self._specs[name] for name in owned])
         gradients = [self._sums[name] for name in owned]

@@ -9,9 +9,10 @@ theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onebox.engine.parts import Parts
+from onebox.engine.sharding import share_out
 from onebox.graph.placements import REPLICATE, Placement, Shard, local_spec
 from onebox.plan import Plan
 from onebox.wire import TensorSpec
@@ -33,6 +34,8 @@ class Holdings:
         ranks: For each worker, its rank in the replica that it is in.
         silent: For each parameter that several stages hold, the workers that are not to add their gradient, because
             another rank of their replica adds the same.
+        owners: For each parameter that one member of each circle steps alone, that member, in the order of the
+            circles; the others are stepped by all who hold them.
     """
 
     devices: Members
@@ -42,6 +45,7 @@ class Holdings:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     ranks: Mapping[int, int] = field(default_factory=dict)
     silent: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    owners: Mapping[str, Members] = field(default_factory=dict)
 
     def held_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
         """Return which of some names a worker holds, in their order."""
@@ -49,11 +53,25 @@ class Holdings:
 
     def stepped_by(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
         """Return which of the trained parameters a worker's optimizer steps, in their order."""
-        return self.held_by(worker, trained)
+        held = self.held_by(worker, trained)
+        return tuple(name for name in held if name not in self.owners or worker in self.owners[name])
 
-    def owned_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
-        """Return which of some names a worker answers for; each name, or each share of it, has one that does."""
-        return tuple(name for name in names if worker in self.sources(name))
+    def owner(self, members: Members, name: str) -> int | None:
+        """Return which member of a circle steps a parameter alone; ``None`` where all do."""
+        return self.owners[name][self.circles[name].index(members)] if name in self.owners else None
+
+    def owned_by(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the trained parameters a worker answers for when it is asked about gradients and updates.
+
+        Each of them, or each share of it, has one worker that does.
+        """
+        return tuple(name for name in trained if worker in self._answering(name))
+
+    def _answering(self, name: str) -> Members:
+        owners = self.owners.get(name)
+        if owners is None:
+            return self.sources(name)
+        return owners if isinstance(self.placements.get(name), Shard) else owners[:1]
 
     def sources(self, name: str) -> Members:
         """Return the workers whose shares are the whole, in the order of their ranks; one where it is not split."""
@@ -125,7 +143,7 @@ def find_holdings(plan: Plan, parts: Parts) -> Holdings:
         else:
             later = {device for stage in found for replica in stages[stage] for device in replica[1:]}
             silent[name] = frozenset(later)
-    return Holdings(
+    found_all = Holdings(
         devices=plan.devices,
         holders=holders,
         circles=circles,
@@ -134,3 +152,20 @@ def find_holdings(plan: Plan, parts: Parts) -> Holdings:
         ranks=ranks,
         silent=silent,
     )
+    if plan.optimizer == "replicated":
+        return found_all
+    specs = _gradients(parts)
+    circles = {name: circles[name] for name in specs}
+    sizes = {
+        name: [found_all.spec(members[0], name, specs[name]).size_bytes for members in own]
+        for name, own in circles.items()
+    }
+    return replace(found_all, owners=share_out(circles, sizes))
+
+
+def _gradients(parts: Parts) -> dict[str, TensorSpec]:
+    """Return what the gradient of each parameter is that has one."""
+    backwards = [part for phase, part in parts.programs.phases.items() if phase.kind == "B"]
+    return {
+        str(port.name): spec for part in backwards for port, spec in part.specs().items() if port.kind == "gradient"
+    }

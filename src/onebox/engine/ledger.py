@@ -7,13 +7,15 @@ many buffers view it; a program needs its footprint on top of what is there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
 from onebox.wire import Program, TensorSpec, specs_by_slot
 from onebox.wire.messages import (
+    Broadcast,
     Call,
     Evict,
     Free,
@@ -53,6 +55,7 @@ class Contents:
         leaves: Bytes of each (micro-batch, tensor of inputs and targets) that the routine is given.
         gradients: The parameter of each buffer that a gradient comes to be in, by number.
         optimizer_bytes: The optimizer's state.
+        ranks: The worker's rank in each of its groups.
         host_bytes: What the worker keeps in its host's memory all the time: an optimizer that steps there.
     """
 
@@ -62,6 +65,7 @@ class Contents:
     gradients: Mapping[int, str]
     optimizer_bytes: int
     host_bytes: int = 0
+    ranks: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -97,7 +101,7 @@ def follow(contents: Contents) -> Iterator[Ledger]:
 
     It is one object, which goes on. Its peak is that of the instruction before.
     """
-    ledger = Ledger(contents.optimizer_bytes)
+    ledger = Ledger(contents.optimizer_bytes, contents.ranks)
     for number, held in contents.held.items():
         ledger.fill(number, held.size_bytes)
     for number, (_, spec) in contents.routine.constants.items():
@@ -132,9 +136,11 @@ class Ledger:
 
     Args:
         charged_bytes: What counts beside buffers.
+        ranks: The worker's rank in each of its groups.
     """
 
-    def __init__(self, charged_bytes: int) -> None:
+    def __init__(self, charged_bytes: int, ranks: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._ranks = ranks
         self.used_bytes = charged_bytes
         self.peak_bytes = charged_bytes
         self.host_bytes = 0
@@ -155,6 +161,10 @@ class Ledger:
                 self._call(step, programs[step.program])
             case Free():
                 self._forget(step.buffers)
+            case Reduce() if step.root >= 0 and self._ranks.get(step.group) != step.root:
+                self._forget(step.buffers)
+            case Broadcast():
+                self._broadcast(step)
             case Reduce():
                 sums = sum(self._sizes[self._storage[number]] for number in step.buffers)
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes + sums)
@@ -171,6 +181,16 @@ class Ledger:
                 self._return(step.buffers)
             case _:  # the others fill no buffer, or one that is there
                 pass
+
+    def _broadcast(self, step: Broadcast) -> None:
+        """Take note of what comes from another worker: for a while it is there beside what it is for."""
+        if self._ranks.get(step.group) == step.root:
+            return
+        if not step.specs:
+            here = sum(self._sizes[self._storage[number]] for number in step.buffers)
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes + here)
+        for number, spec in zip(step.buffers, step.specs, strict=False):
+            self.fill(number, spec.size_bytes)
 
     def buffers(self) -> dict[int, tuple[int, int]]:
         """Return for each buffer the number of its storage, and the bytes of that."""

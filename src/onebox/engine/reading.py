@@ -61,7 +61,7 @@ class Reading:
     def read(self, answers: Mapping[int, Answer]) -> State:
         """Put together what the workers answered to any of these questions."""
         parts: dict[str, list[Tensor]] = {}
-        entries: dict[tuple[str, str], list[Any]] = {}
+        entries: dict[tuple[str, str], list[tuple[int, Any]]] = {}
         for worker, answer in answers.items():
             frames = iter(answer.frames)
             for result in answer.results:
@@ -76,19 +76,25 @@ class Reading:
         )
 
     def _read_entries(
-        self, worker: int, listing: OptimizerState, frames: Iterator[Any], into: dict[tuple[str, str], list[Any]]
+        self,
+        worker: int,
+        listing: OptimizerState,
+        frames: Iterator[Any],
+        into: dict[tuple[str, str], list[tuple[int, Any]]],
     ) -> None:
         for entry in listing.entries:
             value = from_frame(entry.value, next(frames)) if isinstance(entry.value, TensorSpec) else entry.value
             name = self.trained[worker][entry.parameter]
             if name in self.owned[worker]:
-                into.setdefault((name, entry.key), []).append(value)
+                share = self.holdings.share(worker, name) if self.holdings else 0
+                into.setdefault((name, entry.key), []).append((share, value))
 
     def _whole(self, name: str, parts: list[Tensor]) -> Tensor:
         return unshard(parts, self.holdings.placement(name)) if self.holdings and len(parts) > 1 else parts[0]
 
-    def _joined(self, name: str, values: list[Any]) -> Any:
-        """Put together an entry of the optimizer's state from those of all shares of its parameter."""
+    def _joined(self, name: str, shares: list[tuple[int, Any]]) -> Any:
+        """Put together an entry of the optimizer's state from those of its parameter's shares, whoever has them."""
+        values = [value for _, value in sorted(shares, key=lambda share: share[0])]
         if len(values) == 1 or not isinstance(values[0], Tensor) or not values[0].dim():
             return values[0]
         return self._whole(name, values)

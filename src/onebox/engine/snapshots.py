@@ -99,7 +99,9 @@ class Snapshots:
         hosts = {device.number: device.host for device in self._pool.devices}
         sizes = {name: self._remote.named.spec(name).size_bytes for name in holdings.circles}
         workers = [*holdings.devices, *idle]
-        self._sendings = find_buddies(holdings.circles, sizes, workers, hosts, reachable=reachable)
+        self._sendings = find_buddies(
+            holdings.circles, sizes, workers, hosts, owners=holdings.owners, reachable=reachable
+        )
         between = {worker: sending for worker, sending in self._sendings.items() if sending.buddy != CLIENT}
         for worker, sending in between.items():
             self._groups[worker] = self._pool.form_group((worker, sending.buddy), "workers", aside=True)
@@ -192,7 +194,7 @@ class Snapshots:
             assert isinstance(kept, Kept)
             starts = copies.take(worker, taking.slot, part, kept)
             sending = self._sendings.get(worker)
-            runs = join_runs(starts, copies.specs, sending.names) if sending else []
+            runs = join_runs(starts, copies.specs, sending.has) if sending else []
             if sending is None or not runs:
                 continue
             slot = self._pool.new_number()
@@ -201,7 +203,7 @@ class Snapshots:
                 copies.here[slot] = taking.fetches[-1].buffer
             else:
                 self._carry(taking, worker, sending.buddy, slot, runs)
-            for item, start in behind_runs(starts, runs, sending.names).items():
+            for item, start in behind_runs(starts, runs, sending.has).items():
                 copies.add(item, Place(sending.buddy, slot, start))
         return copies
 

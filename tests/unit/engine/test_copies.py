@@ -77,9 +77,9 @@ def test_what_is_sent_is_few_runs() -> None:
     part = Part(names=("a", "b", "c"), trained=("a", "c"), ranks={})
     copies = copies_of((0, 5, part))
     starts = {item: places[0].start for item, places in copies.places.items()}
-    runs = join_runs(starts, copies.specs, {"a", "b"})
+    runs = join_runs(starts, copies.specs, lambda item: item.name in {"a", "b"})
     assert runs == [(0, 256), (384, 128)]
-    assert behind_runs(starts, runs, {"a", "b"}) == {
+    assert behind_runs(starts, runs, lambda item: item.name in {"a", "b"}) == {
         Item("a", "", 0): 0,
         Item("b", "", 0): 128,
         Item("a", "momentum", 0): 256,
@@ -94,9 +94,9 @@ def test_parts_lie_in_the_runs_as_they_lay_before(parts: list[tuple[int, bool]])
         starts[item], end = end, end + -(-spec.size_bytes // 64) * 64
     wanted = {str(index) for index, (_, one) in enumerate(parts) if one}
     slot = bytes(index % 251 for index in range(end))
-    runs = join_runs(starts, specs, wanted)
+    runs = join_runs(starts, specs, lambda item: item.name in wanted)
     sent = b"".join(slot[start : start + size] for start, size in runs)
-    found = behind_runs(starts, runs, wanted)
+    found = behind_runs(starts, runs, lambda item: item.name in wanted)
     assert set(found) == {item for item in specs if item.name in wanted}
     for item, start in found.items():
         size = specs[item].size_bytes
