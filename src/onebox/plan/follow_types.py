@@ -19,7 +19,8 @@ class FollowOptions:
     Args:
         gain: A decision must be expected to save at least this part of a step.
         horizon: Steps over which what it costs to get there has to come back.
-        dwell: Steps between two decisions, at least; doubled by each one that is taken back, until one is kept.
+        dwell: Steps from the judgement of a decision to the next one, at least; doubled by each one that is taken back,
+            until one is kept.
         settle: Steps after a change of plan that are not looked at: the first ones are slower, or still of the plan
             before.
         trial: Steps after those by which a decision is judged.
@@ -31,7 +32,7 @@ class FollowOptions:
 
     gain: float = 0.05
     horizon: int = 100
-    dwell: int = 4
+    dwell: int = 2
     settle: int = 2
     trial: int = 5
     worse: float = 0.03

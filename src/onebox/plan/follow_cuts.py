@@ -1,0 +1,154 @@
+"""Cuts of a chain over devices in a given order, by dynamic programming, and which order is promising. Pure.
+
+This is what local search begins from: a stage takes what its device takes for a micro-batch, a link what crosses the
+cut, and a step about ``(count - 1)`` times the slowest of these and once all of them (Narayanan et al. 2019,
+doi:10.1145/3341301.3359646, section 3.1, find the least slowest one in the same way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onebox.plan.costs import Costs
+from onebox.plan.layout import Layout, Part
+
+_Array = NDArray[np.float64]
+
+_LOOSE = (1.0, 1.1, 1.3)
+"""By these factors the slowest stage may exceed the least possible while the sum of all is made small."""
+
+_ROUNDS = 8
+"""So often the best exchange of two devices is followed at most."""
+
+
+class Cuts:
+    """Cuts of one chain.
+
+    Args:
+        costs: Costs of the segments.
+        layout: Stages that are all of the same kind, each device with one of them.
+        count: Micro-batches of a step.
+    """
+
+    def __init__(self, costs: Costs, layout: Layout, count: int) -> None:
+        self._costs, self._layout, self._count = costs, layout, count
+        self._chain = tuple(index for part in layout.parts for index in part.segments)
+        self._samples = layout.micro_batch or 1
+        place = {index: turn for turn, index in enumerate(self._chain)}
+        forward, backward = np.zeros(len(place) + 1), np.zeros(len(place) + 1)
+        for value in costs.problem.values:
+            start, end = place[value.source] + 1, max(place[consumer] for consumer in value.consumers) + 1
+            forward[start:end] += value.forward_bytes * self._samples
+            backward[start:end] += value.backward_bytes * self._samples
+        self._crossing = np.stack([forward, backward])
+        self._took: dict[tuple[object, ...], _Array] = {}
+
+    def proposals(self) -> Iterator[Layout]:
+        """Yield the layout with other cuts, for the devices as they are and for those in the most promising order."""
+        parts = self._layout.parts
+        yield from self._cut(parts)
+        better = self._reordered(parts)
+        if better != parts:
+            yield from self._cut(better)
+
+    def _cut(self, parts: Sequence[Part]) -> Iterator[Layout]:
+        least = self._solve(parts, np.inf, sum_up=False)
+        if least is None:
+            return
+        slowest, _ = self._takes(parts, least)
+        for factor in _LOOSE:
+            ends = self._solve(parts, slowest * factor * (1 + 1e-9), sum_up=True)
+            assert ends is not None, "what is within the limit without sums is within it with them"
+            ranges = zip((0, *ends), ends, parts, strict=False)
+            yield self._layout._replace(parts=tuple(p._replace(segments=self._chain[a:b]) for a, b, p in ranges))
+
+    def _reordered(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the stages on the devices in the order that exchanges of two of them lead to."""
+        value = self._estimate(parts)
+        for _ in range(_ROUNDS):
+            others = [exchanged(parts, *pair) for pair in combinations(range(len(parts)), 2)]
+            values = [self._estimate(other) for other in others]
+            if not values or min(values) >= value * (1 - 1e-6):
+                break
+            value = min(values)
+            parts = others[values.index(value)]
+        return parts
+
+    def _estimate(self, parts: Sequence[Part]) -> float:
+        """Return about what a step takes with the best cuts."""
+        ends = self._solve(parts, np.inf, sum_up=False)
+        if ends is None:
+            return float("inf")
+        slowest, path = self._takes(parts, ends)
+        return (self._count - 1) * slowest + path
+
+    def _solve(self, parts: Sequence[Part], most: float, *, sum_up: bool) -> list[int] | None:
+        """Return where the stages end, so that the slowest is quickest, or their sum least with none above a limit."""
+        size = len(self._chain) + 1
+        value = np.full(size, np.inf)
+        value[0] = 0.0
+        empty = np.tril(np.ones((size, size), dtype=np.bool_))
+        choices = []
+        for number, part in enumerate(parts):
+            took, link = self._stage(part), self._link(parts, number)
+            each = np.where(empty, np.inf, took[None, :] - took[:, None])
+            if sum_up:
+                within = np.where((each > most) | (link > most)[:, None], np.inf, each)
+                reached = within + (link + value)[:, None]
+            else:
+                reached = np.maximum(each, np.maximum(link, value)[:, None])
+            choices.append(np.argmin(reached, axis=0))
+            value = reached[choices[-1], np.arange(size)]
+        if not value[-1] < np.inf:
+            return None
+        ends = [size - 1]
+        for choice in choices[:0:-1]:
+            ends.insert(0, int(choice[ends[0]]))
+        return ends
+
+    def _takes(self, parts: Sequence[Part], ends: Sequence[int]) -> tuple[float, float]:
+        """Return seconds of the slowest stage or link, and of all of them, for a micro-batch."""
+        took = []
+        for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            whole = self._stage(parts[number])
+            took += [float(whole[end] - whole[start]), float(self._link(parts, number)[start])]
+        return max(took), sum(took)
+
+    def _stage(self, part: Part) -> _Array:
+        """Return seconds of a micro-batch on the devices of a stage, up to each place of the chain."""
+        key = (part.devices, part.shares)
+        if key not in self._took:
+            each = [self._segment_s(index, part) for index in self._chain]
+            self._took[key] = np.concatenate([[0.0], np.cumsum(each)])
+        return self._took[key]
+
+    def _segment_s(self, index: int, part: Part) -> float:
+        known, total = self._costs.seconds((index,)), sum(part.shares)
+        found = 0.0
+        for number, share in zip(part.devices, part.shares, strict=True):
+            device = self._costs.problem.device[number]
+            seconds = sum(fixed + each * self._samples for fixed, each in known[device.type][:3])
+            found = max(found, seconds / device.speed * share / total)
+        return found
+
+    def _link(self, parts: Sequence[Part], number: int) -> _Array:
+        """Return seconds that the slower direction before a stage is taken for a micro-batch, by where it begins."""
+        if not number:
+            return np.zeros(len(self._chain) + 1)
+        bandwidth, links = np.zeros(2), self._costs.problem.links.bandwidth_bps
+        for a in parts[number - 1].devices:  # each pair carries its part of the micro-batches
+            for b in parts[number].devices:
+                bandwidth += (links[a][b] if a != b else np.inf, links[b][a] if a != b else np.inf)
+        return np.asarray((self._crossing / bandwidth[:, None]).max(axis=0))
+
+
+def exchanged(parts: tuple[Part, ...], one: int, other: int) -> tuple[Part, ...]:
+    """Return stages of which two have exchanged their devices; segments and fates stay where they are."""
+    found, a, b = list(parts), parts[one], parts[other]
+    found[one] = a._replace(devices=b.devices, shares=b.shares)
+    found[other] = b._replace(devices=a.devices, shares=a.shares)
+    return tuple(found)

@@ -1,0 +1,351 @@
+"""What could be done about devices and links that are not as planned: other cuts, places, shares, orders. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise, permutations
+from typing import NamedTuple
+
+import msgspec
+
+from onebox.errors import UsageError
+from onebox.plan.follow_cuts import Cuts
+from onebox.plan.follow_types import DecisionKind
+from onebox.plan.inputs import DeviceSpec, Problem
+from onebox.plan.judge import Judge, Verdict
+from onebox.plan.layout import Layout, Part, layout_of
+from onebox.plan.plan import ASYNC, Plan
+from onebox.plan.schedule import Schedule
+from onebox.plan.search import NAMED_BIAS
+from onebox.plan.shares import apportion
+from onebox.plan.synthesis import auto_schedule
+
+_STEPS = (1, 2, 4)
+"""How many segments a cut is moved by."""
+
+_STARTS = 3
+"""From so many of the best proposals local search begins."""
+
+_SYNTHESIS_S = 0.04
+"""Nominal seconds for a synthesised order."""
+
+Move = tuple[str, int, int]
+"""What a decision changes: a kind of thing, which one, and what it becomes; see :func:`moves_of`."""
+
+
+class Proposal(NamedTuple):
+    """Something that could be done.
+
+    Args:
+        layout: The stages from then on.
+        table: The order of actions; ``None`` where the schedule's name says it.
+        step_s: Seconds that a step is expected to take.
+        cost_s: Seconds that it costs once.
+        moved: Bytes that go over each link.
+    """
+
+    layout: Layout
+    table: Schedule | None
+    step_s: float
+    cost_s: float
+    moved: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a change costs and may not do.
+
+    Args:
+        horizon: Steps over which the cost has to come back.
+        pause_s: Seconds that any change costs.
+        budget_actions: Actions that may be simulated.
+        barred: Tells of something that a decision would change whether it may not, for now.
+    """
+
+    horizon: int
+    pause_s: float
+    budget_actions: int
+    barred: Callable[[Move], bool]
+
+
+class Moves:
+    """Looks for the best change of a plan.
+
+    Args:
+        problem: Devices and links as they are believed to be.
+        plan: The plan that is in force.
+        terms: What a change costs and may not do.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, terms: Terms) -> None:
+        self._plan, self._terms = plan, terms
+        self._problem = within_limits(problem, plan)
+        self._judge = Judge(self._problem, effort=terms.budget_actions, expired=lambda: False)
+        self._now = layout_of(problem, plan)
+        self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
+        self._known: dict[Layout, float] = {}
+        self._formats = {stage.formats for stage in plan.stages}
+
+    @property
+    def before_s(self) -> float:
+        """Seconds that a step is expected to take if nothing is done."""
+        return self._step(self._now)[1]
+
+    def best(self, others: Iterable[Plan]) -> Proposal:
+        """Return the change that pays best, or none at all.
+
+        Args:
+            others: Plans that may be gone back to, such as the first one.
+        """
+        same = self._now.schedule
+        starts = [self._now, *(layout_of(self._problem, plan)._replace(schedule=same) for plan in others)]
+        starts = sorted(dict.fromkeys((*starts, *self._proposed())), key=self._value)
+        found = min((self._climb(layout) for layout in starts[:_STARTS]), key=self._value)
+        ordered = [self._ordered(layout) for layout in dict.fromkeys((self._now, found))]
+        return min(ordered, key=lambda one: one.step_s + one.cost_s / self._terms.horizon)
+
+    def _proposed(self) -> Iterator[Layout]:
+        """Yield what dynamic programming proposes, where each device has one stage and all are of a kind."""
+        parts, now = self._now.parts, self._now
+        devices = [device for part in parts for device in part.devices]
+        alike = len(self._formats) == 1 and all(part.fate == "keep" for part in parts)
+        if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
+            yield from Cuts(self._judge.costs, now, len(self._judge.case(now).micro_batches)).proposals()
+        yield from self._shared(now)
+
+    def _climb(self, at: Layout) -> Layout:
+        """Follow the first change that pays, again and again, while effort is left."""
+        value = self._value(at)
+        while self._judge.left > 0:
+            changes = ((self._value(layout), layout) for layout in self._near(at) if self._promises(layout, value))
+            better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
+            if better is None:
+                break
+            value, at = better
+        return at
+
+    def _promises(self, layout: Layout, value: float) -> bool:
+        """Tell whether a layout may be worth more than that; a bound spares most simulations."""
+        if self._judge.left <= 0:
+            return False
+        if layout in self._known or layout.schedule == ASYNC:
+            return True
+        try:
+            return self._judge.bound(layout) < value
+        except UsageError:  # a value would go to an earlier stage
+            return False
+
+    def _near(self, layout: Layout) -> Iterator[Layout]:
+        """Yield layouts one change away: cuts, then shares, then places."""
+        parts, stages = layout.parts, self._plan.stages
+        for index, (one, other) in enumerate(pairwise(parts)):
+            if stages[index].formats != stages[index + 1].formats:
+                continue  # a segment would be computed in another way
+            chain = one.segments + other.segments
+            for step in _STEPS:
+                for cut in (len(one.segments) - step, len(one.segments) + step):
+                    if 0 < cut < len(chain):
+                        halves = one._replace(segments=chain[:cut]), other._replace(segments=chain[cut:])
+                        yield layout._replace(parts=(*parts[:index], *halves, *parts[index + 2 :]))
+        if len(self._formats) == 1:
+            yield from _rolled(layout)
+        yield from self._shared(layout)
+        for a, b in combinations(self._plan.devices, 2):
+            yield _renamed(layout, {a: b, b: a})
+
+    def _shared(self, layout: Layout) -> Iterator[Layout]:
+        """Yield other shares of replicas: in proportion to their speeds, and with one micro-batch given away."""
+        if layout.micro_batch is None and not self._problem.free_shares:
+            return
+        for index, part in enumerate(layout.parts):
+            if len(part.devices) > 1:
+                for shares in self._other_shares(layout, part):
+                    changed = part._replace(shares=shares)
+                    yield layout._replace(parts=(*layout.parts[:index], changed, *layout.parts[index + 1 :]))
+
+    def _other_shares(self, layout: Layout, part: Part) -> Iterator[tuple[float, ...]]:
+        samples = layout.micro_batch or max(1, self._problem.batch // len(part.devices))
+        powers = [self._judge.costs.power(device, samples) for device in part.devices]
+        yield tuple(power / sum(powers) for power in powers)
+        if layout.micro_batch is None:
+            return
+        count = len(self._judge.case(layout).micro_batches)
+        turns = apportion(count, part.shares)
+        for a, b in permutations(range(len(turns)), 2):
+            if turns[a] > 1:
+                yield tuple(turn - (n == a) + (n == b) + 0.0 for n, turn in enumerate(turns))
+
+    def _ordered(self, layout: Layout) -> Proposal:
+        """Return a layout in the order of actions that is best for it: its own unless another is plainly better."""
+        best = self._proposal(layout, None)
+        own = self._plan.schedule
+        if own == ASYNC or layout.blocks == 1:
+            return best
+        names = [name for name in self._problem.schedules if name not in ("auto", own)]
+        found = [self._proposal(layout._replace(schedule=name), None) for name in names]
+        if "auto" in self._problem.schedules or own in ("auto", "table"):
+            case = self._judge.case(layout)
+            made = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+            found.append(self._proposal(layout._replace(schedule="table"), made))
+        other = min(found, key=lambda one: one.step_s, default=best)
+        return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
+
+    def _proposal(self, layout: Layout, table: Schedule | None) -> Proposal:
+        """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
+        moved, cost_s = self._cost(layout)
+        if table is None and layout.schedule in ("table", "auto"):
+            table = self._order(layout)
+        over, step_s = self._step(layout, table)
+        barred = layout != self._now and any(map(self._terms.barred, moves_of(self._now, layout)))
+        if over > self._step(self._now)[0] or barred:
+            step_s = float("inf")
+        return Proposal(layout, table, step_s, cost_s, moved)
+
+    def _value(self, layout: Layout) -> float:
+        """Return seconds that a step takes, with its part of the cost; infinite where it may not be."""
+        if layout not in self._known:
+            try:
+                found = self._proposal(layout, None)
+                self._known[layout] = found.step_s + found.cost_s / self._terms.horizon
+            except UsageError:  # a value would go to an earlier stage
+                self._known[layout] = float("inf")
+        return self._known[layout]
+
+    def _step(self, layout: Layout, table: Schedule | None = None) -> tuple[int, float]:
+        """Return bytes that devices lack, and seconds of a step."""
+        if layout.schedule == ASYNC:
+            return self._endless(layout)
+        if table is None and layout.schedule in ("table", "auto"):
+            table = self._order(layout)
+        verdict = self._judge.judge(layout, table)
+        return verdict.over_bytes, verdict.simulation.step_s
+
+    def _endless(self, layout: Layout) -> tuple[int, float]:
+        """Return bytes that devices lack, and seconds from step to step of a pipeline that never runs empty.
+
+        That is the work of the busiest device or link, or half of what one step takes from end to end, as no more than
+        two are under way at a time.
+        """
+        alone = self._judge.judge(layout._replace(schedule="1f1b"))
+        busiest = max(alone.simulation.busy_s.values())
+        return alone.over_bytes, max(busiest, self._busiest_link_s(alone), alone.simulation.step_s / 2)
+
+    def _busiest_link_s(self, verdict: Verdict) -> float:
+        case = verdict.case
+        spent: dict[tuple[int, int], float] = defaultdict(float)
+        for edge in case.work.edges:
+            for (a, *_), (b, *_), size in zip(
+                case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True
+            ):
+                if a != b:
+                    spent[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
+                    spent[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
+        return max(spent.values(), default=0.0)
+
+    def _order(self, layout: Layout) -> Schedule:
+        """Return the order of the plan's own table, by devices that may have changed places."""
+        if self._table is None:
+            case = self._judge.case(self._now)
+            self._table = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+        pairs = zip(self._now.parts, layout.parts, strict=True)
+        names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
+        if any(one.shares != other.shares for one, other in zip(self._now.parts, layout.parts, strict=True)):
+            raise UsageError("a table says which device computes which micro-batch, which other shares change")
+        return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
+
+    def _cost(self, layout: Layout) -> tuple[dict[tuple[int, int], int], float]:
+        """Return the bytes that go over each link for a change, and the seconds that it takes."""
+        if layout == self._now:
+            return {}, 0.0
+        before, after = _holders(self._now), _holders(layout)
+        moved: dict[tuple[int, int], int] = {}
+        for index, segment in enumerate(self._problem.segments):
+            size = segment.state_bytes + segment.parameter_bytes * (layout.schedule == ASYNC)
+            for device in after[index]:
+                if device not in before[index]:
+                    link = (before[index][0], device)
+                    moved[link] = moved.get(link, 0) + size
+        longest = max((self._problem.links.seconds(*link, size) for link, size in moved.items()), default=0.0)
+        return moved, longest + self._terms.pause_s
+
+
+def within_limits(problem: Problem, plan: Plan) -> Problem:
+    """Return a problem with the limits of memory that a plan was made for, and its size of micro-batches."""
+    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
+
+    def capacity(device: DeviceSpec) -> int | None:
+        known = [size for size in (device.capacity_bytes, limits.get(device.number)) if size]
+        return min(known, default=None)
+
+    devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
+    return replace(problem, devices=devices)
+
+
+def kind_of(before: Layout, after: Layout) -> DecisionKind:
+    """Return what kind of decision leads from one layout to another."""
+    places = [[(part.segments, part.devices) for part in layout.parts] for layout in (before, after)]
+    if places[0] != places[1]:
+        return "recut"
+    return "reshare" if [p.shares for p in before.parts] != [p.shares for p in after.parts] else "reorder"
+
+
+def moves_of(before: Layout, after: Layout) -> frozenset[Move]:
+    """Return what a decision changes: segments that come to devices, shares of stages, the order of actions."""
+    kind = kind_of(before, after)
+    if kind == "recut":
+        had, has = _holders(before), _holders(after)
+        return frozenset(("segment", i, device) for i in range(len(has)) for device in has[i] if device not in had[i])
+    if kind == "reshare":
+        pairs = enumerate(zip(before.parts, after.parts, strict=True))
+        return frozenset(("shares", number, 0) for number, (one, other) in pairs if one.shares != other.shares)
+    return frozenset({(f"schedule {after.schedule}", 0, 0)})
+
+
+def changed_plan(plan: Plan, problem: Problem, proposal: Proposal) -> Plan:
+    """Return a plan with what is proposed; formats of stages stay, limits of memory go with the devices.
+
+    Args:
+        plan: The plan that is in force.
+        problem: What knows the names of the segments.
+        proposal: What is proposed.
+    """
+    stages = tuple(
+        msgspec.structs.replace(
+            stage,
+            segments=tuple(problem.segments[index].name for index in sorted(part.segments)) if stage.segments else (),
+            replicas=tuple((device,) for device in part.devices),
+            shares=part.shares,
+        )
+        for stage, part in zip(plan.stages, proposal.layout.parts, strict=True)
+    )
+    table = proposal.table.lines() if proposal.table is not None else ()
+    schedule = "table" if table else proposal.layout.schedule
+    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
+    bare = msgspec.structs.replace(plan, stages=stages, schedule=schedule, table=table, memory_bytes=(), predicted=None)
+    return msgspec.structs.replace(bare, memory_bytes=tuple(limits[d] for d in bare.devices) if limits else ())
+
+
+def _holders(layout: Layout) -> list[tuple[int, ...]]:
+    """Return the devices of each segment."""
+    where = {index: part.devices for part in layout.parts for index in part.segments}
+    return [where[index] for index in range(len(where))]
+
+
+def _rolled(layout: Layout) -> Iterator[Layout]:
+    """Yield layouts with a segment more in one stage and one less in another, the cuts between them moved along."""
+    chain = tuple(index for part in layout.parts for index in part.segments)
+    sizes = [len(part.segments) for part in layout.parts]
+    for gains, loses in permutations(range(len(sizes)), 2):
+        if abs(gains - loses) > 1 and sizes[loses] > 1:
+            ends = list(accumulate(size + (n == gains) - (n == loses) for n, size in enumerate(sizes)))
+            ranges = zip((0, *ends), ends, layout.parts, strict=False)
+            yield layout._replace(parts=tuple(part._replace(segments=chain[a:b]) for a, b, part in ranges))
+
+
+def _renamed(layout: Layout, names: Mapping[int, int]) -> Layout:
+    """Return a layout in which devices have changed places."""
+    return layout._replace(
+        parts=tuple(part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in layout.parts)
+    )

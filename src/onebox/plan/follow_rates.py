@@ -1,0 +1,243 @@
+"""What devices and links are believed to take, by what was measured; and the planning problem that follows. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from onebox.plan.costs import Costs
+from onebox.plan.follow_drift import Drift
+from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time
+from onebox.plan.layout import layout_of
+from onebox.plan.plan import Plan
+from onebox.plan.seen import Seen, Task
+from onebox.plan.work import Links
+
+_ODD = 1.3
+"""By more than this factor a stage's times differ plainly from those of the others on its device."""
+
+_ODDEST = 1e3
+"""A sample tells of no larger factor than this, and of no smaller one than its inverse."""
+
+_AGAIN = 1.12
+"""What differs from the plan by no more than this factor is told as being as planned."""
+
+Link = tuple[int, int]
+_Key = TypeVar("_Key")
+
+
+class Change(NamedTuple):
+    """Something that takes longer, or less long, than was believed.
+
+    Args:
+        device: The device; ``None`` for a link.
+        link: The link; ``None`` for a device.
+        factor: By what it takes longer than planned.
+        since: From which step on.
+    """
+
+    device: int | None
+    link: Link | None
+    factor: float
+    since: int
+
+    @property
+    def told(self) -> str:
+        """What a person is told."""
+        what = f"device {self.device}" if self.link is None else f"link {self.link[0]} → {self.link[1]}"
+        if 1 / _AGAIN < self.factor < _AGAIN:
+            return f"{what} takes as long as planned since step {self.since}"
+        times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
+        return f"{what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
+
+    def touches(self, devices: frozenset[int]) -> bool:
+        """Tell whether it is about one of some devices, or about a link of one."""
+        return not devices.isdisjoint((self.device,) if self.link is None else self.link)
+
+
+@dataclass
+class _Estimates:
+    """What is believed of each device, of those of its stages that may differ from it, of its updates, of each link."""
+
+    devices: dict[int, Drift]
+    stages: dict[tuple[int, int], Drift]
+    updates: dict[int, Drift]
+    links: dict[Link, Drift]
+
+
+class Rates:
+    """Running estimates of devices and links, relative to a problem.
+
+    Args:
+        problem: What the plan was made for.
+        plan: The plan that steps are measured under.
+        probe: After so many steps without traffic a link that was slow is believed to be as planned again, or nobody
+            would ever know; twice as many the next time.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, probe: int) -> None:
+        self._problem, self._probe = problem, probe
+        self._found = _Estimates({}, {}, {}, {})
+        self._silent: dict[Link, int] = {}
+        self._patience: dict[Link, int] = {}
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Compare steps with another plan from now on; what is known of devices and links stays."""
+        layout, parts = layout_of(self._problem, plan), plan.micro_batches(self._problem.batch)
+        work, sizes = Costs(self._problem).work(layout, parts)
+        routes = plan.routes(self._problem.batch)
+        self._plan, self._layout = plan, layout
+        self._found.stages.clear()
+        self._expected: dict[Task, float] = {}
+        for number, stage in enumerate(work.stages):
+            for device, forward_s in stage.forward_s.items():
+                own = 1.0
+                if plan.micro_batch is None:  # each replica has one micro-batch, of its own size
+                    own = next((size for row, size in zip(routes[number], sizes, strict=True) if device in row), 1.0)
+                inputs_s, weight_s = stage.input_s[device], stage.weight_s[device]
+                for kind, seconds in (("F", forward_s), ("I", inputs_s), ("W", weight_s), ("B", inputs_s + weight_s)):
+                    self._expected[Task(device, number, kind)] = seconds * own  # type: ignore[arg-type]
+
+    def see(self, seen: Seen) -> list[Change]:
+        """Take a step's measurements; return what has changed."""
+        changes: list[Change] = []
+        if any(task not in self._expected for task in seen.actions):
+            return changes  # of a step under another plan
+        for device in {task.device for task in seen.actions}:
+            changes += self._see_device(seen, device)
+        for device, seconds in seen.update_s.items():
+            planned = self._update_s(device)
+            drift = self._found.updates.setdefault(device, Drift())
+            if planned and seconds and drift.see(_bounded(seconds / planned), seen.step):
+                changes.append(Change(device, None, drift.factor, _since(drift)))
+        for link, carried in seen.links.items():
+            self._silent[link] = 0
+            planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
+            drift = self._found.links.setdefault(link, Drift())
+            if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step):
+                changes.append(Change(None, link, drift.factor, _since(drift)))
+        return changes + self._hope(seen)
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether something may be changing just now."""
+        return any(drift.alarmed for drift in (*self._found.devices.values(), *self._found.links.values()))
+
+    def problem(self) -> Problem:
+        """Return the problem as it is believed to be now."""
+        if not any((self._found.devices, self._found.stages, self._found.updates, self._found.links)):
+            return self._problem
+        devices = [replace(device, type=f"{device.type}@{device.number}") for device in self._problem.devices]
+        segments = tuple(self._segment(index) for index in range(len(self._problem.segments)))
+        return replace(self._problem, devices=tuple(devices), segments=segments, links=self._links())
+
+    def kept(self) -> _Estimates:
+        """Return a copy of what is believed now, for :meth:`restore`."""
+        return deepcopy(self._found)
+
+    def restore(self, before: _Estimates, devices: frozenset[int]) -> None:
+        """Believe of some devices and their links what was believed before; stages are those of that plan again."""
+        for device in devices:
+            _put_back(self._found.devices, before.devices, device)
+            _put_back(self._found.updates, before.updates, device)
+        for link in {*self._found.links, *before.links}:
+            if not devices.isdisjoint(link):
+                _put_back(self._found.links, before.links, link)
+        self._found.stages = deepcopy(before.stages)
+
+    def _see_device(self, seen: Seen, device: int) -> list[Change]:
+        """Take a device's actions, and apart from it those stages that differ from the others."""
+        by_stage: dict[int, list[float]] = {}
+        for task, took in seen.actions.items():
+            if task.device == device:
+                sums = by_stage.setdefault(task.stage, [0.0, 0.0])
+                sums[0] += took.mean_s * took.actions
+                sums[1] += self._expected[task] * took.actions
+        measured, planned = (math.fsum(sums[place] for sums in by_stage.values()) for place in (0, 1))
+        if not measured or not planned:
+            return []
+        drift = self._found.devices.setdefault(device, Drift())
+        changed = drift.see(_bounded(measured / planned), seen.step)
+        for stage, (took_s, planned_s) in by_stage.items() if len(by_stage) > 1 else ():
+            own = self._found.stages.setdefault((device, stage), Drift())
+            if took_s and planned_s:
+                changed |= own.see(_bounded(took_s / planned_s * planned / measured), seen.step)
+        return [Change(device, None, drift.factor, seen.step if drift.since is None else drift.since)] * changed
+
+    def _hope(self, seen: Seen) -> list[Change]:
+        """Believe of slow links that nobody has used for long that they are as planned."""
+        found = []
+        for link, drift in self._found.links.items():
+            silent = self._silent[link] = self._silent.get(link, 0) + (link not in seen.links)
+            if drift.factor > _AGAIN and silent >= self._patience.get(link, self._probe):
+                self._patience[link] = 2 * self._patience.get(link, self._probe)
+                self._silent[link] = 0
+                drift.believe(1.0)
+                found.append(Change(None, link, 1.0, seen.step))
+        return found
+
+    def _segment(self, index: int) -> Segment:
+        """Return a segment with each device's own times, as they are believed to be."""
+        segment = self._problem.segments[index]
+        times: tuple[dict[str, Time], ...] = ({}, {}, {})
+        updates: dict[str, float] = {}
+        for device in self._problem.devices:
+            factor, kind = self._factor(device.number, index), f"{device.type}@{device.number}"
+            for found, known in zip(times, (segment.forward_s, segment.input_s, segment.weight_s), strict=True):
+                line = known[device.type]
+                found[kind] = Time(fixed_s=line.fixed_s * factor, sample_s=line.sample_s * factor)
+            update = self._found.updates.get(device.number)
+            updates[kind] = segment.update_s.get(device.type, 0.0) * (update.factor if update else 1.0)
+        return replace(segment, forward_s=times[0], input_s=times[1], weight_s=times[2], update_s=updates)
+
+    def _factor(self, device: int, index: int) -> float:
+        """Return by what a segment takes longer than planned on a device."""
+        drift = self._found.devices.get(device)
+        factor = drift.factor if drift else 1.0
+        for (other, stage), own in self._found.stages.items():
+            odd = not 1 / _ODD < own.factor < _ODD
+            if other == device and odd and index in self._layout.parts[stage].segments:
+                return factor * own.factor
+        return factor
+
+    def _links(self) -> Links:
+        """Return the links as they are believed to be."""
+        latency_s = {a: dict(row) for a, row in self._problem.links.latency_s.items()}
+        bandwidth_bps = {a: dict(row) for a, row in self._problem.links.bandwidth_bps.items()}
+        for (a, b), drift in self._found.links.items():
+            latency_s[a][b] *= drift.factor
+            bandwidth_bps[a][b] /= drift.factor
+        return replace(self._problem.links, latency_s=latency_s, bandwidth_bps=bandwidth_bps)
+
+    def _update_s(self, number: int) -> float:
+        """Return the planned seconds of a device's optimizer steps; 0 where they are not computed there."""
+        if self._plan.update == "host":
+            return 0.0
+        device: DeviceSpec = self._problem.device[number]
+        mine: Sequence[int] = [i for part in self._layout.parts if number in part.devices for i in part.segments]
+        return math.fsum(self._problem.segments[i].update_s.get(device.type, 0.0) for i in mine) / device.speed
+
+    def _latency_s(self, link: Link) -> float:
+        return self._problem.links.latency_s[link[0]][link[1]]
+
+    def _bandwidth_bps(self, link: Link) -> float:
+        return self._problem.links.bandwidth_bps[link[0]][link[1]]
+
+
+def _bounded(factor: float) -> float:
+    return max(1 / _ODDEST, min(_ODDEST, factor))
+
+
+def _since(drift: Drift) -> int:
+    return -1 if drift.since is None else drift.since
+
+
+def _put_back(now: dict[_Key, Drift], before: Mapping[_Key, Drift], key: _Key) -> None:
+    if key in before:
+        now[key] = deepcopy(before[key])
+    else:
+        now.pop(key, None)

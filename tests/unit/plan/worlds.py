@@ -1,0 +1,153 @@
+"""A simulated cluster for tests of the run-time scheduler: what it measures, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from onebox.plan import (
+    Carried,
+    Decision,
+    Follower,
+    FollowOptions,
+    Links,
+    Plan,
+    Problem,
+    Seen,
+    Task,
+    Took,
+    predict,
+    stage_work,
+)
+
+Noise = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class State:
+    """What devices and links truly do.
+
+    Args:
+        slow: By what factor devices take longer than the problem says.
+        links: Likewise for links, both ways.
+        hidden: Seconds that a step takes longer under some plans, which no measurement tells.
+    """
+
+    slow: dict[int, float] = field(default_factory=dict)
+    links: dict[tuple[int, int], float] = field(default_factory=dict)
+    hidden: Callable[[Plan], float] = lambda _: 0.0
+
+
+def truth(problem: Problem, state: State) -> Problem:
+    """Return the problem that a state amounts to."""
+    devices = tuple(replace(one, speed=one.speed / state.slow.get(one.number, 1.0)) for one in problem.devices)
+    latency = {a: dict(row) for a, row in problem.links.latency_s.items()}
+    bandwidth = {a: dict(row) for a, row in problem.links.bandwidth_bps.items()}
+    for (a, b), factor in state.links.items():
+        for one, other in ((a, b), (b, a)):
+            bandwidth[one][other] /= factor
+    return replace(problem, devices=devices, links=Links(latency_s=latency, bandwidth_bps=bandwidth))
+
+
+def step_s(problem: Problem, plan: Plan) -> float:
+    """Return what a step takes."""
+    return predict(problem, plan)[0].step_s
+
+
+def measured(problem: Problem, state: State, plan: Plan, step: int, noise: Noise = lambda: 1.0) -> Seen:
+    """Return what is measured of a step."""
+    true = truth(problem, state)
+    work, routes = stage_work(true, plan), plan.routes(true.batch)
+    actions = {}
+    for number, (stage, row) in enumerate(zip(work.stages, routes, strict=True)):
+        for device in {replica[0] for replica in row}:
+            turns = sum(replica[0] == device for replica in row)
+            both = stage.input_s[device] + stage.weight_s[device]
+            actions[Task(device, number, "F")] = Took(stage.forward_s[device] * noise(), turns)
+            actions[Task(device, number, "B")] = Took(both * noise(), turns)
+    links: dict[tuple[int, int], Carried] = {}
+    for edge in work.edges:
+        for (a, *_), (b, *_) in zip(routes[edge.source], routes[edge.target], strict=True):
+            for source, target, size in ((a, b, edge.forward_bytes), (b, a, edge.backward_bytes)):
+                if source != target:
+                    before = links.get((source, target), Carried(0, 0.0, 0))
+                    took = true.links.seconds(source, target, size)
+                    links[source, target] = Carried(before[0] + size, before[1] + took, before[2] + 1)
+    links = {link: carried._replace(seconds=carried.seconds * noise()) for link, carried in links.items()}
+    updates = {device: sum(s.update_s.get(device, 0.0) for s in work.stages) * noise() for device in plan.devices}
+    took = (step_s(true, plan) + state.hidden(plan)) * (1 + (noise() - 1) / 4)
+    return Seen(step=step, step_s=took, actions=actions, links=links, update_s=updates)
+
+
+@dataclass
+class Run:
+    """What became of a run.
+
+    Args:
+        plans: The plan of each step.
+        steps_s: What each step took.
+        decisions: What was decided.
+        follower: Who decided.
+    """
+
+    plans: list[Plan]
+    steps_s: list[float]
+    decisions: list[Decision]
+    follower: Follower
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person is told."""
+        return [one.line for one in (*self.decisions, *self.follower.outcomes)]
+
+
+def follow(
+    problem: Problem,
+    plan: Plan,
+    steps: int,
+    state: Callable[[int], State],
+    *,
+    noise: Noise = lambda: 1.0,
+    options: FollowOptions | None = None,
+    late: int = 1,
+) -> Run:
+    """Run steps with the scheduler in the loop.
+
+    Args:
+        problem: What the plan was made for.
+        plan: The first plan.
+        steps: How many.
+        state: What devices and links truly do in each step.
+        noise: Factor on each thing that is measured.
+        options: Of the scheduler.
+        late: Steps after which a decision is carried out.
+    """
+    follower = Follower(problem, plan, problem.batch, options or FollowOptions())
+    run = Run([], [], [], follower)
+    waiting: list[tuple[int, Decision]] = []
+    for step in range(steps):
+        if waiting and waiting[0][0] <= step:
+            decision = waiting.pop()[1]
+            follower.applied(decision, decision.cost_s)
+        now = state(step)
+        seen = measured(problem, now, follower.plan, step, noise)
+        run.plans.append(follower.plan)
+        run.steps_s.append(step_s(truth(problem, now), follower.plan) + now.hidden(follower.plan))
+        decision = follower.see(seen)
+        if decision is not None:
+            run.decisions.append(decision)
+            waiting.append((step + late, decision))
+    return run
+
+
+def even_noise(seed: int, part: float = 0.2) -> Noise:
+    """Return noise that is even from ``1 - part`` to ``1 + part``."""
+    random = Random(seed)
+    return lambda: random.uniform(1 - part, 1 + part)
+
+
+def normal_noise(seed: int, part: float = 0.2) -> Noise:
+    """Return normal noise of a standard deviation, cut off where no time is."""
+    random = Random(seed)
+    return lambda: max(0.3, random.gauss(1.0, part))
