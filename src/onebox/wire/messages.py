@@ -201,11 +201,14 @@ class Branch(Message, frozen=True, tag="branch"):
         optimizer: Its number.
         previous: For each of its parameters a buffer that becomes a copy of it.
         ahead: For each of them a buffer that becomes what it is expected to be one step later; empty for none.
+        behind: Where positive, these buffers are there already, and stay as they are: ``previous`` what it was that
+            many updates ago.
     """
 
     optimizer: int
     previous: tuple[int, ...]
     ahead: tuple[int, ...] = ()
+    behind: int = 0
 
 
 class Rename(Message, frozen=True, tag="rename"):
@@ -359,7 +362,9 @@ class Run(Message, frozen=True, tag="run"):
         bindings: The buffers that its negative references stand for.
         step: The training step, part of the seed of random operators.
         seed: The run's seed.
-        options: New options for each group of each optimizer that the routine steps, in order; empty for no change.
+        options: New options for each group of each optimizer that the routine steps, in order, from this step on;
+            empty for no change. Gradients of an earlier step are applied with the options of theirs.
+        optimizer: One that the options are for although the routine does not step it; 0 for none.
         trace: Whether to answer with the time of each instruction: its start and its end on the monotonic clock, which
             all processes of a host share. A start is taken after the buffers that the instruction reads are there, so
             that a wait for other workers is a gap before it. ``Receive`` lasts from its posting until its tensor had
@@ -376,6 +381,7 @@ class Run(Message, frozen=True, tag="run"):
     seed: int = 0
     options: tuple[Options, ...] = ()
     trace: bool = False
+    optimizer: int = 0
 
 
 class Bye(Message, frozen=True, tag="bye"):

@@ -110,6 +110,22 @@ class Scalars(Message, frozen=True, tag="scalars"):
     values: tuple[float, ...]
 
 
+class Delays(Message, frozen=True, tag="delays"):
+    """Answer to an :class:`OptimizerStep` of parameters that have versions: how late its gradients were, as measured.
+
+    The worker counts the updates of each parameter, and notes which version of it the calls of a step read.
+
+    Args:
+        counts: Each delay that was found, in updates, and of how many parameters, in ascending order.
+        mixed: How many of them had calls of the step read several versions; they count with the oldest.
+        unread: How many parameters no call of the step has read; they are in no count.
+    """
+
+    counts: tuple[tuple[int, int], ...] = ()
+    mixed: int = 0
+    unread: int = 0
+
+
 class Digest(Message, frozen=True, tag="digest"):
     """Answer to ``Ask("digest")``."""
 
@@ -188,7 +204,7 @@ class Joined(Message, frozen=True, tag="joined"):
     apart: tuple[tuple[int, str], ...] = ()
 
 
-Result = Made | Tensors | Scalars | Digest | Memory | OptimizerState | Kept | Slots | Joined
+Result = Made | Tensors | Scalars | Delays | Digest | Memory | OptimizerState | Kept | Slots | Joined
 
 
 class Reply(Message, frozen=True, tag="reply"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onebox.wire import TensorSpec
 from onebox.wire.eager import KeepGenerator
 from onebox.wire.messages import (
+    Branch,
     Broadcast,
     Call,
     Define,
@@ -15,10 +16,12 @@ from onebox.wire.messages import (
     Instruction,
     Offload,
     Optimizer,
+    OptimizerStep,
     Prefetch,
     Put,
     Receive,
     Reduce,
+    Rename,
 )
 from onebox.wire.state import Fill, Lay, Write
 
@@ -28,6 +31,10 @@ def writes(instruction: Instruction) -> Sequence[int]:
     match instruction:
         case Call():
             return instruction.outputs
+        case OptimizerStep() | Branch():
+            return (*instruction.previous, *instruction.ahead)
+        case Rename():
+            return instruction.into
         case Put() | Reduce() | Broadcast() | Fill() | Lay() | Offload() | Evict() | Prefetch():
             return instruction.buffers
         case Receive() | KeepGenerator():

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
 
-from torch import Tensor
-
 from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
 from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import (
     Ask,
+    Branch,
     Broadcast,
     Call,
     Define,
@@ -28,6 +27,7 @@ from onebox.wire.messages import (
     Prefetch,
     Put,
     Reduce,
+    Rename,
     Routine,
     Run,
     Send,
@@ -53,6 +53,7 @@ from onebox.worker.successor import Successor
 from onebox.worker.tape import OperatorFailed, Progress, Tape
 from onebox.worker.trace import Trace
 from onebox.worker.traffic import Exchanged, Resolve, Traffic
+from onebox.worker.updates import Updates
 
 _Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
@@ -98,6 +99,9 @@ class Machine:
         self._keeper = Keeper(device.device, self.store, self.host, self._groups, self._definition, faults)
         self._traffic = Traffic(self.store, self._groups, self._before_update)
         self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
+        self._updates = Updates(
+            device, self.store, self._offloader, self._definition, self._before_update, self.progress
+        )
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions
@@ -143,6 +147,7 @@ class Machine:
             return reference if reference >= 0 else bindings[-1 - reference]
 
         self._run = run
+        self._updates.begin(run, routine.steps, self._definitions)
         self._trace = trace = Trace(self.store if run.trace else None)
         self.times_ns, self.used_bytes = trace.times_ns, trace.used_bytes
         results: list[Result] = []
@@ -241,6 +246,7 @@ class Machine:
     def _undefine(self, number: int) -> None:
         gone = self._definitions.pop(number, None)
         self._owed.pop(number, None)
+        self._updates.end(number)
         if isinstance(gone, NativeOptimizer | Successor):
             self.store.charge(-gone.charged_bytes)
             gone.close()
@@ -268,7 +274,13 @@ class Machine:
         store, run = self.store, self._run
         if len(call.inputs) != len(tape.program.inputs) or len(call.outputs) != len(tape.program.outputs):
             raise WireError(f"program {call.program} has other inputs or outputs than its call")
-        inputs = [store.get(resolve(reference)) for reference in call.inputs]
+        if call.age < 0:
+            raise WireError(f"an age of {call.age} steps; allowed is 0 or more")
+        step = run.step - call.age
+        numbers = [resolve(reference) for reference in call.inputs]
+        inputs = [store.get(number) for number in numbers]
+        if self._updates.versions:
+            self._updates.versions.note(numbers, inputs, step)
         self._trace.ready()
         start_ns = time.monotonic_ns()
         need = tape.footprint(call.takes)
@@ -277,10 +289,10 @@ class Machine:
         except QuotaExceeded as error:
             raise OperatorFailed(tape.program.operators[need.peak_operator].name, "") from error
         for position in call.takes:
-            store.forget(resolve(call.inputs[position]))
+            store.forget(numbers[position])
 
         def seed(position: int) -> None:
-            self._device.seed(run.seed, run.step, call.micro_batch, position)
+            self._device.seed(run.seed, step, call.micro_batch, position)
 
         try:
             outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
@@ -332,20 +344,15 @@ class Machine:
         return []
 
     def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        optimizer = self._definition(step.optimizer, NativeOptimizer)
-        read = self._offloader.gradient if optimizer.on_host else self.store.get
-        gradients: list[Tensor] = [read(resolve(reference)) for reference in step.gradients]
-        self._trace.ready()
-        start_ns = time.monotonic_ns()
-        if self._run.options:
-            optimizer.set_options(self._run.options)
-        self._before_update()
-        before = optimizer.charged_bytes
-        total = self.store.get(resolve(step.square_norm)).sqrt() if step.square_norm else None
-        norm = optimizer.step(gradients, step.max_norm, total)
-        self.store.charge(optimizer.charged_bytes - before)
-        self._device.pace(start_ns, optimizer.cost_s, self.progress)
-        return [] if norm is None else [Scalars((norm,))]
+        return self._updates.step(step, resolve, self._run, self._trace)
+
+    def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._updates.branch(branch, resolve)
+        return []
+
+    def _rename(self, rename: Rename, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._updates.rename(rename, resolve)
+        return []
 
     def _before_update(self) -> None:
         """Part what may still be read from buffers that are about to be written to in place: answers, and copies."""
@@ -403,6 +410,8 @@ class Machine:
         **dict.fromkeys(get_args(Exchanged), _exchange),
         **dict.fromkeys((Offload, Evict, Prefetch), _move),
         OptimizerStep: _optimize,
+        Branch: _branch,
+        Rename: _rename,
         **dict.fromkeys((Operate, Replay, Perform, SetGenerator, KeepGenerator, DefaultType), _run_eager),
         **dict.fromkeys(get_args(SlotInstruction), _keep),
         FormGroup: _form,

@@ -6,7 +6,7 @@ travels hides under the kernels of the CPU, and two runs of pinned memory are en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Masters:
     def __init__(self, parameters: Sequence[Tensor], *, run_bytes: int = RUN_BYTES) -> None:
         device = parameters[0].device
         pinned = device.type == "cuda"
-        self._parameters = parameters
+        self.parameters = list(parameters)
         self._device = device
         self._aside = torch.cuda.Stream(device) if pinned else None
         self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned).copy_(p) for p in parameters]
@@ -68,11 +68,15 @@ class Masters:
         """Bytes of the copies, and of what gradients come to."""
         return sum(tensor.nbytes for tensor in (*self.tensors, *self._landings))
 
-    def step(self, gradients: Sequence[Tensor], factor: Tensor | None, apply: Apply) -> None:
-        """Let the copies be stepped, and the parameters become what they are then.
+    def move(self, index: int, place: Tensor) -> None:
+        """Let a parameter lie elsewhere from its next step on, which writes all of it."""
+        self.parameters[index] = place
+
+    def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None, apply: Apply) -> None:
+        """Let copies be stepped, and their parameters become what they are then.
 
         Args:
-            gradients: One for each parameter, on the device.
+            gradients: One for each parameter that is stepped, by its position, on the device.
             factor: What to multiply them by; ``None`` for nothing.
             apply: Steps a run of the copies, which are in :attr:`tensors`.
         """
@@ -80,11 +84,13 @@ class Masters:
             factor = factor.cpu()
         if self._aside is not None:
             self._aside.wait_stream(torch.cuda.current_stream(self._device))
-        coming = self._bring(0, gradients)
-        for number, run in enumerate(self._runs):
+        stepped = [[index for index in run if index in gradients] for run in self._runs]
+        stepped = [run for run in stepped if run]
+        coming = self._bring(0, stepped[0], gradients) if stepped else ([], None)
+        for number, run in enumerate(stepped):
             landed, arrived = coming
-            if number + 1 < len(self._runs):  # into the landing whose gradients were stepped with last
-                coming = self._bring(number + 1, gradients)
+            if number + 1 < len(stepped):  # into the landing whose gradients were stepped with last
+                coming = self._bring(number + 1, stepped[number + 1], gradients)
             if arrived is not None:
                 arrived.synchronize()
             if factor is not None:
@@ -93,16 +99,18 @@ class Masters:
             apply(run, landed)
             with torch.cuda.stream(self._aside):
                 for index in run:
-                    self._parameters[index].copy_(self.tensors[index], non_blocking=True)
+                    self.parameters[index].copy_(self.tensors[index], non_blocking=True)
         if self._aside is not None:  # what reads the parameters, or writes where the gradients were, waits
             torch.cuda.current_stream(self._device).wait_stream(self._aside)
 
-    def _bring(self, number: int, gradients: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def _bring(
+        self, number: int, run: Sequence[int], gradients: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """Begin to bring a run of gradients to the host; return where they come to, and what tells that they have."""
         landing = self._landings[number % 2]
         landed = []
         with torch.cuda.stream(self._aside):
-            for index in self._runs[number]:
+            for index in run:
                 gradient, start = gradients[index], self._starts[index]
                 place = landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
                 place.copy_(gradient, non_blocking=True)

@@ -7,7 +7,7 @@ What counts changes with the instructions only, never with how far the copies ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +137,10 @@ class _Copy:
         if not self.views:
             self._moved.order()
             self._blocks.give(self.block)
+
+    def rename(self, into: Mapping[int, int]) -> None:
+        """Know buffers by other numbers."""
+        self.views = {into.get(number, number): view for number, view in self.views.items()}
 
 
 class _Returning:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Optimizer, Options
+from onebox.wire.messages import Delay, Optimizer, Options
 from onebox.wire.state import StateEntry
 from onebox.wire.tensors import spec_of
+from onebox.worker.delays import LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
 from onebox.worker.host import HostMemory
 from onebox.worker.masters import Masters, runs
 
@@ -53,7 +54,10 @@ class NativeOptimizer:
         self.cost_s = spec.cost_s
         self._host = (host or HostMemory(0)) if spec.host else None
         self._masters = self._copies(parameters) if spec.host and parameters else None
-        self.parameters = parameters = self._masters.tensors if self._masters else parameters
+        # Tensors of its own over the same memory: it knows its state by them, wherever they come to lie.
+        self.parameters = parameters = (
+            self._masters.tensors if self._masters else [parameter.detach() for parameter in parameters]
+        )
         groups = [
             {"params": [parameters[index] for index in members], **self._options(options)}
             for members, options in spec.groups
@@ -68,7 +72,17 @@ class NativeOptimizer:
             raise WireError(f"optimizer {spec.name} has no option {sorted(unknown)[0]!r}")
         for group in self.optimizer.param_groups:
             self._choose_kernel(group)
-        self._stepped = False
+        self._name = spec.name
+        self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
+        self.delay = self._checked(spec.delay)
+        self._group_of = {
+            index: group
+            for (members, _), group in zip(spec.groups, self.optimizer.param_groups, strict=True)
+            for index in members
+        }
+        self._counted: set[tuple[int, bool]] = (
+            set()
+        )  # positions that have been stepped, and whether with late gradients
         self._charged_bytes, self._host_bytes = 0, 0
         self.remember(spec.state, state)
 
@@ -93,43 +107,128 @@ class NativeOptimizer:
         for group, changed in zip(self.optimizer.param_groups, options, strict=True):
             group.update({key: value for key, value in self._options(changed).items() if key not in KERNEL_OPTIONS})
 
-    def step(self, gradients: list[Tensor], max_norm: float, norm: Tensor | None = None) -> float | None:
-        """Update the parameters.
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        max_norm: float,
+        norm: Tensor | None = None,
+        *,
+        members: Sequence[int] = (),
+        late: bool = False,
+    ) -> float | None:
+        """Update parameters.
 
         Args:
-            gradients: One for each parameter, not written to.
+            gradients: One for each parameter, or for each of ``members``, not written to.
             max_norm: Where positive, the most that the joint 2-norm of the gradients may be.
             norm: That norm, where it is of more gradients than these.
+            members: Positions of the parameters that are updated; empty for all.
+            late: Whether the gradients are treated as those of weights that are not the newest; see ``spec.delay``.
 
         Returns:
             The norm before scaling, where ``max_norm`` is positive.
+
+        Raises:
+            WireError: The gradients are not as many as the parameters, or there are no such parameters.
         """
-        if len(gradients) != len(self.parameters):
-            raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
+        chosen = self.chosen(members)
+        if len(gradients) != len(chosen):
+            raise WireError(f"{len(gradients)} gradients for {len(chosen)} parameters")
         factor = None
         if max_norm > 0:
             norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        if self._masters is not None:
-            self._masters.step(gradients, factor, self._apply)
-        elif factor is None:
-            self._apply(range(len(gradients)), gradients)
-        else:
-            for run in runs(gradients):  # scaled copies of all at once would be as much memory as the gradients
-                self._apply(run, [gradients[index] * factor.to(gradients[index].dtype) for index in run])
-        if not self._stepped:
-            self._stepped = True
+        late = late and self.delay in ("lookahead", "feedback")
+        self._update(chosen, gradients, factor, late)
+        stepped = {(index, late) for index in chosen}
+        if not stepped <= self._counted:
+            self._counted |= stepped
             self._count()
         return None if norm is None else float(norm)
 
-    def _apply(self, members: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    def chosen(self, members: Sequence[int]) -> Sequence[int]:
+        """Return the positions of parameters that ``members`` stand for.
+
+        Raises:
+            WireError: There are no such parameters, or one is named twice.
+        """
+        if not members:
+            return range(len(self.parameters))
+        if len(set(members)) < len(members) or not all(0 <= index < len(self.parameters) for index in members):
+            raise WireError(
+                f"members {members[:8]} of an optimizer of {len(self.parameters)} parameters; allowed is each once"
+            )
+        return members
+
+    def _update(self, chosen: Sequence[int], gradients: Sequence[Tensor], factor: Tensor | None, late: bool) -> None:
+        def apply(run: Sequence[int], scaled: Sequence[Tensor]) -> None:
+            self._apply(run, scaled, late)
+
+        if self._masters is not None:
+            self._masters.step(dict(zip(chosen, gradients, strict=True)), factor, apply)
+        elif factor is None and not late:
+            apply(chosen, gradients)
+        else:
+            for run in runs(gradients):  # copies of all at once would be as much memory as the gradients
+                few = [gradients[place] for place in run]
+                if factor is not None:
+                    few = [gradient * factor.to(gradient.dtype) for gradient in few]
+                apply([chosen[place] for place in run], few)
+
+    def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
         """Step some parameters; the others, which have no gradient, stay as they are."""
+        before = [self.parameters[index].clone() for index in members] if late else []
         for index, gradient in zip(members, gradients, strict=True):
             # fused kernels take for granted that it lies as the parameter does
             self.parameters[index].grad = gradient.contiguous()
         self.optimizer.step()
         for index in members:
             self.parameters[index].grad = None
+        for index, old in zip(members, before, strict=False):
+            self._correct(index, old)
+
+    def _correct(self, index: int, before: Tensor) -> None:
+        """Treat an update that was made of a late gradient."""
+        parameter = self.parameters[index]
+        group, state = self._group_of.get(index), self.optimizer.state[parameter]
+        if group is not None:
+            factor = 1.0 if self.delay == "feedback" else momentum_of(self._name, group) or 0.0
+            state[LAST_UPDATE] = correct(parameter, before, state.get(LAST_UPDATE), factor)
+
+    def updates(self, index: int, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies where a parameter is."""
+        own = (self._masters.parameters if self._masters is not None else self.parameters)[index]
+        return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+    def cost_of(self, chosen: Sequence[int]) -> float:
+        """Return the seconds that a step of some parameters takes on a ``sim`` device of speed 1."""
+        if len(chosen) == len(self.parameters) or not self.cost_s:
+            return self.cost_s
+        return self.cost_s * sum(self.parameters[index].nbytes for index in chosen) / self._parameter_bytes
+
+    def move(self, index: int, place: Tensor) -> None:
+        """Let a parameter lie in other memory from its next step on.
+
+        Args:
+            index: Its position.
+            place: A tensor that lies as it does, which becomes what it is.
+        """
+        if self._masters is not None:
+            self._masters.move(index, place)
+        else:
+            place.copy_(self.parameters[index])
+            self.parameters[index].data = place
+
+    def expect(self, index: int, into: Tensor) -> None:
+        """Let a tensor become what a parameter is expected to be one step later.
+
+        Raises:
+            WireError: Nothing can be expected of this class.
+        """
+        own, group = self.parameters[index], self._group_of.get(index)
+        known = self.optimizer.state.get(own, {})
+        update = None if group is None else expected_update(self._name, group, known, own)
+        into.copy_(own if update is None else update.add_(own))
 
     def state(self) -> tuple[list[StateEntry], list[Tensor]]:
         """Return the entries of the state and the tensors of those that have one."""
@@ -180,6 +279,22 @@ class NativeOptimizer:
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options as the class takes them."""
         return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
+
+    def _checked(self, delay: Delay) -> Delay:
+        """Return a treatment of late gradients.
+
+        Raises:
+            WireError: The class cannot have it.
+        """
+        if delay == "predict" and self._name not in PREDICTS:
+            raise WireError(
+                f"delay 'predict' needs one of these optimizers: {', '.join(PREDICTS)}; this is {self._name}"
+            )
+        if delay == "lookahead" and any(
+            momentum_of(self._name, group) is None for group in self.optimizer.param_groups
+        ):
+            raise WireError(f"delay 'lookahead' needs an optimizer with momentum; {self._name} has none")
+        return delay
 
     def _choose_kernel(self, group: dict[str, Any]) -> None:
         """Let one kernel update all parameters of a group, unless the user chose otherwise."""

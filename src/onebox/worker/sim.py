@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -215,14 +216,27 @@ class SimOptimizer(NativeOptimizer):
     The state is made by a first step of the real class, over tensors without elements.
     """
 
-    def step(self, gradients: list[Tensor], max_norm: float, norm: Tensor | None = None) -> float | None:
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        max_norm: float,
+        norm: Tensor | None = None,
+        *,
+        members: Sequence[int] = (),
+        late: bool = False,
+    ) -> float | None:
         """Make the state in the first step; return not-a-number where a norm is asked for."""
-        if not self._stepped:
+        chosen = self.chosen(members)
+        late = late and self.delay in ("lookahead", "feedback")
+        if not {(index, late) for index in chosen} <= self._counted:
             with _AnyValue():
-                super().step(gradients, 0.0)
-        elif len(gradients) != len(self.parameters):
-            raise ValueError(f"{len(gradients)} gradients for {len(self.parameters)} parameters")
+                super().step(gradients, 0.0, members=members, late=late)
+        elif len(gradients) != len(chosen):
+            raise WireError(f"{len(gradients)} gradients for {len(chosen)} parameters")
         return None if max_norm <= 0 and norm is None else math.nan
+
+    def expect(self, index: int, into: Tensor) -> None:
+        """Do nothing: there are no values."""
 
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options without the choice of a kernel: there is none for tensors without elements."""

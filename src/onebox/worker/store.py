@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ class Away(Protocol):
 
     def drop(self, number: int) -> None:
         """Note that nobody needs a buffer from there any more."""
+
+    def rename(self, into: Mapping[int, int]) -> None:
+        """Note that buffers are known by other numbers, all at once; those that are not there are passed over."""
 
 
 class Poisoned(Exception):
@@ -90,6 +93,7 @@ class BufferStore:
         self._tensors: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._promised: dict[int, int] = {}  # from the id of a promise to how many numbers it still fills
+        self._promised_as: dict[int, int] = {}  # from a number that fills a promise to the one by which this knows it
         self._void: dict[int, Failure] = {}
         self._away: dict[int, Away] = {}
         self._storages: dict[int, int] = {}  # from a number to its storage's identity (on meta it has no address)
@@ -107,7 +111,9 @@ class BufferStore:
             return tensor
         if number in self._pending:
             pending = self._pending[number]
-            made = {key: value for key, value in pending.wait().items() if self._pending.get(key) is pending}
+            filled = pending.wait()
+            mine = [key for key, value in self._pending.items() if value is pending]
+            made = {key: filled[self._promised_as.get(key, key)] for key in mine}
             for key in made:
                 self.forget(key)
             for key, value in made.items():
@@ -217,6 +223,11 @@ class BufferStore:
         """Tell whether a buffer is on the device, or on its way to it."""
         return number in self._tensors or number in self._pending
 
+    def shares(self, number: int) -> bool:
+        """Tell whether other numbers hold the storage of a buffer, too."""
+        storage = self._storages.get(number)
+        return storage is not None and self._held[storage].holders > 1
+
     def evict(self, number: int) -> None:
         """Let go of a buffer that is away."""
         assert number in self._away, f"buffer {number} is nowhere else"
@@ -233,12 +244,37 @@ class BufferStore:
         """Empty a number; one that is empty stays so."""
         pending = self._pending.pop(number, None)
         if pending is not None:
+            self._promised_as.pop(number, None)
             self._release(pending)
         self._void.pop(number, None)
         if self._tensors.pop(number, None) is not None:
             self._drop(number)
         if self._away and (away := self._away.pop(number, None)) is not None:
             away.drop(number)
+
+    def rename(self, into: Mapping[int, int]) -> None:
+        """Let buffers be known by other numbers, all at once; what had these numbers, and gets no other, ends.
+
+        Args:
+            into: From each number to the one that it becomes, no two to the same.
+
+        Raises:
+            WireError: One of them is empty; then nothing has changed.
+        """
+        tables: list[dict[int, Any]] = [self._tensors, self._pending, self._void, self._away]
+        for number in into:
+            if not any(number in table for table in tables):
+                raise WireError(f"there is no buffer {number}")
+        for number in into.values():
+            if number not in into:
+                self.forget(number)
+        known = {new: self._promised_as.pop(old, old) for old, new in into.items() if old in self._pending}
+        for copy in {id(copy): copy for number in into if (copy := self._away.get(number)) is not None}.values():
+            copy.rename(into)
+        for table in (*tables, self._storages):
+            moved = {into[number]: table.pop(number) for number in into if number in table}
+            table.update(moved)
+        self._promised_as |= known
 
     def _hold(self, number: int, storage: int, size_bytes: int) -> None:
         """Note that a number holds a storage, which counts for as many bytes as it has now."""
