@@ -18,11 +18,15 @@ class Label:
         name: For a person.
         track: ``compute``, ``transfer``, or ``other``.
         action: The action of the schedule that it belongs to, if it is one's computation.
+        target: The worker that something is sent to, of one stage to another; -1 where nothing is.
+        size_bytes: Bytes of that.
     """
 
     name: str
     track: str = "other"
     action: Action | None = None
+    target: int = -1
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

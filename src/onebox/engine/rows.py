@@ -317,14 +317,16 @@ class Row:
     def _hand_on(self, part: Part, stage: int, micro_batch: int) -> None:
         """Send what other workers need, and free what this worker needs no more."""
         unread: list[int] = []
-        for port in part.outputs:
+        for port, spec in zip(part.outputs, part.made, strict=True):
             if port.kind != "value":
                 continue
             number = self._values.number(port, micro_batch)
             for target in self._targets(port, micro_batch):
                 channel = self._values.channel(port, micro_batch, target)
                 send = Send(number, self._everybody, self._plan.devices.index(target), channel)
-                self.builder.add(send, Label(f"send of stage {stage} to device {target}", "transfer"))
+                name = f"send of stage {stage} to device {target}"
+                label = Label(name, "transfer", target=target, size_bytes=spec.size_bytes)
+                self.builder.add(send, label)
             if (port, micro_batch) not in self._last:
                 unread.append(number)
         if unread:

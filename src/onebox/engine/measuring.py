@@ -1,0 +1,125 @@
+"""From the times that workers answer a step with to what the run-time scheduler is told of it. Pure.
+
+Seconds of an action are those of its programs: an instruction begins when what it reads is there, so waiting is not in
+them. Seconds of a link are known to whoever sends, where both are on one host and share memory, also across an emulated
+link; what goes by sockets ends, as far as a worker knows, when it is handed over, and nothing is said of such links.
+Clocks of different hosts are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from onebox.engine.results import StepTrace
+from onebox.engine.routine import Label
+from onebox.plan import Action, MicroBatch
+from onebox.plan.seen import Carried, Seen, Task, Took
+
+Times = tuple[Label, int, int]
+"""An instruction, when it began and when it ended, in monotonic nanoseconds."""
+
+Timed = Callable[[int, int], bool]
+"""Tells of two workers whether the times of what the first one sends to the second are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """What is known of a step beside its times.
+
+    Args:
+        trace: The times.
+        micro_batches: The parts of its batch.
+        full: Samples of a micro-batch of the plan's size.
+        hosts: Of each worker.
+        timed: Of which links times are known.
+    """
+
+    trace: StepTrace
+    micro_batches: Sequence[MicroBatch]
+    full: int
+    hosts: Mapping[int, str]
+    timed: Timed
+
+
+def see(step: Whole, following: StepTrace | None = None) -> Seen:
+    """Return the measurements of a step.
+
+    Args:
+        step: The step.
+        following: The step after it. From begin to begin is the pace at which steps go; where the user did something
+            else in between, the step itself took less, and that counts.
+    """
+    actions: dict[Task, list[float]] = {}
+    updates: dict[int, float] = {}
+    links: dict[tuple[int, int], list[Times]] = {}
+    for worker, times in _times(step.trace).items():
+        for task, seconds in _actions(worker, times, step):
+            actions.setdefault(task, []).append(seconds)
+        own = [end - begin for label, begin, end in times if label.name == "optimizer"]
+        if own:
+            updates[worker] = sum(own) / 1e9
+        for each in times:
+            if each[0].target >= 0 and step.timed(worker, each[0].target):
+                links.setdefault((worker, each[0].target), []).append(each)
+    return Seen(
+        step=step.trace.step,
+        step_s=_step_s(step, following),
+        actions={task: Took(fmean(seconds), len(seconds)) for task, seconds in actions.items()},
+        links={pair: _carried(sends) for pair, sends in links.items()},
+        update_s=updates,
+    )
+
+
+def _times(trace: StepTrace) -> dict[int, list[Times]]:
+    """Return what each worker did; workers that were not asked for times are left out."""
+    return {
+        worker: [(label, times[2 * place], times[2 * place + 1]) for place, label in enumerate(labels)]
+        for worker, (labels, times, _) in trace.workers.items()
+        if times
+    }
+
+
+def _actions(worker: int, times: Sequence[Times], step: Whole) -> Iterator[tuple[Task, float]]:
+    """Yield the seconds of each action, as for a micro-batch of the plan's size."""
+    spent: dict[Action, int] = {}
+    for label, begin, end in times:
+        if label.action is not None:  # one whose layers are split takes several instructions
+            spent[label.action] = spent.get(label.action, 0) + end - begin
+    for action, took in spent.items():
+        size = step.micro_batches[action.micro_batch].size  # the step before has negative numbers, from the end
+        yield Task(worker, action.stage, action.kind), took / 1e9 * step.full / size
+
+
+def _carried(sends: Sequence[Times]) -> Carried:
+    """Return what went over a link: each message from when the link was free for it."""
+    seconds, free = 0, 0
+    for _, begin, end in sorted(sends, key=lambda each: each[1]):
+        seconds += max(0, end - max(begin, free))
+        free = max(free, end)
+    return Carried(sum(label.size_bytes for label, _, _ in sends), seconds / 1e9, len(sends))
+
+
+def _step_s(step: Whole, following: StepTrace | None) -> float:
+    """Return the seconds of a step."""
+    spans = _spans(step.trace)
+    hosts: dict[str, list[tuple[int, int]]] = {}
+    for worker, span in spans.items():
+        hosts.setdefault(step.hosts[worker], []).append(span)
+    took = max((max(end for _, end in own) - min(begin for begin, _ in own) for own in hosts.values()), default=0)
+    if following is not None:
+        later = _spans(following)
+        apart = [later[worker][0] - span[0] for worker, span in spans.items() if worker in later]
+        took = min([took, *([max(apart)] if apart else [])])
+    return max(0, took) / 1e9
+
+
+def _spans(trace: StepTrace) -> dict[int, tuple[int, int]]:
+    """Return when each worker's first computation began and its last one ended."""
+    found = {}
+    for worker, times in _times(trace).items():
+        computed = [(begin, end) for label, begin, end in times if label.track == "compute"]
+        if computed:
+            found[worker] = min(begin for begin, _ in computed), max(end for _, end in computed)
+    return found

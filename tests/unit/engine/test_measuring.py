@@ -1,0 +1,94 @@
+"""What the scheduler is told of a step is what the workers' times say, and nothing that they do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from onebox.engine.measuring import Whole, see
+from onebox.engine.results import StepTrace
+from onebox.engine.routine import Label
+from onebox.plan import Action, MicroBatch
+from onebox.plan.schedule import Kind
+from onebox.plan.seen import Carried, Task, Took
+
+PARTS = (MicroBatch(index=0, start=0, size=4), MicroBatch(index=1, start=4, size=2))
+SECOND = 1_000_000_000
+
+
+def trace(step: int, workers: dict[int, Sequence[tuple[Label, int, int]]]) -> StepTrace:
+    """Return a trace of instructions with their begins and ends in seconds."""
+    return StepTrace(
+        step=step,
+        workers={
+            worker: (
+                [label for label, _, _ in told],
+                tuple(second * SECOND for _, begin, end in told for second in (begin, end)),
+                (),
+            )
+            for worker, told in workers.items()
+        },
+    )
+
+
+def action(stage: int, kind: Kind, micro_batch: int) -> Label:
+    return Label("a call", "compute", Action(kind=kind, stage=stage, micro_batch=micro_batch))
+
+
+def send(target: int, size_bytes: int) -> Label:
+    return Label("send", "transfer", target=target, size_bytes=size_bytes)
+
+
+def whole(made: StepTrace, *, timed: bool = True, hosts: Sequence[str] = ("here", "here")) -> Whole:
+    return Whole(trace=made, micro_batches=PARTS, full=4, hosts=dict(enumerate(hosts)), timed=lambda one, other: timed)
+
+
+STEP = trace(
+    7,
+    {
+        0: [
+            (action(0, "F", 0), 10, 12),
+            (send(1, 100), 12, 15),
+            (action(0, "F", 1), 12, 13),
+            (send(1, 50), 13, 16),  # it could go when the one before had arrived
+            (action(0, "B", -1), 20, 23),
+            (action(0, "B", -1), 23, 24),
+            (Label("accumulate"), 24, 30),
+            (Label("optimizer", "compute"), 30, 32),
+        ],
+        1: [(action(1, "F", 0), 15, 17), (Label("optimizer", "compute"), 33, 34)],
+    },
+)
+
+
+def test_actions_links_and_updates_are_as_the_times_say() -> None:
+    seen = see(whole(STEP))
+    assert seen.step == 7
+    assert seen.actions == {
+        Task(0, 0, "F"): Took(2.0, 2),  # the smaller micro-batch counts as one of the plan's size
+        Task(0, 0, "B"): Took(8.0, 1),
+        Task(1, 1, "F"): Took(2.0, 1),
+    }
+    assert seen.links == {(0, 1): Carried(150, 4.0, 2)}
+    assert seen.update_s == {0: 2.0, 1: 1.0}
+
+
+@pytest.mark.parametrize(("begin", "seconds"), [(29, 19.0), (100, 24.0)])
+def test_a_step_lasts_until_the_next_one_begins_unless_something_else_was_done_before(
+    begin: int, seconds: float
+) -> None:
+    following = trace(8, {0: [(action(0, "F", 0), begin, begin + 1)]})
+    assert see(whole(STEP), following).step_s == seconds
+    assert see(whole(STEP)).step_s == 24.0
+
+
+def test_nothing_is_said_of_links_whose_times_are_not_known_and_clocks_of_hosts_are_not_compared() -> None:
+    seen = see(whole(STEP, timed=False, hosts=("here", "there")))
+    assert seen.links == {}
+    assert seen.step_s == 22.0
+
+
+def test_workers_that_were_not_asked_for_times_are_left_out() -> None:
+    seen = see(whole(StepTrace(step=1, workers={0: ([action(0, "F", 0)], (), ())})))
+    assert (seen.actions, seen.links, seen.step_s) == ({}, {}, 0.0)
