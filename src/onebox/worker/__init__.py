@@ -9,17 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onebox.worker.delays import PREDICTS, momentum_of
     from onebox.worker.faults import Fault
     from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
     from onebox.worker.serve import Ports, WorkerConfig
 
-__all__ = ["OPTIMIZERS", "Fault", "Ports", "WorkerConfig"]
+__all__ = ["OPTIMIZERS", "PREDICTS", "Fault", "Ports", "WorkerConfig", "momentum_of"]
 
 _HOMES = {
     "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
+    "PREDICTS": ("onebox.worker.delays", "PREDICTS"),
     "Fault": ("onebox.worker.faults", "Fault"),
     "Ports": ("onebox.worker.serve", "Ports"),
     "WorkerConfig": ("onebox.worker.serve", "WorkerConfig"),
+    "momentum_of": ("onebox.worker.delays", "momentum_of"),
 }
 
 

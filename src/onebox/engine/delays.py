@@ -1,0 +1,94 @@
+"""What is done about late gradients where the user leaves it open. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args
+
+import torch
+
+from onebox.errors import UsageError
+from onebox.wire.messages import Delay
+from onebox.worker import PREDICTS, momentum_of
+
+DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
+"""What may be asked for."""
+
+
+class DelayChoice(NamedTuple):
+    """What is done about gradients that are a step late.
+
+    Args:
+        delay: Which treatment.
+        why: Why this one, for the user.
+        warning: What is to be feared all the same; ``None`` for nothing that is known.
+    """
+
+    delay: Delay
+    why: str
+    warning: str | None
+
+
+def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> DelayChoice:
+    """Return what is done about gradients that are a step late.
+
+    Args:
+        optimizer: Of ``torch.optim``; its class and its options decide.
+        asked: What the user asked for; ``auto`` leaves it open.
+
+    Raises:
+        UsageError: There is no such treatment, or the optimizer cannot have it.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> choose_delay(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).delay
+        'predict'
+    """
+    name = type(optimizer).__name__
+    if asked == "auto":
+        return _auto(name, optimizer.param_groups)
+    if asked not in DELAYS:
+        raise UsageError(f"delay={asked!r}; allowed: {', '.join(DELAYS)}")
+    if asked == "predict" and name not in PREDICTS:
+        raise UsageError(
+            f"delay='predict' needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and this "
+            f"is {name}; allowed for it are 'none' and 'feedback'"
+        )
+    if asked == "lookahead" and any(momentum_of(name, group) is None for group in optimizer.param_groups):
+        raise UsageError(
+            f"delay='lookahead' needs an optimizer with momentum, and {name} has none; allowed: 'feedback'"
+        )
+    delay: Delay = next(known for known in get_args(Delay) if known == asked)
+    return DelayChoice(delay, "asked for", _fears(name, delay, optimizer.param_groups))
+
+
+def extra_copies(delay: Delay) -> int:
+    """Return how many times the trained parameters a treatment takes, beside the version before.
+
+    Args:
+        delay: The treatment: ``predict`` has weights that are ahead, the corrections remember the last update.
+    """
+    return 0 if delay == "none" else 1
+
+
+def _auto(name: str, groups: list[dict[str, Any]]) -> DelayChoice:
+    momenta = [momentum_of(name, group) for group in groups]
+    if name == "Muon":
+        return DelayChoice(
+            "feedback", "Muon hardly suffers from a delay of one step, and feedback takes back the rest", None
+        )
+    if name in PREDICTS and all(momenta):
+        return DelayChoice(
+            "predict", f"the momentum of {name} says where the weights will be", _fears(name, "predict", groups)
+        )
+    return DelayChoice(
+        "feedback", f"{name} has no momentum that would say where the weights will be", _fears(name, "feedback", groups)
+    )
+
+
+def _fears(name: str, delay: Delay, groups: list[dict[str, Any]]) -> str | None:
+    """Return what is known to go wrong."""
+    if name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax") and delay == "none":
+        return f"{name} loses accuracy by gradients that are a step late; 'predict' makes up for most of it"
+    if delay == "predict" and not all(momentum_of(name, group) for group in groups):
+        return f"{name} has no momentum in some of its groups: nothing is predicted for them"
+    return None
