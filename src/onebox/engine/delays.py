@@ -50,8 +50,8 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Delay
         raise UsageError(f"delay={asked!r}; allowed: {', '.join(DELAYS)}")
     if asked == "predict" and name not in PREDICTS:
         raise UsageError(
-            f"delay='predict' needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and this "
-            f"is {name}; allowed for it are 'none' and 'feedback'"
+            f"delay='predict' needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and "
+            f"this is {name}; allowed for it are 'none' and 'feedback'"
         )
     if asked == "lookahead" and any(momentum_of(name, group) is None for group in optimizer.param_groups):
         raise UsageError(
