@@ -109,6 +109,7 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
         seed=config.seed,
         sync=config.sync,
         update=config.update,
+        shard_optimizer=config.shard_optimizer,
         shares=config.share_weights,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
@@ -122,7 +123,9 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
 def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> Start:
     assert config.resume is not None
     model = make_model(config, data)
-    options: dict[str, Any] = {"sync": config.sync, "update": config.update} if plan is None else {"plan": plan}
+    options: dict[str, Any] = {"plan": plan}
+    if plan is None:
+        options = {"sync": config.sync, "update": config.update, "shard_optimizer": config.shard_optimizer}
     if plan is None and config.shares != read_config(config.resume).shares:
         options["shares"] = config.share_weights
     try:

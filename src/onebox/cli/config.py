@@ -128,6 +128,7 @@ class TrainConfig(JobConfig):
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         sync: Where gradients are averaged: from worker to worker, or at the client.
         update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
+        shard_optimizer: Let the replicas share out the optimizer's state, instead of each having all of it.
         shares: Devices' parts of the batch: auto (equal where they are alike), equal, measured, or weights such as 3,1.
         run: Folder of the run, new or empty; without it one under runs/.
         resume: Folder of an earlier run to go on with, exactly where its checkpoint stands. Its settings come with it;
@@ -151,6 +152,7 @@ class TrainConfig(JobConfig):
     clip_grad_norm: Float = None
     sync: Literal["workers", "client"] = "workers"
     update: Literal["device", "host"] = "device"
+    shard_optimizer: Flag = False
     shares: str = "auto"
     run: Folder = None
     resume: Folder = None
@@ -181,6 +183,7 @@ class TrainConfig(JobConfig):
             f"--micro-batch {self.micro_batch}": self.micro_batch is not None,
             f"--sync {self.sync}": self.sync != "workers",
             f"--update {self.update}": self.update != "device",
+            "--shard-optimizer": self.shard_optimizer,
             f"--shares {self.shares}": self.shares != "auto",
         }
         odd = [flag for flag, there in given.items() if there]
@@ -325,6 +328,7 @@ class FitConfig(JobConfig):
         plan: A plan file that is asked about; without it every device computes the whole model for its share.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         update: Where the optimizer's state is: on the device, or in the memory of its host.
+        shard_optimizer: Whether the devices share out the optimizer's state, instead of each having all of it.
         clip_grad_norm: As for onebox train: to clip takes memory, too.
         gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
             --bandwidth.
@@ -339,6 +343,7 @@ class FitConfig(JobConfig):
     plan: File = None
     micro_batch: Int = None
     update: Literal["device", "host"] = "device"
+    shard_optimizer: Flag = False
     clip_grad_norm: Float = None
     gflops: Float = None
     bandwidth: Float = None
@@ -349,8 +354,11 @@ class FitConfig(JobConfig):
         super().__post_init__()
         at_least(1, micro_batch=self.micro_batch)
         positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
-        if self.plan is not None and (self.micro_batch is not None or self.update != "device"):
-            flag = f"--update {self.update}" if self.micro_batch is None else f"--micro-batch {self.micro_batch}"
+        flags = [f"--micro-batch {self.micro_batch}"] if self.micro_batch is not None else []
+        flags += [f"--update {self.update}"] if self.update != "device" else []
+        flags += ["--shard-optimizer"] if self.shard_optimizer else []
+        if self.plan is not None and flags:
+            flag = flags[0]
             raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
         if (self.gflops is None) != (self.bandwidth is None):
             raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")

@@ -48,6 +48,7 @@ def show_fit(config: FitConfig) -> int:
         plan=config.plan,
         micro_batch=config.micro_batch,
         update=config.update,
+        shard_optimizer=config.shard_optimizer,
         precision=config.precision,
         clip_grad_norm=config.clip_grad_norm,
         rates=_rates(config),

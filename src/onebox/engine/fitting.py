@@ -24,7 +24,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.within import Exact, search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import SCHEDULES, Plan, UpdateAt, predict
+from onebox.plan import SCHEDULES, OptimizerState, Plan, UpdateAt, predict
 from onebox.plan.inputs import Problem
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.expected import expected_devices
@@ -111,6 +111,7 @@ def fit(
     plan: Plan | str | Path | None = None,
     micro_batch: int | None = None,
     update: UpdateAt = "device",
+    shard_optimizer: bool = False,
     precision: Precision = "fp32",
     fuse: bool = False,
     clip_grad_norm: float | None = None,
@@ -134,6 +135,7 @@ def fit(
         plan: The plan that is asked about; ``None`` for data parallel over all devices.
         micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
         update: Where the optimizer's state is, without a plan.
+        shard_optimizer: Whether the replicas share out what the optimizer remembers, without a plan.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
         clip_grad_norm: Likewise.
@@ -157,10 +159,11 @@ def fit(
     if isinstance(pool, Pool) and (memory is not None or threads is not None):
         raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
     given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-    if given is not None and (micro_batch is not None or update != "device"):
-        raise UsageError("a plan says itself what micro_batch and update are; leave them out")
+    if given is not None and (micro_batch is not None or update != "device" or shard_optimizer):
+        raise UsageError("a plan says itself what micro_batch, update and shard_optimizer are; leave them out")
     numbers, shares = [device.number for device in devices], [device.speed for device in devices]
-    asked = given or Plan.data_parallel(numbers, shares, micro_batch=micro_batch, update=update)
+    state: OptimizerState = "sharded" if shard_optimizer else "replicated"
+    asked = given or Plan.data_parallel(numbers, shares, micro_batch=micro_batch, update=update, optimizer=state)
     strangers = [device for device in asked.devices if device >= len(devices)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")

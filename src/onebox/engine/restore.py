@@ -59,11 +59,17 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
     """
     if plan is None or "plan" in options:
         return {}
-    said = bool({"micro_batch", "sync", "shares", "update"} & set(options))
+    said = bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
     same = set(plan.devices) == set(range(devices))
     if plan.whole and not (same and plan.stages[0].formats and not said):
         shares = plan.stages[0].shares if same else "auto"
-        return {"micro_batch": plan.micro_batch, "sync": plan.sync, "shares": shares, "update": plan.update}
+        return {
+            "micro_batch": plan.micro_batch,
+            "sync": plan.sync,
+            "shares": shares,
+            "update": plan.update,
+            "shard_optimizer": plan.optimizer == "sharded",
+        }
     if said or max(plan.devices) >= devices:
         return {"micro_batch": plan.micro_batch}
     return {"plan": plan}

@@ -21,7 +21,7 @@ from onebox.engine.state import optimizer_factor
 from onebox.errors import OneboxError, UsageError
 from onebox.graph import Precision
 from onebox.graph.placements import Shard
-from onebox.plan import Plan, Sync, UpdateAt
+from onebox.plan import OptimizerState, Plan, Sync, UpdateAt
 from onebox.pool import Pool
 from onebox.pool.local import LOCAL_HOST
 from onebox.wire.messages import Ask
@@ -41,6 +41,7 @@ class Request:
         micro_batch: Samples of a micro-batch.
         sync: Where gradients are averaged.
         update: Where the optimizer steps.
+        optimizer: Whether the replicas share out its state.
     """
 
     plan: Plan | None
@@ -48,6 +49,7 @@ class Request:
     micro_batch: int | None
     sync: Sync
     update: UpdateAt = "device"
+    optimizer: OptimizerState = "replicated"
 
     def check(self, pool: Pool) -> None:
         """Refuse what cannot be.
@@ -59,11 +61,14 @@ class Request:
             raise UsageError(f"update={self.update!r}: allowed are {', '.join(map(repr, get_args(UpdateAt)))}")
         if self.plan is None:
             count = len(pool)
-            Plan.data_parallel(range(count), [1.0] * count, micro_batch=self.micro_batch, sync=self.sync)
+            equal, optimizer = [1.0] * count, self.optimizer
+            Plan.data_parallel(range(count), equal, micro_batch=self.micro_batch, sync=self.sync, optimizer=optimizer)
             return
-        own = (self.micro_batch, self.sync, self.shares, self.update)
-        if own != (None, "workers", "auto", "device"):
-            raise UsageError("a plan says itself what micro_batch, sync, shares and update are; leave them out")
+        own = (self.micro_batch, self.sync, self.shares, self.update, self.optimizer)
+        if own != (None, "workers", "auto", "device", "replicated"):
+            raise UsageError(
+                "a plan says itself what micro_batch, sync, shares, update and shard_optimizer are; leave them out"
+            )
         missing = [device for device in self.plan.devices if device >= len(pool)]
         if missing:
             raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
@@ -394,7 +399,12 @@ def set_up(
         else:
             shares = resolve_shares(request.shares, pool, captures, batch, remote)
         plan = Plan.data_parallel(
-            devices, shares, micro_batch=request.micro_batch, sync=request.sync, update=request.update
+            devices,
+            shares,
+            micro_batch=request.micro_batch,
+            sync=request.sync,
+            update=request.update,
+            optimizer=request.optimizer,
         )
         if captures.recipe.precision == "auto" and not pool.gone:
             plan = with_measured_formats(plan, pool, captures, remote, batch)

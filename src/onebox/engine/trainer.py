@@ -56,6 +56,8 @@ class Trainer(Observed):
         sync: Where gradients are averaged: worker to ``workers``, or at the ``client``.
         update: Where the optimizer's state is, and its step is computed: on the ``device``, or on the ``host`` of each,
             whose memory is larger: on a GPU gradients go there and new parameters come back, and the step lasts longer.
+        shard_optimizer: Whether the replicas share out what the optimizer remembers, instead of each having all of it:
+            one of them steps a parameter, and hands it to the others. As many bytes travel, and the result is the same.
         shares: Each device's part of the batch: ``auto`` (equal for devices that are alike, else measured),
             ``equal``, ``measured``, or weights.
         precision: ``bf16`` runs model and loss under autocast; parameters stay as they are. With ``auto`` the products
@@ -119,6 +121,7 @@ class Trainer(Observed):
         seed: int = 0,
         sync: Sync = "workers",
         update: UpdateAt = "device",
+        shard_optimizer: bool = False,
         shares: Shares = "auto",
         precision: Precision = "fp32",
         clip_grad_norm: float | None = None,
@@ -149,7 +152,14 @@ class Trainer(Observed):
         self.extra: dict[str, Any] = {}
         self._in_flight = in_flight
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-        request = Request(plan=given, shares=shares, micro_batch=micro_batch, sync=sync, update=update)
+        request = Request(
+            plan=given,
+            shares=shares,
+            micro_batch=micro_batch,
+            sync=sync,
+            update=update,
+            optimizer="sharded" if shard_optimizer else "replicated",
+        )
         request.check(pool)
         self._metrics = dict(metrics or {})
         remote = RemoteState(model, loss, optimizer, pool)

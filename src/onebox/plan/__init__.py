@@ -6,7 +6,19 @@ from onebox.plan.follow_types import Decision, FollowOptions, Outcome
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
-from onebox.plan.plan import ASYNC, SCHEDULES, Fate, MicroBatch, Plan, Prediction, Stage, Sync, UpdateAt, as_data
+from onebox.plan.plan import (
+    ASYNC,
+    SCHEDULES,
+    Fate,
+    MicroBatch,
+    OptimizerState,
+    Plan,
+    Prediction,
+    Stage,
+    Sync,
+    UpdateAt,
+    as_data,
+)
 from onebox.plan.predict import predict
 from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
@@ -40,6 +52,7 @@ __all__ = [
     "Kind",
     "Links",
     "MicroBatch",
+    "OptimizerState",
     "Outcome",
     "Plan",
     "Prediction",

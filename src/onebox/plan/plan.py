@@ -178,10 +178,7 @@ class Plan(_Part, frozen=True):
         if self.schedule not in (*SCHEDULES, ASYNC, "table") or (self.schedule == "table") != bool(self.table):
             names = ", ".join((*SCHEDULES, ASYNC))
             raise UsageError(f"schedule={self.schedule!r}: allowed are {names}, or 'table' with the rows in 'table'")
-        if self.optimizer not in get_args(OptimizerState):
-            raise UsageError(f"optimizer={self.optimizer!r}: allowed are {_quoted(OptimizerState)}")
-        if self.update not in get_args(UpdateAt):
-            raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
+        self._check_optimizer()
         if self.in_flight and (self.schedule != ASYNC or len(self.in_flight) != len(self.stages)):
             raise UsageError(
                 f"in_flight={self.in_flight}: it is for schedule {ASYNC!r}, and one number for each of "
@@ -200,6 +197,14 @@ class Plan(_Part, frozen=True):
             )
         if not self.whole:
             self._check_stages()
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer not in get_args(OptimizerState):
+            raise UsageError(f"optimizer={self.optimizer!r}: allowed are {_quoted(OptimizerState)}")
+        if self.optimizer == "sharded" and self.sync == "client":
+            raise UsageError("optimizer='sharded' needs sync='workers': the client sums for all replicas or for none")
+        if self.update not in get_args(UpdateAt):
+            raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
 
     def _check_stages(self) -> None:
         if self.micro_batch is None:
@@ -233,10 +238,11 @@ class Plan(_Part, frozen=True):
         micro_batch: int | None = None,
         sync: Sync = "workers",
         update: UpdateAt = "device",
+        optimizer: OptimizerState = "replicated",
     ) -> Plan:
         """Return the plan of one stage, the whole model, replicated on devices."""
         stage = Stage(replicas=tuple((device,) for device in devices), shares=tuple(shares))
-        return cls(stages=(stage,), micro_batch=micro_batch, sync=sync, update=update)
+        return cls(stages=(stage,), micro_batch=micro_batch, sync=sync, update=update, optimizer=optimizer)
 
     @property
     def whole(self) -> bool:
@@ -306,6 +312,8 @@ class Plan(_Part, frozen=True):
         """Return what is said of fates and of the optimizer's place, where these are not the usual ones."""
         told = Counter(stage.fate for stage in self.stages if stage.fate != "keep")
         said = [f"{count} {TOLD[fate]}" for fate, count in told.items()]
+        if self.optimizer == "sharded":
+            said.append("the optimizer's state shared out")
         return [*said, *(["the optimizer on the host"] if self.update == "host" else [])]
 
     def _where(self, cut: str) -> str:

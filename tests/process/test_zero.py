@@ -1,0 +1,153 @@
+"""A plan whose replicas share out the optimizer's state: the result of one process, and a part of the memory each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+import onebox
+from onebox.errors import UsageError
+from onebox.plan import Plan, Stage
+from onebox.pool import raise_first
+from onebox.wire.messages import Ask
+from onebox.wire.sayings import Memory
+from tests.models import CASES, OPTIMIZERS
+from tests.process.shelf import Shelf
+from tests.process.stages import SEED, reference, run, segments, staged
+from tests.reference import Outcome, assert_same
+
+SIZES = (8, 8, 5, 8, 8)
+HALF = 2
+
+
+def split(name: str) -> Plan:
+    """Return a plan of two replicas, each split over two workers."""
+    return Plan(stages=(Stage(segments=(), replicas=((0, 1), (2, 3)), shares=(1.0, 1.0)),), micro_batch=2)
+
+
+def replicas(*shares: float) -> Callable[[str], Plan]:
+    return lambda name: Plan.data_parallel(range(len(shares)), shares, micro_batch=3)
+
+
+PLANS: dict[str, tuple[str, Callable[[str], Plan], dict[str, Any]]] = {
+    "two replicas": ("mlp", replicas(1.0, 1.0), {"optimizer": "sgd"}),
+    "three uneven replicas": ("cnn", replicas(3.0, 2.0, 1.0), {"optimizer": "adamw"}),
+    "groups of parameters": ("dropping", replicas(2.0, 1.0), {"optimizer": "adam-in-groups"}),
+    "clipped": ("mlp", replicas(1.0, 1.0, 1.0), {"clip_grad_norm": 0.3}),
+    "stages with replicas": ("cnn", lambda name: staged(name, [(0, 1), (2, 3)]), {"clip_grad_norm": 0.3}),
+    "a parameter of two stages": ("tied", lambda name: staged(name, [0, 1], schedule="zb-h1"), {}),
+    "split layers": ("cnn", split, {}),
+    "one device": ("mlp", replicas(1.0), {"clip_grad_norm": 0.3}),
+}
+
+
+def sharded(plan: Plan) -> Plan:
+    return replace(plan, optimizer="sharded")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_shared_out_states_give_the_result_of_one_process(name: str, pools: Shelf) -> None:
+    """And the bits of replicated ones; of a norm for clipping that is added up in another order, nearly."""
+    case, make, options = PLANS[name]
+    plan = make(case)
+    pool = pools(len(plan.devices))
+    found = run(pool, case, sharded(plan), SIZES, **options)
+    clipped = "clip_grad_norm" in options
+    assert_same(found, run(pool, case, plan, SIZES, **options), **({} if clipped else {"tolerance": 0}))
+    limit = options.pop("clip_grad_norm", None) if (options := dict(options)) else None
+    assert_same(found, reference(case, plan, SIZES, **options, **({"max_norm": limit} if limit else {})))
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
+
+
+def trainer_on(
+    pool: onebox.Pool, plan: Plan | None, name: str, make: Callable[[nn.Module], Any], **options: Any
+) -> onebox.Trainer:
+    case = CASES[name]
+    model = case.model()
+    return onebox.Trainer(model, case.loss, make(model), pool=pool, plan=plan, seed=SEED, check_every=1, **options)
+
+
+def steps(trainer: onebox.Trainer, name: str, first: int = 0, last: int = len(SIZES)) -> Outcome:
+    batches = CASES[name].batches(list(SIZES))[first:last]
+    losses = [trainer.step(*batch) for batch in batches]
+    return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=trainer.tensors())
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(pools: Shelf) -> None:
+    plan = replicas(1.0, 1.0)("mlp")
+    found = []
+    for each in (plan, sharded(plan)):
+        with trainer_on(pools(2), each, "mlp", muon) as trainer:
+            found.append(steps(trainer, "mlp"))
+    assert_same(*found, tolerance=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 0)])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_checkpoints_go_on_with_another_number_of_replicas(
+    optimizer: str, before: int, after: int, pools: Shelf, tmp_path: Path
+) -> None:
+    """``0``: on two that have everything."""
+    plans = {count: sharded(replicas(*[1.0] * count)("cnn")) for count in (2, 3)} | {0: replicas(1.0, 1.0)("cnn")}
+    case = CASES["cnn"]
+    with trainer_on(pools(before), plans[before], "cnn", OPTIMIZERS[optimizer]) as trainer:
+        steps(trainer, "cnn", 0, HALF)
+        saved = trainer.save(tmp_path)
+        straight = steps(trainer, "cnn", HALF)
+    model = case.model()
+    options = {"pool": pools(after or 2), "plan": plans[after]}
+    resumed = onebox.Trainer.resume(saved, model, case.loss, OPTIMIZERS[optimizer](model), **options)
+    with resumed as trainer:
+        assert_same(steps(trainer, "cnn", HALF), straight, **({"tolerance": 0} if not after else {}))
+
+
+def test_each_replica_has_its_part_of_the_state_and_that_is_predicted_to_the_byte(pools: Shelf) -> None:
+    pool, case = pools(3), CASES["gpt2"]
+    (batch,) = case.batches([9])
+    sizes = []
+    for plan in (replicas(1.0, 1.0, 1.0)("gpt2"), sharded(replicas(1.0, 1.0, 1.0)("gpt2"))):
+        with trainer_on(pool, plan, "gpt2", OPTIMIZERS["adamw"], in_flight=1) as trainer:
+            trainer.step(*batch)
+            trainer.wait()
+            before = [memory.used_bytes for memory in trainer.memory()]
+            parameters = sum(tensor.nbytes for tensor in trainer.tensors().values())
+            sizes.append([used - parameters for used in before])
+            raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in range(3)])
+            trainer.step(*batch)
+            trainer.wait()
+            peaks = {number: memory.peak_bytes for number, memory in enumerate(trainer.memory())}
+            assert trainer.predicted_memory(*batch) == peaks
+    whole, parts = sizes
+    assert len(set(whole)) == 1
+    assert sum(parts) == pytest.approx(whole[0], rel=0.05)
+    assert max(parts) < 0.45 * whole[0], "a third each, as far as whole parameters can be shared out evenly"
+
+
+def test_it_is_an_option_of_a_trainer_without_a_plan(pools: Shelf) -> None:
+    with trainer_on(pools(2), None, "mlp", OPTIMIZERS["adamw"], shard_optimizer=True) as trainer:
+        steps(trainer, "mlp", 0, 1)
+        assert trainer.plan is not None
+        assert trainer.plan.optimizer == "sharded"
+    with pytest.raises(UsageError, match="needs sync='workers'"):
+        trainer_on(pools(2), None, "mlp", OPTIMIZERS["adamw"], shard_optimizer=True, sync="client")
+
+
+def test_it_steps_on_the_host_too(pools: Shelf) -> None:
+    plan = replace(sharded(staged("cnn", [(0, 1)])), update="host")
+    found = run(pools(2), "cnn", plan, SIZES)
+    assert segments("cnn")
+    assert_same(found, reference("cnn", plan, SIZES))
+
+
+def _memory(pool: onebox.Pool, worker: int) -> list[Memory]:
+    answer = pool.post(worker, [Ask("memory")], answer=True).result(30)
+    return [result for result in answer.results if isinstance(result, Memory)]
