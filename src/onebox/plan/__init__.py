@@ -2,6 +2,8 @@
 
 from onebox.plan.blocks import block_numbers, block_schedule
 from onebox.plan.costs import stage_work
+from onebox.plan.endless import simulate_endless
+from onebox.plan.follow import Follower
 from onebox.plan.follow_types import Decision, FollowOptions, Outcome
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
@@ -49,6 +51,7 @@ __all__ = [
     "Edge",
     "Fate",
     "FollowOptions",
+    "Follower",
     "Kind",
     "Links",
     "MicroBatch",
@@ -96,6 +99,7 @@ __all__ = [
     "search",
     "shares_from_speeds",
     "simulate",
+    "simulate_endless",
     "stage_work",
     "steady_window",
     "theory",

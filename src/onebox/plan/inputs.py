@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import permutations
 
 from onebox.errors import UsageError
-from onebox.plan.plan import SCHEDULES, UpdateAt
+from onebox.plan.plan import ASYNC, SCHEDULES, UpdateAt
 from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.work import Links
 
@@ -193,6 +193,9 @@ class Problem:
             `max(1, (u + p) / cores) / max(1, t / cores)` with `p` from ``preparing``.
         preparing: Of a host, by its name, the cores that the preparation of batches keeps busy there.
         updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
+        staleness: How many steps late gradients may be applied: 0, or 1, with which ``schedules`` may have
+            :data:`~onebox.plan.ASYNC`.
+        versions: How many versions of its weights a device has where they are.
     """
 
     segments: tuple[Segment, ...]
@@ -212,6 +215,8 @@ class Problem:
     cores: Mapping[str, float] = field(default_factory=dict)
     preparing: Mapping[str, float] = field(default_factory=dict)
     updates: tuple[UpdateAt, ...] = ("device",)
+    staleness: int = 0
+    versions: int = 2
 
     def __post_init__(self) -> None:
         if not self.segments or not self.devices:
@@ -220,8 +225,15 @@ class Problem:
             raise UsageError(
                 f"batch={self.batch} with micro-batches of {list(self.micro_batches)}: allowed are 1 to the batch"
             )
-        if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
-            raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(SCHEDULES)}, at least one")
+        if self.staleness not in (0, 1) or self.versions not in (2, 3):
+            raise UsageError(
+                f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
+                "2 or 3 versions"
+            )
+        known = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
+        if not self.schedules or any(name not in known for name in self.schedules):
+            hint = f"; {ASYNC} needs staleness=1" if ASYNC in self.schedules else ""
+            raise UsageError(f"schedules {list(self.schedules)}: allowed are {', '.join(known)}, at least one{hint}")
         if not set(self.fates) <= set(FATES) or "keep" not in self.fates:
             raise UsageError(
                 f"fates {list(self.fates)}: allowed are {', '.join(FATES)}, and keep is always one of them"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from onebox.errors import UsageError
-from onebox.plan.schedule import Action, Routes
+from onebox.plan.schedule import Routes
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 
@@ -73,10 +73,11 @@ class Instance:
         """How many pairs of stage and micro-batch there are."""
         return len(self.slot_of)
 
-    def node(self, action: Action) -> int:
+    def node(self, action: tuple[str, int, int]) -> int:
         """Return an action's number: those of forward first, then input gradient (also of a whole one), then weight."""
-        side = {"F": 0, "I": 1, "B": 1, "W": 2}[action.kind]
-        return side * len(self.slot_of) + action.stage * self.count + action.micro_batch
+        kind, stage, micro_batch = action
+        side = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        return side * len(self.slot_of) + stage * self.count + micro_batch
 
 
 def instance_of(routes: Routes, work: Work, sizes: Sequence[float] | None = None) -> Instance:

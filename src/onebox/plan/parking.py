@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onebox.plan.instance import Instance
-from onebox.plan.schedule import Action
+from onebox.plan.sums import UPDATE, Turn
 
 
 class Stay(NamedTuple):
@@ -42,13 +42,15 @@ class Stay(NamedTuple):
         return self.backward - (0 if self.waited else 1)
 
 
-def stays(instance: Instance, row: Sequence[Action]) -> list[Stay]:
+def stays(instance: Instance, row: Sequence[Turn]) -> list[Stay]:
     """Return what leaves a device along its row, in the order of its forwards."""
     stages = instance.work.stages
     if not any(stage.parked_bytes for stage in stages):
         return []
     places: dict[tuple[str, int, int], int] = {}
     for place, (kind, stage, micro_batch) in enumerate(row):
+        if kind == UPDATE:
+            continue
         places["F" if kind == "F" else "W" if kind == "W" else "B", stage, micro_batch] = place
     found = []
     for kind, stage, micro_batch in row:
@@ -71,7 +73,7 @@ class Channels:
         row: Its actions.
     """
 
-    def __init__(self, instance: Instance, device: int, row: Sequence[Action]) -> None:
+    def __init__(self, instance: Instance, device: int, row: Sequence[Turn]) -> None:
         found = stays(instance, row)
         bps = instance.work.host_bps.get(instance.devices[device])
         self._byte_s = 1 / bps if bps else 0.0
@@ -107,7 +109,7 @@ class Channels:
         return now
 
 
-def channels(instance: Instance, rows: Sequence[Sequence[Action]]) -> list[Channels] | None:
+def channels(instance: Instance, rows: Sequence[Sequence[Turn]]) -> list[Channels] | None:
     """Return the channels of each device; nothing where no stage is offloaded."""
     if not any(stage.parked_bytes for stage in instance.work.stages):
         return None

@@ -10,7 +10,8 @@ def picture(simulation: Simulation, width: int = 100) -> str:
     """Draw what each device does when.
 
     Every column is an equal part of the step. An action begins with its name, such as ``2F0``, if that has room, and
-    goes on with ``-``; where it has none it is its letter alone. ``u`` is an optimizer step, ``.`` is idle time.
+    goes on with ``-``; where it has none it is its letter alone. ``u`` is an optimizer step, ``.`` is idle time. Of a
+    step among many, what goes beyond its end is drawn at the beginning, where the step before has it.
 
     Args:
         simulation: What to draw, with its details.
@@ -40,10 +41,10 @@ def picture(simulation: Simulation, width: int = 100) -> str:
 
 
 def _draw(cells: list[str], start: float, end: float, name: str, letter: str) -> None:
-    """Write an action into the columns whose middle it covers."""
-    first, stop = max(0, round(start)), min(len(cells), round(end))
-    room = stop - first
-    if room <= 0:
-        return
+    """Write an action into the columns whose middle it covers, and from the first one on where they end."""
+    width = len(cells)
+    first = round(start)
+    room = min(round(end) - first, width)
     text = name.ljust(room, "-") if len(name) <= room else letter * room
-    cells[first:stop] = text
+    for place, sign in enumerate(text, first):
+        cells[place % width] = sign

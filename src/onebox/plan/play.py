@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onebox.plan.instance import Instance
 from onebox.plan.parking import channels
-from onebox.plan.schedule import Action
+from onebox.plan.sums import UPDATE, Sums, Turn
 
 
 @dataclass(slots=True)
@@ -31,7 +31,9 @@ class Played:
     end: list[float]
 
 
-def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noqa: PLR0912, PLR0915 (see below)
+def play(  # noqa: PLR0912, PLR0915 (see below)
+    instance: Instance, rows: Sequence[Sequence[Turn]], sums: Sums | None = None
+) -> Played:
     """Play rows until all are done or none can go on.
 
     A device is followed along its row until an input is missing, and taken up again when that has come. No queue of
@@ -40,7 +42,8 @@ def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noq
 
     Args:
         instance: What it is about.
-        rows: The actions of each device, in the order of the instance's devices.
+        rows: The actions of each device, in the order of the instance's devices; with ``sums`` also updates.
+        sums: Gradients of steps that follow one another.
     """
     size, count, keys = len(instance.devices), instance.count, instance.keys
     slot_of, first, scale, call_s = instance.slot_of, instance.first, instance.scale, instance.work.call_s
@@ -61,12 +64,23 @@ def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noq
         total = len(row)
         while place < total:
             kind, stage, micro_batch = row[place]
-            key = stage * count + micro_batch
-            node = base[kind] + key
-            slot = slot_of[key]
             if host is not None and moved[device] != place:
                 moved[device] = place
                 now = host[device].before(place, now, ready)
+            if sums is not None and kind == UPDATE:
+                node = sums.index(stage, micro_batch)
+                if sums.missing[node]:
+                    waits[device] = 3 * keys + node
+                    break
+                begin = max(now, sums.ready[node])
+                now = begin + sums.update_s[stage][device]
+                sums.updates.append((device, stage, micro_batch, begin, now))
+                spent += now - begin
+                place += 1
+                continue
+            key = stage * count + micro_batch
+            node = base[kind] + key
+            slot = slot_of[key]
             if grouped and announced[device] != place and len(slots[slot].members) > 1:
                 announced[device] = place
                 needs[node] -= 1
@@ -89,6 +103,10 @@ def play(instance: Instance, rows: Sequence[Sequence[Action]]) -> Played:  # noq
                 ends, side = out[stage], 0
             else:
                 last[slot] = now
+                if sums is not None and kind != "I":
+                    summed = sums.gradient(stage, micro_batch, now)
+                    if summed is not None:
+                        _wake(summed[1], 3 * keys + summed[0], waits, stack)
                 if kind == "W":
                     continue
                 ends, side = into[stage], keys
@@ -134,7 +152,7 @@ def inputs_needed(instance: Instance) -> list[int]:
     return [inputs + width for inputs, width in zip(forward + backward + [0] * instance.keys, wide * 3, strict=True)]
 
 
-def _wake(members: tuple[int, ...], node: int, waits: list[int], stack: list[int]) -> None:
+def _wake(members: Sequence[int], node: int, waits: list[int], stack: list[int]) -> None:
     for member in members:
         if waits[member] == node:
             waits[member] = -1

@@ -6,21 +6,24 @@ from collections.abc import Sequence
 
 from onebox.plan.blocks import block_schedule
 from onebox.plan.costs import Costs
+from onebox.plan.endless import simulate_endless
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
-from onebox.plan.plan import Plan, Prediction
+from onebox.plan.plan import ASYNC, Plan, Prediction
 from onebox.plan.schedule import Routes, Schedule
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.synthesis import auto_schedule
+from onebox.plan.windows import steady_window
 from onebox.plan.work import StageWork, Work
 
 
-def predict(problem: Problem, plan: Plan) -> tuple[Prediction, Simulation]:
+def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Prediction, Simulation]:
     """Time a plan and measure its memory, without running it.
 
     Args:
         problem: Segments, values, devices, links.
-        plan: The plan; what it predicts itself is not looked at.
+        plan: The plan; what it predicts itself is not looked at. Of an asynchronous one a step is one among many.
+        overlap: Whether sums and updates of a step go on under the next one; then a step is one among many, too.
 
     Returns:
         The prediction that belongs into the plan, and the simulation with every action and message.
@@ -30,12 +33,18 @@ def predict(problem: Problem, plan: Plan) -> tuple[Prediction, Simulation]:
     """
     work, sizes = Costs(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
     routes = plan.routes(problem.batch)
-    simulation = simulate(schedule_of(plan, routes, work, sizes), routes, work, sizes)
+    schedule = schedule_of(plan, routes, work, sizes)
+    if plan.schedule == ASYNC:
+        simulation = simulate_endless(schedule, routes, work, sizes, versions=problem.versions)
+    elif overlap:
+        simulation = simulate_endless(schedule, routes, work, sizes, updates="overlap")
+    else:
+        simulation = simulate(schedule, routes, work, sizes)
     return prediction_of(plan, problem.batch, work, simulation), simulation
 
 
 def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) -> Schedule:
-    """Return the schedule that a plan names or spells out.
+    """Return the schedule that a plan names or spells out; of an asynchronous one, its steady window.
 
     Args:
         plan: The plan.
@@ -47,7 +56,10 @@ def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) 
         return Schedule.parse(plan.table)
     if plan.schedule == "auto":
         return auto_schedule(routes, work, sizes)
-    return block_schedule(plan.schedule, routes, edges=[(edge.source, edge.target) for edge in work.edges])
+    edges = [(edge.source, edge.target) for edge in work.edges]
+    if plan.schedule == ASYNC:
+        return steady_window(routes, edges, plan.in_flight)
+    return block_schedule(plan.schedule, routes, edges=edges)
 
 
 def prediction_of(plan: Plan, batch: int, work: Work, simulation: Simulation) -> Prediction:

@@ -8,7 +8,7 @@ which its source sends, and computing goes on meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -212,10 +212,20 @@ def _spans(instance: Instance, rows: Sequence[Sequence[Action]], played: Played)
 
 
 def _transfers(instance: Instance, rows: Sequence[Sequence[Action]], played: Played) -> tuple[Transfer, ...]:
-    """Queue every device's messages on its links once more, as :func:`~onebox.plan.play.play` did, and note them."""
+    found = (message for _, message in transfers_of(instance, rows, played))
+    return tuple(sorted(found, key=lambda message: (message.start_s, message[:6])))
+
+
+def transfers_of(
+    instance: Instance, rows: Sequence[Sequence[Action]], played: Played
+) -> Iterator[tuple[Action, Transfer]]:
+    """Queue every device's messages on its links once more, as :func:`~onebox.plan.play.play` did.
+
+    Yields:
+        Each message, and the action that it comes from.
+    """
     size, count, devices = len(instance.devices), instance.count, instance.devices
     free = [0.0] * (size * size)
-    found = []
     for device, row in enumerate(rows):
         for action in row:
             kind, stage, micro_batch = action
@@ -231,5 +241,4 @@ def _transfers(instance: Instance, rows: Sequence[Sequence[Action]], played: Pla
                 start = max(free[link], played.end[instance.node(action)])
                 free[link] = start + size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
                 places = (devices[device], devices[target], stage, end // count, micro_batch, forward)
-                found.append(Transfer(*places, start, free[link] + instance.latency_s[link]))
-    return tuple(sorted(found, key=lambda message: (message.start_s, message[:6])))
+                yield action, Transfer(*places, start, free[link] + instance.latency_s[link])

@@ -125,7 +125,8 @@ def _times(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence
     """Return when forward and backward of the first micro-batch of each stage begin, in virtual time.
 
     A device that has several stages spends an equal part of its turn on each, and one of `r` replicas has `r` turns for
-    a micro-batch; forward takes a third of that. A last stage goes back at once.
+    a micro-batch; forward takes a third of that. A last stage goes back at once. Another one begins as many forwards as
+    it has turns until its first backward is through, and goes back after the last of these.
     """
     count = len(routes)
     devices = [{device for replica in row for device in replica} for row in routes]
@@ -144,10 +145,11 @@ def _times(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence
     for stage in range(count - 1, -1, -1):
         least = max((backward[target] + 1 for target in after[stage]), default=0)
         back = max((ended[target] for target in after[stage]), default=forward[stage] + took[stage])
-        wanted = back if after[stage] else forward[stage] + 1
-        if in_flight[stage] and after[stage]:
-            wanted = forward[stage] + in_flight[stage] * replicas[stage] * _TURN - 2 * _TURN // 3
-        backward[stage] = max(wanted, least, forward[stage] + 1)
+        turn = replicas[stage] * _TURN
+        held_back = in_flight[stage] or -(-(back + 2 * took[stage] - forward[stage]) // turn)
+        last = forward[stage] + (held_back - 1) * turn + took[stage]
+        wanted = forward[stage] + 1 if not after[stage] else last if in_flight[stage] else max(back, last)
+        backward[stage] = max(wanted, least)
         ended[stage] = max(back, backward[stage]) + 2 * took[stage]
     return forward, backward
 
