@@ -30,6 +30,9 @@ _PROBE = 200
 _PATIENCE = 3
 """Steps that a decision waits at most for other things to change that seem to be about to."""
 
+_HOME = 0.5
+"""For going back to the first plan, which was looked for longer, this part of the gain is enough."""
+
 _PACES = 32
 """Steps whose seconds are remembered."""
 
@@ -176,7 +179,9 @@ class Follower:
         moves = Moves(self._rates.problem(), self._plan, terms)
         before_s, found = moves.before_s, moves.best((self._home,))
         saved_s = before_s - found.step_s
-        if not before_s or saved_s < options.gain * before_s or saved_s * options.horizon <= found.cost_s:
+        home = layout_of(self._problem, self._home).parts == found.layout.parts
+        wanted = options.gain * (_HOME if home else 1.0)
+        if not before_s or saved_s < wanted * before_s or saved_s * options.horizon <= found.cost_s:
             self._changes.clear()
             return None
         plan = changed_plan(self._plan, self._problem, found)

@@ -14,7 +14,7 @@ from onebox.errors import UsageError
 from onebox.plan.follow_cuts import Cuts
 from onebox.plan.follow_types import DecisionKind
 from onebox.plan.inputs import DeviceSpec, Problem
-from onebox.plan.judge import Judge, Verdict
+from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, layout_of
 from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.schedule import Schedule
@@ -113,7 +113,27 @@ class Moves:
         alike = len(self._formats) == 1 and all(part.fate == "keep" for part in parts)
         if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
             yield from Cuts(self._judge.costs, now, len(self._judge.case(now).micro_batches)).proposals()
+        else:
+            yield from self._placed()
         yield from self._shared(now)
+
+    def _placed(self) -> list[Layout]:
+        """Return the layouts with two devices exchanged that a bound says most of, their cuts adapted to that."""
+        found = [_renamed(self._now, {a: b, b: a}) for a, b in combinations(self._plan.devices, 2)]
+        share = self._judge.left // (4 * max(1, len(found)))
+        found = [self._descend(layout, share) for layout in found]
+        return sorted(found, key=self._bound)[:_STARTS]
+
+    def _descend(self, at: Layout, effort: int) -> Layout:
+        """Move cuts as long as that lowers the bound."""
+        value, limit = self._bound(at), self._judge.left - effort
+        while self._judge.left > limit:
+            changes = ((self._bound(layout), layout) for layout in self._cut(at))
+            better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
+            if better is None:
+                break
+            value, at = better
+        return at
 
     def _climb(self, at: Layout) -> Layout:
         """Follow the first change that pays, again and again, while effort is left."""
@@ -130,15 +150,24 @@ class Moves:
         """Tell whether a layout may be worth more than that; a bound spares most simulations."""
         if self._judge.left <= 0:
             return False
-        if layout in self._known or layout.schedule == ASYNC:
-            return True
+        return layout in self._known or self._bound(layout) < value
+
+    def _bound(self, layout: Layout) -> float:
+        """Return seconds that a step takes at least; infinite for a layout that cannot be."""
         try:
-            return self._judge.bound(layout) < value
+            bound = self._judge.bound(layout)
+            return self._endless_bound(layout) if layout.schedule == ASYNC and bound < float("inf") else bound
         except UsageError:  # a value would go to an earlier stage
-            return False
+            return float("inf")
 
     def _near(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts one change away: cuts, then shares, then places."""
+        yield from self._cut(layout)
+        yield from self._shared(layout)
+        yield from (_renamed(layout, {a: b, b: a}) for a, b in combinations(self._plan.devices, 2))
+
+    def _cut(self, layout: Layout) -> Iterator[Layout]:
+        """Yield layouts with another cut between neighbours, or a row of cuts moved together."""
         parts, stages = layout.parts, self._plan.stages
         for index, (one, other) in enumerate(pairwise(parts)):
             if stages[index].formats != stages[index + 1].formats:
@@ -151,9 +180,6 @@ class Moves:
                         yield layout._replace(parts=(*parts[:index], *halves, *parts[index + 2 :]))
         if len(self._formats) == 1:
             yield from _rolled(layout)
-        yield from self._shared(layout)
-        for a, b in combinations(self._plan.devices, 2):
-            yield _renamed(layout, {a: b, b: a})
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
         """Yield other shares of replicas: in proportion to their speeds, and with one micro-batch given away."""
@@ -229,20 +255,26 @@ class Moves:
         two are under way at a time.
         """
         alone = self._judge.judge(layout._replace(schedule="1f1b"))
-        busiest = max(alone.simulation.busy_s.values())
-        return alone.over_bytes, max(busiest, self._busiest_link_s(alone), alone.simulation.step_s / 2)
+        return alone.over_bytes, max(self._endless_bound(layout), alone.simulation.step_s / 2)
 
-    def _busiest_link_s(self, verdict: Verdict) -> float:
-        case = verdict.case
-        spent: dict[tuple[int, int], float] = defaultdict(float)
+    def _endless_bound(self, layout: Layout) -> float:
+        """Return what the busiest device or link has to do for a step."""
+        case = self._judge.case(layout)
+        busy: dict[int, float] = defaultdict(float)
+        for stage, row in zip(case.work.stages, case.routes, strict=True):
+            for (device, *_), size in zip(row, case.sizes, strict=True):
+                each = stage.forward_s[device] + stage.input_s[device] + stage.weight_s[device]
+                busy[device] += each * size + 2 * case.work.call_s
+            for device, update_s in stage.update_s.items():
+                busy[device] += update_s
+        carried: dict[tuple[int, int], float] = defaultdict(float)
         for edge in case.work.edges:
-            for (a, *_), (b, *_), size in zip(
-                case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True
-            ):
+            ends = zip(case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True)
+            for (a, *_), (b, *_), size in ends:
                 if a != b:
-                    spent[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
-                    spent[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
-        return max(spent.values(), default=0.0)
+                    carried[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
+                    carried[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
+        return max(*busy.values(), *carried.values(), 0.0)
 
     def _order(self, layout: Layout) -> Schedule:
         """Return the order of the plan's own table, by devices that may have changed places."""

@@ -22,6 +22,10 @@ _ODD = 1.3
 _ODDEST = 1e3
 """A sample tells of no larger factor than this, and of no smaller one than its inverse."""
 
+_TELLING = 0.3
+"""Where the bytes of a message take more than this part of what it takes empty, a slow link is one of less bandwidth;
+where they take less, nobody knows, and both are taken for worse."""
+
 _AGAIN = 1.12
 """What differs from the plan by no more than this factor is told as being as planned."""
 
@@ -83,6 +87,7 @@ class Rates:
         self._found = _Estimates({}, {}, {}, {})
         self._silent: dict[Link, int] = {}
         self._patience: dict[Link, int] = {}
+        self._message_bytes: dict[Link, float] = {}
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
@@ -116,6 +121,7 @@ class Rates:
                 changes.append(Change(device, None, drift.factor, _since(drift)))
         for link, carried in seen.links.items():
             self._silent[link] = 0
+            self._message_bytes[link] = carried.size_bytes / carried.messages
             planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
             drift = self._found.links.setdefault(link, Drift())
             if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step):
@@ -209,8 +215,12 @@ class Rates:
         latency_s = {a: dict(row) for a, row in self._problem.links.latency_s.items()}
         bandwidth_bps = {a: dict(row) for a, row in self._problem.links.bandwidth_bps.items()}
         for (a, b), drift in self._found.links.items():
-            latency_s[a][b] *= drift.factor
-            bandwidth_bps[a][b] /= drift.factor
+            empty_s, bytes_s = latency_s[a][b], self._message_bytes[a, b] / bandwidth_bps[a][b]
+            if drift.factor > 1 and bytes_s > _TELLING * empty_s:
+                bandwidth_bps[a][b] /= (drift.factor * (empty_s + bytes_s) - empty_s) / bytes_s
+            else:
+                latency_s[a][b] *= drift.factor
+                bandwidth_bps[a][b] /= drift.factor
         return replace(self._problem.links, latency_s=latency_s, bandwidth_bps=bandwidth_bps)
 
     def _update_s(self, number: int) -> float:

@@ -55,8 +55,8 @@ def step_s(problem: Problem, plan: Plan) -> float:
     return predict(problem, plan)[0].step_s
 
 
-def measured(problem: Problem, state: State, plan: Plan, step: int, noise: Noise = lambda: 1.0) -> Seen:
-    """Return what is measured of a step."""
+def measured(problem: Problem, state: State, plan: Plan) -> Seen:
+    """Return what is measured of a step without noise."""
     true = truth(problem, state)
     work, routes = stage_work(true, plan), plan.routes(true.batch)
     actions = {}
@@ -64,8 +64,8 @@ def measured(problem: Problem, state: State, plan: Plan, step: int, noise: Noise
         for device in {replica[0] for replica in row}:
             turns = sum(replica[0] == device for replica in row)
             both = stage.input_s[device] + stage.weight_s[device]
-            actions[Task(device, number, "F")] = Took(stage.forward_s[device] * noise(), turns)
-            actions[Task(device, number, "B")] = Took(both * noise(), turns)
+            actions[Task(device, number, "F")] = Took(stage.forward_s[device], turns)
+            actions[Task(device, number, "B")] = Took(both, turns)
     links: dict[tuple[int, int], Carried] = {}
     for edge in work.edges:
         for (a, *_), (b, *_) in zip(routes[edge.source], routes[edge.target], strict=True):
@@ -74,10 +74,19 @@ def measured(problem: Problem, state: State, plan: Plan, step: int, noise: Noise
                     before = links.get((source, target), Carried(0, 0.0, 0))
                     took = true.links.seconds(source, target, size)
                     links[source, target] = Carried(before[0] + size, before[1] + took, before[2] + 1)
-    links = {link: carried._replace(seconds=carried.seconds * noise()) for link, carried in links.items()}
-    updates = {device: sum(s.update_s.get(device, 0.0) for s in work.stages) * noise() for device in plan.devices}
-    took = (step_s(true, plan) + state.hidden(plan)) * (1 + (noise() - 1) / 4)
-    return Seen(step=step, step_s=took, actions=actions, links=links, update_s=updates)
+    updates = {device: sum(s.update_s.get(device, 0.0) for s in work.stages) for device in plan.devices}
+    return Seen(step=0, step_s=step_s(true, plan) + state.hidden(plan), actions=actions, links=links, update_s=updates)
+
+
+def noisy(seen: Seen, step: int, noise: Noise) -> Seen:
+    """Return a step's measurements with noise on each; a step sums up much, so its own is a quarter."""
+    return Seen(
+        step=step,
+        step_s=seen.step_s * (1 + (noise() - 1) / 4),
+        actions={task: took._replace(mean_s=took.mean_s * noise()) for task, took in seen.actions.items()},
+        links={link: carried._replace(seconds=carried.seconds * noise()) for link, carried in seen.links.items()},
+        update_s={device: seconds * noise() for device, seconds in seen.update_s.items()},
+    )
 
 
 @dataclass
@@ -118,26 +127,29 @@ def follow(
         problem: What the plan was made for.
         plan: The first plan.
         steps: How many.
-        state: What devices and links truly do in each step.
+        state: What devices and links truly do in each step; the same object where they do the same.
         noise: Factor on each thing that is measured.
         options: Of the scheduler.
         late: Steps after which a decision is carried out.
     """
     follower = Follower(problem, plan, problem.batch, options or FollowOptions())
     run = Run([], [], [], follower)
+    known: dict[tuple[Plan, int], Seen] = {}
     waiting: list[tuple[int, Decision]] = []
     for step in range(steps):
         if waiting and waiting[0][0] <= step:
             decision = waiting.pop()[1]
             follower.applied(decision, decision.cost_s)
         now = state(step)
-        seen = measured(problem, now, follower.plan, step, noise)
+        key = (follower.plan, id(now))
+        if key not in known:
+            known[key] = measured(problem, now, follower.plan)
         run.plans.append(follower.plan)
-        run.steps_s.append(step_s(truth(problem, now), follower.plan) + now.hidden(follower.plan))
-        decision = follower.see(seen)
-        if decision is not None:
-            run.decisions.append(decision)
-            waiting.append((step + late, decision))
+        run.steps_s.append(known[key].step_s)
+        found = follower.see(noisy(known[key], step, noise))
+        if found is not None:
+            run.decisions.append(found)
+            waiting.append((step + late, found))
     return run
 
 

@@ -1,0 +1,124 @@
+"""The run-time scheduler in a simulated cluster: what it finds, how soon, and that noise moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onebox.plan import DeviceSpec, Plan, Problem, Value, search
+from tests.unit.plan.problems import links, segment
+from tests.unit.plan.worlds import Run, State, even_noise, follow, normal_noise, step_s, truth
+
+EFFORT = 150_000
+"""Actions that the search for the best static plan simulates."""
+
+UNEVEN = ("quick", "half", "quick", "slow", "half", "quick", "quick", "half")
+
+
+def cluster(devices: int, *, uneven: bool = False, segments: int = 0, capacity: int | None = None) -> Problem:
+    """Return a chain of segments that are not equal, and devices with a stage each in the plans that are sought."""
+    count = segments or 4 * devices
+    made = tuple(segment(f"s{i}", 1e-3 * (1 + 0.3 * (i * 7 % 3)), state=4_000_000, saved=1000) for i in range(count))
+    values = (
+        Value(source=i, consumers=(i + 1,), forward_bytes=200_000, backward_bytes=200_000) for i in range(count - 1)
+    )
+    return Problem(
+        segments=made,
+        devices=tuple(
+            DeviceSpec(number=n, type=UNEVEN[n] if uneven else "quick", capacity_bytes=capacity) for n in range(devices)
+        ),
+        links=links(devices, latency_s=1e-4, bandwidth_bps=1e9),
+        batch=32,
+        micro_batches=(2,),
+        values=tuple(values),
+        call_s=1e-5,
+        schedules=("1f1b",),
+        replicable=False,
+        max_stages=devices,
+    )
+
+
+@cache
+def planned(*, uneven: bool) -> tuple[Problem, Plan]:
+    """Return a cluster of four devices with its best plan."""
+    problem = cluster(4, uneven=uneven)
+    return problem, best(problem)
+
+
+def best(problem: Problem) -> Plan:
+    """Return the best static plan that a search finds."""
+    return search(problem, budget_s=60.0, effort=EFFORT).plan
+
+
+def changing(first: State, *later: tuple[int, State]) -> Callable[[int], State]:
+    """Return what is the first state, and from each of some steps on another one."""
+
+    def at(step: int) -> State:
+        return ([first] + [state for begin, state in later if step >= begin])[-1]
+
+    return at
+
+
+def within(run: Run, step: int, problem: Problem, state: State) -> float:
+    """Return by what factor a step is slower than under the best static plan for a state."""
+    return run.steps_s[step] / step_s(truth(problem, state), best(truth(problem, state)))
+
+
+@pytest.mark.parametrize(("devices", "uneven"), [(4, False), (8, True)])
+def test_a_slow_device_is_relieved_and_later_as_busy_as_before(devices: int, uneven: bool) -> None:
+    problem = cluster(devices, uneven=uneven)
+    plan = best(problem)
+    victim = plan.stages[devices // 2].replicas[0][0]
+    usual, slow = State(), State(slow={victim: 3.0})
+    run = follow(problem, plan, 180, changing(usual, (50, slow), (150, usual)), noise=even_noise(1, 0.03))
+    assert within(run, 60, problem, slow) < 1.1
+    assert run.steps_s[160] < 1.05 * run.steps_s[49]
+    assert [decision.step for decision in run.decisions] == [52, 152], run.lines
+    assert all(f"device {victim}" in decision.why for decision in run.decisions)
+    assert [outcome.kept for outcome in run.follower.outcomes] == [True, True]
+    assert run.decisions[0].after_s == pytest.approx(run.steps_s[60], rel=0.1)
+
+
+@pytest.mark.parametrize(("devices", "uneven"), [(4, True), (8, False)])
+def test_a_slow_link_is_left_to_who_needs_it_least(devices: int, uneven: bool) -> None:
+    problem = cluster(devices, uneven=uneven)
+    plan = best(problem)
+    a, b = plan.stages[1].replicas[0][0], plan.stages[2].replicas[0][0]
+    usual, slow = State(), State(links={(a, b): 100.0})
+    run = follow(problem, plan, 90, changing(usual, (50, slow)), noise=even_noise(2, 0.03))
+    assert run.steps_s[50] > 1.3 * run.steps_s[49]
+    assert within(run, 60, problem, slow) < 1.1
+    assert [decision.step for decision in run.decisions] == [52], run.lines
+
+
+def test_changes_are_followed_under_noise() -> None:
+    problem = cluster(4)
+    plan = best(problem)
+    usual, slow = State(), State(slow={2: 3.0})
+    run = follow(problem, plan, 120, changing(usual, (50, slow)), noise=even_noise(3))
+    assert 51 <= run.decisions[0].step <= 55, run.lines
+    assert within(run, 70, problem, slow) < 1.1
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), even=st.booleans())
+def test_noise_moves_nothing(uneven: bool, seed: int, even: bool) -> None:
+    problem, plan = planned(uneven=uneven)
+    noise = even_noise(seed) if even else normal_noise(seed, 0.15)
+    run = follow(problem, plan, 300, changing(State()), noise=noise)
+    assert not run.decisions, run.lines
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), victim=st.integers(0, 3), begin=st.integers(4, 60))
+def test_a_third_of_the_speed_is_found_within_five_steps_under_noise(seed: int, victim: int, begin: int) -> None:
+    problem, plan = planned(uneven=False)
+    state = changing(State(), (begin, State(slow={victim: 3.0})))
+    run = follow(problem, plan, begin + 6, state, noise=even_noise(seed))
+    assert len(run.decisions) == 1
+    assert begin < run.decisions[0].step <= begin + 5
