@@ -146,6 +146,10 @@ class Compiled:
             return self.routines
         return {worker: getattr(routines, window) for worker, routines in self.windows.items()}
 
+    def earlier(self, worker: int) -> tuple[StepRoutine, ...]:
+        """Return what a worker has run before its routine, as far as that goes on with what it has left."""
+        return (self.windows[worker].fill, self.windows[worker].steady) if worker in self.windows else ()
+
     def all_of(self, worker: int) -> Sequence[StepRoutine]:
         """Return all routines of a worker."""
         if worker not in self.windows:

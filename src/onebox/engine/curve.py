@@ -215,7 +215,9 @@ class _Inventory:
         return None
 
     def _made(self, instruction: int, slot: int | None) -> tuple[Sort, str]:
-        """Return what an instruction has made."""
+        """Return what an instruction has made, or the step before."""
+        if instruction < 0:
+            return "activations", "what is left of the step before"
         label, step = self._contents.routine.labels[instruction], self._contents.steps[instruction]
         if slot is None or not isinstance(step, Call):
             return "activations", label.name

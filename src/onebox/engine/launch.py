@@ -12,8 +12,9 @@ from onebox.engine.holdings import Members
 from onebox.engine.parcels import Parcel
 from onebox.engine.results import StepLoss
 from onebox.engine.upload import Uploads
+from onebox.engine.windows import Window
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, Options, Run
+from onebox.wire.messages import Ask, Delay, Options, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class Settings:
         check_every: Every so many steps replicas compare hashes; 0 for never.
         in_flight: Steps that may be under way at once.
         max_norm: For clipping; 0 for none.
+        staleness: How many steps old the weights may be that a step is computed with.
+        delay: What is done about gradients that are late because of it.
+        warm_up: So many steps come before the first that is computed with older weights.
     """
 
     seed: int
@@ -57,6 +61,9 @@ class Settings:
     check_every: int
     in_flight: int
     max_norm: float
+    staleness: int = 0
+    delay: Delay = "none"
+    warm_up: int = 0
 
 
 def launch(
@@ -67,6 +74,9 @@ def launch(
     compiled: Compiled,
     checks: Mapping[int, Sequence[tuple[Members, Ask]]],
     changed: tuple[Options, ...],
+    *,
+    window: Window = "steady",
+    optimizer: int = 0,
 ) -> tuple[dict[int, Future[Answer]], dict[int, int]]:
     """Send each worker its part of a step.
 
@@ -78,6 +88,8 @@ def launch(
         compiled: Its routines.
         checks: What each worker is asked when replicas are compared.
         changed: The optimizer's options, if they are others than those of the step before.
+        window: Which of the routines, where steps overlap.
+        optimizer: Which the options are for, where the routines may not step it.
 
     Returns:
         The answers to come, and the bytes of each worker that are no step's while it computes this one: a worker takes
@@ -92,9 +104,9 @@ def launch(
     answers: dict[int, Future[Answer]] = {}
     with uploads.bringing(work.batch, compiled, work.parcel) as parts:
         beside = {worker: uploads.beside_bytes(worker) for worker in compiled.routines}
-        for worker, routine in compiled.routines.items():
+        for worker, routine in compiled.of(window).items():
             part = parts[worker]
-            run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace)
+            run = Run(routine.number, part.bindings, work.number, settings.seed, changed, settings.trace, optimizer)
             asks = [ask for _, ask in checks.get(worker, ())] if check else []
             answers[worker] = pool.post(worker, [*part.instructions, run, *asks], part.frames, answer=True)
     return answers, beside

@@ -21,9 +21,11 @@ from onebox.wire.messages import (
     Free,
     Gather,
     Offload,
+    OptimizerStep,
     Prefetch,
     Receive,
     Reduce,
+    Rename,
     Routine,
     Step,
     StoredProgram,
@@ -57,6 +59,8 @@ class Contents:
         optimizer_bytes: The optimizer's state.
         ranks: The worker's rank in each of its groups.
         host_bytes: What the worker keeps in its host's memory all the time: an optimizer that steps there.
+        earlier: What ran before the routine, where it goes on with what that has left.
+        versions: From each buffer of a version of a parameter to the one that it changes places with in an update.
     """
 
     routine: StepRoutine
@@ -66,18 +70,24 @@ class Contents:
     optimizer_bytes: int
     host_bytes: int = 0
     ranks: Mapping[int, int] = field(default_factory=dict)
+    earlier: tuple[StepRoutine, ...] = ()
+    versions: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """The instructions of the routine."""
-        (steps,) = (d.what.steps for d in self.routine.definitions if isinstance(d.what, Routine))
-        return steps
+        return _steps_of(self.routine)
 
     @property
     def programs(self) -> dict[int, Program]:
         """The programs that they call, by number."""
         definitions = self.routine.definitions
         return {d.number: d.what.program for d in definitions if isinstance(d.what, StoredProgram)}
+
+
+def _steps_of(routine: StepRoutine) -> tuple[Step, ...]:
+    (steps,) = (d.what.steps for d in routine.definitions if isinstance(d.what, Routine))
+    return steps
 
 
 def peaks_of(contents: Contents) -> tuple[int, int]:
@@ -101,14 +111,15 @@ def follow(contents: Contents) -> Iterator[Ledger]:
 
     It is one object, which goes on. Its peak is that of the instruction before.
     """
-    ledger = Ledger(contents.optimizer_bytes, contents.ranks)
+    ledger = Ledger(contents.optimizer_bytes, contents.ranks, contents.versions)
     for number, held in contents.held.items():
         ledger.fill(number, held.size_bytes)
-    for number, (_, spec) in contents.routine.constants.items():
-        ledger.fill(number, spec.size_bytes)
-    for index, leaf in enumerate(contents.routine.leaves):
-        ledger.fill(-1 - index, contents.leaves[leaf])
     programs = contents.programs
+    for routine in contents.earlier:
+        ledger.begin(routine, contents.leaves)
+        for step in _steps_of(routine):
+            ledger.follow(step, programs)
+    ledger.begin(contents.routine, contents.leaves)
     yield ledger
     for number, step in enumerate(contents.steps):
         ledger.peak_bytes, ledger.instruction = ledger.used_bytes, number
@@ -137,10 +148,17 @@ class Ledger:
     Args:
         charged_bytes: What counts beside buffers.
         ranks: The worker's rank in each of its groups.
+        versions: From each buffer of a version of a parameter to the one that it changes places with in an update.
     """
 
-    def __init__(self, charged_bytes: int, ranks: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        charged_bytes: int,
+        ranks: Mapping[int, int] = MappingProxyType({}),
+        versions: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._ranks = ranks
+        self._versions = versions
         self.used_bytes = charged_bytes
         self.peak_bytes = charged_bytes
         self.host_bytes = 0
@@ -154,6 +172,16 @@ class Ledger:
         self._programs: dict[tuple[int, tuple[int, ...]], tuple[int, Mapping[int, int], Mapping[int, TensorSpec]]] = {}
         self._next = 0
 
+    def begin(self, routine: StepRoutine, leaves: Mapping[tuple[int, int], int]) -> None:
+        """Take note of what a routine is given; of what is there nothing more is known than that it was before."""
+        self.origins = dict.fromkeys(self.origins, (-1, None))
+        self.instruction = -1
+        for number, (_, spec) in routine.constants.items():
+            self.fill(number, spec.size_bytes)
+        for index, leaf in enumerate(routine.leaves):
+            self.fill(-1 - index, leaves[leaf])
+        self.peak_bytes, self.host_peak_bytes = self.used_bytes, self.host_bytes
+
     def follow(self, step: Step, programs: Mapping[int, Program]) -> None:
         """Take note of an instruction."""
         match step:
@@ -161,13 +189,10 @@ class Ledger:
                 self._call(step, programs[step.program])
             case Free():
                 self._forget(step.buffers)
-            case Reduce() if step.root >= 0 and self._ranks.get(step.group) != step.root:
-                self._forget(step.buffers)
+            case Reduce():
+                self._reduce(step)
             case Broadcast():
                 self._broadcast(step)
-            case Reduce():
-                sums = sum(self._sizes[self._storage[number]] for number in step.buffers)
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes + sums)
             case Receive():
                 self.fill(step.buffer, step.spec.size_bytes)
             case Gather():
@@ -179,8 +204,28 @@ class Ledger:
                     self._release(number)
             case Prefetch():
                 self._return(step.buffers)
+            case Rename() | OptimizerStep():
+                self._rename(step)
             case _:  # the others fill no buffer, or one that is there
                 pass
+
+    def _rename(self, step: Rename | OptimizerStep) -> None:
+        """Let buffers be known by other numbers, all at once: in an update versions change places."""
+        if isinstance(step, Rename):
+            into = dict(zip(step.buffers, step.into, strict=True))
+        else:
+            forth = {number: self._versions[number] for number in step.previous}
+            into = forth | {number: previous for previous, number in forth.items()}
+        self._forget(number for number in into.values() if number not in into)
+        self._storage |= {into[number]: self._storage.pop(number) for number in list(into)}
+
+    def _reduce(self, step: Reduce) -> None:
+        """Take note of a sum: it is there beside the parts for a while, or is another worker's."""
+        if step.root >= 0 and self._ranks.get(step.group) != step.root:
+            self._forget(step.buffers)
+            return
+        sums = sum(self._sizes[self._storage[number]] for number in step.buffers)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + sums)
 
     def _broadcast(self, step: Broadcast) -> None:
         """Take note of what comes from another worker: for a while it is there beside what it is for."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from onebox.engine.adaptive import Made
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
@@ -53,6 +55,16 @@ class Observed:
     def recoveries(self) -> tuple[Recovery, ...]:
         """What was lost so far, and how the run went on."""
         return tuple(self._run.guard.recoveries) if self._run.guard else ()
+
+    @property
+    def delays(self) -> Mapping[int, int]:
+        """How many updates were how many steps late, as the workers measured it; exact steps are not measured."""
+        return self._run.overlap.measured()
+
+    @property
+    def decisions(self) -> tuple[Made, ...]:
+        """What was decided on so far because devices or links were not as planned; nothing without ``adaptive``."""
+        return self._run.adaptive.decisions if self._run.adaptive else ()
 
     @property
     def snapshots_apart(self) -> int:

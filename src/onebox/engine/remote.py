@@ -21,6 +21,7 @@ from onebox.engine.state import (
     state_entries,
     trained_names,
 )
+from onebox.engine.versions import Versions
 from onebox.graph.placements import REPLICATE, Shard, shard_of
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
@@ -58,6 +59,7 @@ class RemoteState:
         self._sent_options: tuple[Options, ...] = ()
         self._copies: Copies | None = None
         self.keep_first = False
+        self.versions = Versions()
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
@@ -154,7 +156,8 @@ class RemoteState:
                 self._trained[worker] = held
                 self._owned[worker] = holdings.owned_by(worker, trained)
                 entries, tensors = state_entries(self._share(worker, holdings), held)
-                definition = optimizer_definition(self.optimizer, self.named, held, entries, host=host)
+                delay = self.versions.delay
+                definition = optimizer_definition(self.optimizer, self.named, held, entries, host=host, delay=delay)
                 instructions: list[Instruction] = [Define(self._optimizer_number, definition)]
                 if self._copies is not None:
                     instructions.append(self._recall(self._copies, worker, held, holdings))

@@ -75,11 +75,18 @@ class StepLoss:
     Args:
         step: The step.
         failed: Called when it has failed; returns when the step is on its way again, else raises why it is not.
+        drain: Lets the gradients be applied, and waits for it, where that would come with the next step.
     """
 
-    def __init__(self, step: int, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, step: int, failed: Callable[[Exception], None], drain: Callable[[], None] = lambda: None
+    ) -> None:
         self.step = step
         self._failed = failed
+        self._drain = drain
+        self._norm: float | None = None
+        self._norm_comes = False
+        self._update: Callable[[], object] | None = None
         self._futures: list[Future[Answer]] = []
         self._finish: Callable[[list[Answer]], StepValues] | None = None
         self._values: StepValues | None = None
@@ -94,6 +101,18 @@ class StepLoss:
         """
         if self._values is None:
             self._futures, self._finish = futures, finish
+
+    def expect_norm(self) -> None:
+        """Expect the norm of the gradients when these are applied, which is not in the step's own answers."""
+        self._norm_comes, self._update = self._norm is None, None
+
+    def expect_update(self, wait: Callable[[], object]) -> None:
+        """Take note of what waits until the gradients have been applied, and :meth:`updated` has been called."""
+        self._update = wait if self._norm_comes else None
+
+    def updated(self, norm: float | None) -> None:
+        """Take note that the gradients have been applied, and of their norm."""
+        self._norm, self._norm_comes, self._update = norm, False, None
 
     @property
     def ended(self) -> bool:
@@ -135,8 +154,14 @@ class StepLoss:
 
     @property
     def gradient_norm(self) -> float | None:
-        """The 2-norm of all gradients before clipping; ``None`` without ``clip_grad_norm``. Waits."""
-        return self.values().gradient_norm
+        """The 2-norm of all gradients before clipping; ``None`` without ``clip_grad_norm``. Waits.
+
+        Where steps overlap, it is known with the next one. Asked for before that has begun, it ends the overlap.
+        """
+        values = self.values()
+        while self._norm_comes:
+            (self._update or self._drain)()
+        return values.gradient_norm if self._norm is None else self._norm
 
     def __float__(self) -> float:
         return self.item()

@@ -11,22 +11,26 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
+from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
+from onebox.engine.measuring import Whole
 from onebox.engine.migration import Migration, Moved, check_successor
+from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
 from onebox.engine.setup import Ready, Request, set_up
 from onebox.engine.state import options_of
 from onebox.engine.upload import Uploaded, Uploads
+from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
 from onebox.plan import Plan
-from onebox.pool import Answer, Pool
+from onebox.pool import Answer, Pool, raise_first
 
 _T = TypeVar("_T")
 
@@ -77,7 +81,9 @@ class TrainingRun:
         self._ready: Ready | None = None
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
+        self.overlap = Overlap(pool, remote, settings)
         self._over: dict[int, Members] = {}
+        self.adaptive: Adaptive | None = None
         if recover:
             self.guard = Guard(pool, remote, self, every=snapshot_every, in_flight=settings.in_flight)
 
@@ -86,11 +92,13 @@ class TrainingRun:
     def step(self, batch: Batch, uploaded: Uploaded | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
-        self.surely(lambda: self.set_up(batch).step(batch))
-        self.wait(self._settings.in_flight - 1)
+        if self.adaptive is not None:
+            self.adaptive.between_steps()
         number, guard = self.steps_done, self.guard
+        self.surely(lambda: self._get_ready(batch, number).step(batch))
+        self.wait(self._settings.in_flight - 1)
         kept = self.uploads.kept(batch) if parcel is None else batch
-        result = StepLoss(number, self._failed)
+        result = StepLoss(number, self._failed, self.drain)
         work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result, parcel=parcel)
         if guard is None:
             self._post(work)
@@ -123,12 +131,24 @@ class TrainingRun:
 
     def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Begin a step, or begin it again; see :class:`~onebox.engine.guard.Run`."""
-        ready = self.set_up(work.batch)
+        ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         compiled = ready.compiler.step(work.batch)
+        if overlap.open is not None and overlap.open.compiled is not compiled:
+            self.drain_now()
+        if compiled.windows:
+            overlap.begin(work.number)
+        before, window = overlap.open, overlap.window(compiled)
         changed = self._remote.changed_options(work.options)
-        answers, beside = launch(self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed)
-        finish = functools.partial(self._finish, work.number, compiled, ready, beside)
+        given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed
+        answers, beside = launch(*given, window=window, optimizer=self._remote.optimizer_number)
+        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside)
         work.loss.expect(list(answers.values()), finish)
+        if before is not None:
+            before.work.loss.expect_update(work.loss.values)
+        if compiled.windows:
+            overlap.open = Open(work=work, compiled=compiled)
+            if self._settings.max_norm:
+                work.loss.expect_norm()
         self._leave_groups()
         return answers
 
@@ -136,6 +156,35 @@ class TrainingRun:
         """Leave groups that nobody needs any more once the step that has just been asked for has begun."""
         while self._over:
             self._pool.leave_group(*self._over.popitem())
+
+    def _get_ready(self, batch: Batch, step: int) -> Ready:
+        """Return what a step is launched with; from some step on they overlap."""
+        ready = self.set_up(batch)
+        ready.compiler.windows = self.overlap.windows(step)
+        return ready
+
+    def drain(self) -> None:
+        """Let what is left of the newest step be done, and wait for it.
+
+        Raises:
+            OneboxError: It failed.
+        """
+        while self.overlap.open is not None:
+            try:
+                self.drain_now()
+            except OneboxError as error:
+                self._failed(error)
+
+    def drain_now(self) -> None:
+        """Likewise; a loss is raised, too."""
+        open_, self.overlap.open = self.overlap.open, None
+        if open_ is None or self._ready is None:
+            return
+        answers = raise_first(list(self.overlap.drain(open_).values()))
+        step, routines = open_.work.number, open_.compiled.of("drain")
+        values = step_values(step, open_.compiled.micro_batches, routines, answers, {})
+        open_.work.loss.updated(values.gradient_norm)
+        self.overlap.applied(step, answers)
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
@@ -155,19 +204,47 @@ class TrainingRun:
             raise
 
     def _finish(
-        self, step: int, compiled: Compiled, ready: Ready, beside: Mapping[int, int], answers: list[Answer]
+        self,
+        work: Work,
+        compiled: Compiled,
+        window: Window,
+        before: Open | None,
+        ready: Ready,
+        beside: Mapping[int, int],
+        answers: list[Answer],
     ) -> StepValues:
         """Put together what the workers answered; the memory of batches of later steps is no part of it."""
-        values = step_values(step, compiled.micro_batches, compiled.routines, answers, ready.checks)
+        step, routines = work.number, compiled.of(window)
+        values = step_values(step, compiled.micro_batches, routines, answers, ready.checks)
+        if compiled.windows:
+            if before is not None:
+                before.work.loss.updated(values.gradient_norm)
+                self.overlap.applied(before.work.number, answers)
+            values = StepValues(loss=values.loss, gradient_norm=None)
         if self.guard is not None:
             self.guard.ended(step)
         if self._settings.trace:
             traced = {
                 worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
-                for (worker, routine), answer in zip(compiled.routines.items(), answers, strict=True)
+                for (worker, routine), answer in zip(routines.items(), answers, strict=True)
             }
             self.traces.append(StepTrace(step=step, workers=traced))
+            if self.adaptive is not None:
+                self._tell(self.adaptive, self.traces[-1], compiled, ready.plan)
         return values
+
+    def _tell(self, adaptive: Adaptive, trace: StepTrace, compiled: Compiled, plan: Plan) -> None:
+        """Let the schedule follow what a step took."""
+        sizes = [part.size for part in compiled.micro_batches]
+        devices, links, shared = self._pool.devices, self._pool.links, self._pool.shared
+        whole = Whole(
+            trace=trace,
+            micro_batches=compiled.micro_batches,
+            full=plan.micro_batch or max(sizes),
+            hosts={device.number: device.host for device in devices},
+            timed=lambda a, b: (a, b) in links or (shared and devices[a].host == devices[b].host),
+        )
+        adaptive.ended(whole, plan)
 
     # ---- failures and losses
 
@@ -217,6 +294,9 @@ class TrainingRun:
     def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
         self.uploads.use(None)
+        self.overlap.reset()
+        if self.adaptive is not None:
+            self.adaptive.restart()
         if self._ready is not None:
             with contextlib.suppress(OneboxError):
                 self._leave_groups()
@@ -255,6 +335,10 @@ class TrainingRun:
         )
 
     # ---- another plan
+
+    def first_batch(self) -> Batch | None:
+        """Return the first batch, if there has been one."""
+        return self._first
 
     def prepare(self, plan: Plan) -> Migration | None:
         """Make all ready for another plan to take over, while steps go on; any thread may call this.
@@ -353,7 +437,10 @@ class TrainingRun:
 
     def close(self) -> None:
         """Free everything on the workers."""
+        if self.adaptive is not None:
+            self.adaptive.close()
         self.uploads.close()
+        self.overlap.free()
         self._leave_groups()
         if self._ready is not None:
             self._ready.close()

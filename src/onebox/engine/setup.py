@@ -144,6 +144,8 @@ class Ready:
             optimizer=self._optimizer,
             groups=self._groups,
             max_norm=max_norm,
+            previous=remote.versions.previous,
+            ahead=remote.versions.ahead,
         )
         if steps:
             self._require_room(batch)
@@ -264,7 +266,7 @@ class Ready:
 
     def _require_room(self, batch: Batch) -> None:
         """Refuse a batch, the first of its shape, with which a step would not fit."""
-        shape = batch.signature(batch.size)
+        shape = (batch.signature(batch.size), self.compiler.windows)
         if not self._strict or shape in self._fitting:
             return
         on_hosts = {}
@@ -336,6 +338,13 @@ class Ready:
                 )
                 for n in self.holdings.held_by(worker, state.tensors)
             }
+            versions = self._remote.versions
+            if train and self.compiler.windows:
+                held |= {
+                    number: Held("parameter", called, held[state.numbers[name]].size_bytes)
+                    for name in self.holdings.stepped_by(worker, self.trained)
+                    for number, called in versions.of(name).items()
+                }
             sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)
             held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
             trained = [
@@ -352,6 +361,11 @@ class Ready:
                 optimizer_bytes=0 if self._on_host else stepped * remembered_bytes,
                 host_bytes=remembered_bytes + copied_bytes if self._on_host else 0,
                 ranks={number: ms.index(worker) for ms, number in self._groups.items() if worker in ms},
+                earlier=compiled.earlier(worker),
+                versions={
+                    previous: versions.ahead.get(name, state.numbers[name])
+                    for name, previous in versions.previous.items()
+                },
             )
         return found
 

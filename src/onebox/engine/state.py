@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import Optimizer, Options
+from onebox.wire.messages import Delay, Optimizer, Options
 from onebox.wire.state import StateEntry
 from onebox.worker import OPTIMIZERS
 
@@ -111,6 +111,7 @@ def optimizer_definition(
     entries: tuple[StateEntry, ...],
     *,
     host: bool = False,
+    delay: Delay = "none",
     succeeds: bool = False,
 ) -> Optimizer:
     """Describe an optimizer for a worker.
@@ -121,6 +122,7 @@ def optimizer_definition(
         trained: The parameters that the worker steps.
         entries: What it remembers of them.
         host: Whether it is to step in the host's memory.
+        delay: What is done about gradients that are late.
         succeeds: Whether it takes the place of the one that has its number.
     """
     position = {name: index for index, name in enumerate(trained)}
@@ -130,7 +132,9 @@ def optimizer_definition(
         members = tuple(position[name] for p in group["params"] if (name := names[id(p)]) in position)
         groups.append((members, options))
     numbers = tuple(state.numbers[name] for name in trained)
-    return Optimizer(type(optimizer).__name__, tuple(groups), numbers, entries, host=host, succeeds=succeeds)
+    return Optimizer(
+        type(optimizer).__name__, tuple(groups), numbers, entries, host=host, delay=delay, succeeds=succeeds
+    )
 
 
 def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:

@@ -18,6 +18,7 @@ from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.evaluate import evaluate
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
+from onebox.engine.overlap import check_staleness
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, take
 from onebox.engine.results import Evaluation, StepLoss
@@ -30,6 +31,7 @@ from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.front import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.pool import Pool
+from onebox.wire.messages import Delay
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
@@ -94,6 +96,12 @@ class Trainer(Observed):
         costs: For experiments with ``sim`` devices, which compute nothing: for each segment of the model, by its name,
             the seconds of forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for what the
             plan predicts.
+        staleness: 0 for exact steps. With 1 each step is computed with the weights from before the last update, so that
+            the next step begins while the gradients of this one are still on their way: a pipeline is never empty, and
+            averaging hides under the next step. A plan of several stages needs the schedule ``async-1f1b`` for that,
+            and that needs staleness 1.
+        delay: What is done about gradients that are a step late; ``auto`` goes by the optimizer.
+        warm_up: So many steps are exact at the beginning, whatever ``staleness`` is.
 
     Raises:
         UsageError: An argument is wrong.
@@ -136,6 +144,9 @@ class Trainer(Observed):
         ahead_bytes: int = AHEAD_BYTES,
         cache: int | str | None = None,
         costs: SegmentCosts | None = None,
+        staleness: int = 0,
+        delay: Delay | Literal["auto"] = "auto",
+        warm_up: int = 0,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
@@ -161,6 +172,7 @@ class Trainer(Observed):
             optimizer="sharded" if shard_optimizer else "replicated",
         )
         request.check(pool)
+        check_staleness(staleness, delay, warm_up, given)
         self._metrics = dict(metrics or {})
         remote = RemoteState(model, loss, optimizer, pool)
         kinds = {device.kind for device in pool.devices}
@@ -176,7 +188,14 @@ class Trainer(Observed):
             costs=costs,
         )
         settings = Settings(
-            seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
+            seed=seed,
+            trace=trace,
+            check_every=check_every,
+            in_flight=in_flight,
+            max_norm=clip_grad_norm or 0.0,
+            staleness=staleness,
+            delay="none" if delay == "auto" else delay,
+            warm_up=warm_up,
         )
         uploads = Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(
@@ -267,6 +286,7 @@ class Trainer(Observed):
         Raises:
             OneboxError: One of them failed.
         """
+        self._run.drain()
         self._run.wait(0)
 
     # ---- evaluation

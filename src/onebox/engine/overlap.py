@@ -1,0 +1,166 @@
+"""Overlap: which window of a step is launched, what is left of the newest one, and versions of the weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import get_args
+
+from onebox.engine.compiler import Compiled
+from onebox.engine.launch import Settings, Work
+from onebox.engine.remote import RemoteState
+from onebox.engine.versions import Versions
+from onebox.engine.windows import Window
+from onebox.errors import UsageError
+from onebox.plan import ASYNC, Plan
+from onebox.pool import Answer, Pool
+from onebox.wire.messages import Branch, Delay, Free, Run
+from onebox.wire.sayings import Delays
+
+
+def check_staleness(staleness: int, delay: str, warm_up: int, plan: Plan | None) -> None:
+    """Refuse what steps cannot be like.
+
+    Raises:
+        UsageError: What is wrong.
+    """
+    if staleness not in (0, 1):
+        raise UsageError(f"staleness={staleness}: allowed are 0, for exact steps, and 1")
+    if delay not in ("auto", *get_args(Delay)):
+        raise UsageError(f"delay={delay!r}: allowed are 'auto', {', '.join(map(repr, get_args(Delay)))}")
+    if warm_up < 0:
+        raise UsageError(f"warm_up={warm_up}: so many steps are exact at the beginning, at least 0")
+    if plan is None:
+        return
+    if not staleness:
+        if plan.schedule == ASYNC:
+            raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
+        return
+    if len(plan.stages) > 1 and plan.schedule != ASYNC:
+        raise UsageError(
+            f"staleness=1 with the schedule {plan.schedule}: a plan of several stages needs the schedule {ASYNC!r}; "
+            "make_plan(staleness=1) makes one"
+        )
+    refused = {
+        "the optimizer's state shared out": plan.optimizer == "sharded",
+        "stages of bf16": bool(plan.narrow),
+        "stages offloaded or swapped": any(stage.fate in ("offload", "swap") for stage in plan.stages),
+        "update='host'": plan.update == "host",
+        "sync='client'": plan.sync == "client",
+    }
+    for what in (name for name, found in refused.items() if found):
+        raise UsageError(f"staleness=1 with {what}: versions of weights do not go together with that; leave one out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """A step of which something is left for the window of the next one.
+
+    Args:
+        work: The step.
+        compiled: Its routines.
+    """
+
+    work: Work
+    compiled: Compiled
+
+
+class Overlap:
+    """What a run knows of steps that overlap.
+
+    Args:
+        pool: The pool.
+        remote: The state on the workers.
+        settings: What is the same for all steps.
+    """
+
+    def __init__(self, pool: Pool, remote: RemoteState, settings: Settings) -> None:
+        self.open: Open | None = None
+        self._delays: Counter[int] = Counter()
+        self._pool = pool
+        self._remote = remote
+        self._settings = settings
+        self._counted: set[int] = set()  # steps from the next one on whose delays are known
+        self._next: int | None = None
+        self._branched = False
+        stale, ahead = settings.staleness > 0, settings.delay == "predict"
+        remote.versions = self._versions = Versions(
+            previous={name: pool.new_number() for name in remote.wanted} if stale else {},
+            ahead={name: pool.new_number() for name in remote.wanted} if stale and ahead else {},
+            delay=settings.delay,
+        )
+
+    def windows(self, step: int) -> bool:
+        """Tell whether a step may overlap with the one after it."""
+        return bool(self._settings.staleness) and step >= self._settings.warm_up
+
+    def begin(self, step: int) -> None:
+        """Let the workers have versions of their parameters, if they are to and have none yet.
+
+        Args:
+            step: The step that begins.
+
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        versions = self._versions
+        self._next = step if self._next is None else self._next
+        if self._branched or not versions.previous:
+            return
+        for worker, part in self._remote.parts().items():
+            if part.trained:
+                previous = tuple(versions.previous[name] for name in part.trained)
+                ahead = tuple(versions.ahead[name] for name in part.trained) if versions.ahead else ()
+                self._pool.post(worker, [Branch(self._remote.optimizer_number, previous, ahead)])
+        self._branched = True
+
+    def window(self, compiled: Compiled) -> Window:
+        """Return which window of some routines comes next, when all that it does not follow is drained."""
+        assert self.open is None or self.open.compiled is compiled
+        return "fill" if self.open is None else "steady"
+
+    def drain(self, open_: Open) -> dict[int, Future[Answer]]:
+        """Let the workers do what is left of a step.
+
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        settings, step = self._settings, open_.work.number + 1
+        return {
+            worker: self._pool.post(
+                worker, [Run(routine.number, (), step, settings.seed, (), settings.trace)], answer=True
+            )
+            for worker, routine in open_.compiled.of("drain").items()
+        }
+
+    def applied(self, step: int, answers: Sequence[Answer]) -> None:
+        """Count the delay of a step's gradients, as workers measured it where they applied them; each step once."""
+        found = [result for answer in answers for result in answer.results if isinstance(result, Delays)]
+        late = [delay for each in found for delay, _ in each.counts]
+        if not late or self._next is None or step < self._next or step in self._counted:
+            return
+        self._delays[max(late)] += 1
+        self._counted.add(step)
+        while self._next in self._counted:
+            self._counted.remove(self._next)
+            self._next += 1
+
+    def measured(self) -> dict[int, int]:
+        """Return how many updates were how late."""
+        return dict(sorted(self._delays.items()))
+
+    def reset(self) -> None:
+        """Take note that nothing of a step, and no version, is on the workers any more."""
+        self.open, self._branched = None, False
+
+    def free(self) -> None:
+        """Free the versions.
+
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        numbers = (*self._versions.previous.values(), *self._versions.ahead.values())
+        for worker in self._pool.present if numbers else ():
+            self._pool.post(worker, [Free(numbers)])
