@@ -8,14 +8,18 @@ Clocks of different hosts are not compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from onebox.engine.results import StepTrace
 from onebox.engine.routine import Label
-from onebox.plan import Action, MicroBatch
+from onebox.plan import Action, Links, MicroBatch
 from onebox.plan.seen import Carried, Seen, Task, Took
+
+JITTER_S = 1e-3
+"""By which messages come late on a machine whose cores are busy: 1 sleep in 100 ends so much later there."""
 
 Times = tuple[Label, int, int]
 """An instruction, when it began and when it ended, in monotonic nanoseconds."""
@@ -70,6 +74,25 @@ def see(step: Whole, following: StepTrace | None = None) -> Seen:
         links={pair: _carried(sends) for pair, sends in links.items()},
         update_s=updates,
     )
+
+
+def without_jitter(seen: Seen, links: Links) -> Seen:
+    """Return measurements in which links take what they are known to take where little speaks against it.
+
+    A short message takes as long as it takes a thread to wake, which says nothing of the link; what a message deviates
+    by less than :data:`JITTER_S` is passed over.
+
+    Args:
+        seen: The measurements.
+        links: What is known of links.
+    """
+    found = {}
+    for (a, b), carried in seen.links.items():
+        known_s = carried.messages * links.latency_s[a][b] + carried.size_bytes / links.bandwidth_bps[a][b]
+        off_s = carried.seconds - known_s
+        off_s = math.copysign(max(0.0, abs(off_s) - carried.messages * JITTER_S), off_s)
+        found[a, b] = carried._replace(seconds=known_s + off_s)
+    return replace(seen, links=found)
 
 
 def _times(trace: StepTrace) -> dict[int, list[Times]]:

@@ -83,6 +83,11 @@ class Migration:
         for worker in sorted({move.source for move in self.moves.remembered}):
             self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
 
+    @property
+    def answered(self) -> bool:
+        """Whether it is known what the optimizers remember, so that :meth:`make` waits for no step."""
+        return all(future.done() for future in self._told.values())
+
     def make(self) -> Moved:
         """Make the change: all that is asked for from then on is done under the new plan.
 

@@ -336,6 +336,10 @@ class TrainingRun:
 
     # ---- another plan
 
+    def samples(self) -> int:
+        """Return the samples of the first batch; 0 where there has been none."""
+        return self._first.size if self._first else 0
+
     def first_batch(self) -> Batch | None:
         """Return the first batch, if there has been one."""
         return self._first

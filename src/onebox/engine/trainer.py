@@ -11,11 +11,13 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read, write
 from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.evaluate import evaluate
+from onebox.engine.following import check_adaptive, problem_maker
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
 from onebox.engine.overlap import check_staleness
@@ -30,6 +32,7 @@ from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.front import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
+from onebox.plan.inputs import Problem
 from onebox.pool import Pool
 from onebox.wire.messages import Delay
 
@@ -93,6 +96,11 @@ class Trainer(Observed):
             their places travel when they are used again; never more than steps leave free. Which samples a batch has
             is said by ``samples=`` of :meth:`step` and :meth:`upload`. What is made of a sample must be the same each
             time it is used: random changes belong into ``on_device``.
+        adaptive: Whether the plan follows what devices and links do: when a device or link has plainly become slower or
+            faster than planned, actions change their order, layers change places, or replicas change shares, between
+            two steps, with the same micro-batches; what made steps slower is taken back. Each time a line is logged and
+            :attr:`decisions` has one more. Instead of ``True`` the problem that the plan was made for, of
+            :func:`onebox.make_plan`, which knows the times of each segment.
         costs: For experiments with ``sim`` devices, which compute nothing: for each segment of the model, by its name,
             the seconds of forward, input gradient and weight gradient of a sample, at speed 1. ``None`` for what the
             plan predicts.
@@ -143,6 +151,7 @@ class Trainer(Observed):
         fuse: bool = False,
         ahead_bytes: int = AHEAD_BYTES,
         cache: int | str | None = None,
+        adaptive: bool | Problem = False,
         costs: SegmentCosts | None = None,
         staleness: int = 0,
         delay: Delay | Literal["auto"] = "auto",
@@ -172,6 +181,7 @@ class Trainer(Observed):
             optimizer="sharded" if shard_optimizer else "replicated",
         )
         request.check(pool)
+        check_adaptive(adaptive, given, pool, trace=trace)
         check_staleness(staleness, delay, warm_up, given)
         self._metrics = dict(metrics or {})
         remote = RemoteState(model, loss, optimizer, pool)
@@ -208,6 +218,10 @@ class Trainer(Observed):
             recover=recover,
             snapshot_every=snapshot_every,
         )
+        if adaptive:
+            known = adaptive if isinstance(adaptive, Problem) else None
+            make = problem_maker(pool, lambda: run.captures, optimizer, run.first_batch, known)
+            run.adaptive = Adaptive(run, make, run.samples)
         super().__init__(run, remote)
 
     def __enter__(self) -> Self:

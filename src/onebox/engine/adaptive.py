@@ -1,0 +1,285 @@
+"""The schedule of a run follows what its devices and links do: what steps took goes in, plans that take over come out.
+
+A thread of its own looks at each step that has ended, lets the follower (:mod:`onebox.plan.follow`) decide, and makes a
+new plan ready while steps go on; the thread that begins steps lets it take over between two of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from onebox.engine.measuring import Whole, see, without_jitter
+from onebox.engine.migration import Migration, Moved
+from onebox.errors import OneboxError
+from onebox.plan import Plan
+from onebox.plan.follow import Follower
+from onebox.plan.follow_types import Decision, Outcome
+from onebox.plan.inputs import Problem
+from onebox.plan.seen import Seen
+
+_FIRST = 2
+"""Steps that are not looked at: workers are still slow."""
+
+_MEASURED = 3
+"""Steps that a problem is made of which nobody has measured before."""
+
+_BEHIND = 64
+"""Steps that may wait to be looked at; older ones are forgotten."""
+
+_JOIN_S = 10.0
+"""How long a thread is waited for that is to end: a decision, or what makes a plan ready, is in no hurry to stop."""
+
+_LOG = logging.getLogger("onebox")
+
+MakeProblem = Callable[[Plan, list[Seen]], Problem]
+"""From a plan and what its steps took to what a planner is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A decision that was carried out, or was to be.
+
+    Args:
+        decision: What was seen and decided.
+        step: The first step under the new plan.
+        moved_bytes: Bytes that travelled from worker to worker.
+        seconds: For which no step could begin.
+        refused: Why it could not be carried out; empty where it was.
+        outcome: What was measured of it; ``None`` as long as that is open.
+    """
+
+    decision: Decision
+    step: int
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    refused: str = ""
+    outcome: Outcome | None = None
+
+    @property
+    def line(self) -> str:
+        """One line for a person."""
+        if self.refused:
+            return f"{self.decision.line}; not done: {self.refused}"
+        moved = f"{self.moved_bytes / 1e6:.1f} MB moved in {self.seconds:.2f} s"
+        return f"{self.decision.line}; {moved}" + (f"; {self.outcome.line}" if self.outcome else "")
+
+
+class Run(Protocol):
+    """What follows asks of the run."""
+
+    steps_done: int
+
+    def prepare(self, plan: Plan) -> Migration | None:
+        """Make all ready for another plan; any thread may call this."""
+
+    def adopt(self, plan: Plan, prepared: Migration | None = None) -> Moved:
+        """Let another plan take over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step that has ended, and the plan that it ran under."""
+
+    whole: Whole
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """A decision whose plan may take over."""
+
+    decision: Decision
+    migration: Migration | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done:
+    """A decision that was carried out."""
+
+    decision: Decision
+    seconds: float
+    refused: str = ""
+
+
+class Adaptive:
+    """Follows a run.
+
+    Args:
+        run: The run.
+        make_problem: Makes the problem of what was measured.
+        batch: Returns the samples of a batch that is as most are.
+    """
+
+    def __init__(self, run: Run, make_problem: MakeProblem, batch: Callable[[], int]) -> None:
+        self.decisions: tuple[Made, ...] = ()
+        self._run = run
+        self._make_problem = make_problem
+        self._batch = batch
+        self._told: queue.Queue[_Step | _Done | None] = queue.Queue()
+        self._ready: _Ready | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    # ---- the thread that begins steps
+
+    def ended(self, whole: Whole, plan: Plan) -> None:
+        """Take the times of a step that has ended."""
+        if self._stopped.is_set() or self._told.qsize() > _BEHIND:
+            return
+        if self._thread is None:
+            work = _Work(self, self._told, self._stopped)
+            self._thread = threading.Thread(target=work.run, name="onebox-adaptive", daemon=True)
+            self._thread.start()
+        self._told.put(_Step(whole=whole, plan=plan))
+
+    def between_steps(self) -> None:
+        """Let a plan take over that is ready to.
+
+        Raises:
+            OneboxError: A worker was lost, and the run cannot go on after that.
+        """
+        with self._lock:
+            ready = self._ready
+            if ready is None or (ready.migration is not None and not ready.migration.answered):
+                return
+            self._ready = None
+        begin_s = time.monotonic()
+        moved = self._run.adopt(ready.decision.plan, ready.migration)
+        seconds = time.monotonic() - begin_s
+        made = Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes, seconds=seconds)
+        self.note(made)
+        self._told.put(_Done(decision=ready.decision, seconds=seconds))
+
+    def restart(self) -> None:
+        """Forget what was seen and decided: the run goes on after a loss, maybe with another plan and other devices."""
+        self.close()
+        self._told, self._stopped, self._thread = queue.Queue(), threading.Event(), None
+        with self._lock:
+            self._ready = None
+
+    def close(self) -> None:
+        """End the thread; what it is about to decide is not done. Idempotent."""
+        self._stopped.set()
+        self._told.put(None)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+
+    # ---- its own thread
+
+    def begin(self, plan: Plan, steps: list[Seen]) -> tuple[Follower, Problem]:
+        """Return a follower of a plan, given what its first steps took, and the problem that it goes by."""
+        problem = self._make_problem(plan, steps)
+        return Follower(problem, plan, self._batch()), problem
+
+    def samples(self) -> int:
+        """Return the samples of a batch that is as most are."""
+        return self._batch()
+
+    def offer(self, decision: Decision, stopped: threading.Event) -> str:
+        """Make a plan ready, and let it take over before the next step; return why not, where it cannot."""
+        try:
+            migration = self._run.prepare(decision.plan)
+            if migration is not None:
+                migration.ask()
+        except OneboxError as error:
+            why = str(error).splitlines()[0]
+            if not stopped.is_set():
+                self.note(Made(decision=decision, step=decision.step, refused=why))
+            return why
+        with self._lock:
+            if not stopped.is_set():
+                self._ready = _Ready(decision=decision, migration=migration)
+        return ""
+
+    def note(self, made: Made) -> None:
+        """Add a decision to those that were made."""
+        with self._lock:
+            self.decisions = (*self.decisions, made)
+        _LOG.warning("adaptive: %s", made.line)
+
+    def judged(self, outcome: Outcome) -> None:
+        """Add to a decision what became of it."""
+        with self._lock:
+            self.decisions = tuple(
+                Made(
+                    decision=made.decision,
+                    step=made.step,
+                    moved_bytes=made.moved_bytes,
+                    seconds=made.seconds,
+                    refused=made.refused,
+                    outcome=outcome if made.decision is outcome.decision else made.outcome,
+                )
+                for made in self.decisions
+            )
+        _LOG.warning("adaptive: %s", outcome.line)
+
+
+class _Work:
+    """What the thread does.
+
+    Args:
+        owner: For whom.
+        told: What it is told; ``None`` to end.
+        stopped: Set when it is to end.
+    """
+
+    def __init__(self, owner: Adaptive, told: queue.Queue[_Step | _Done | None], stopped: threading.Event) -> None:
+        self._owner = owner
+        self._told = told
+        self._stopped = stopped
+        self._follower: Follower | None = None
+        self._problem: Problem | None = None
+        self._last: _Step | None = None
+        self._passed = 0
+        self._first: deque[Seen] = deque(maxlen=_MEASURED)
+        self._judged = 0
+
+    def run(self) -> None:
+        """Take what is told until the end."""
+        while (told := self._told.get()) is not None and not self._stopped.is_set():
+            try:
+                if isinstance(told, _Done):
+                    self._done(told)
+                else:
+                    self._take(told)
+            except OneboxError as error:
+                if not self._stopped.is_set():
+                    _LOG.warning("adaptive: the schedule does not follow this run: %s", error)
+                return
+
+    def _done(self, done: _Done) -> None:
+        assert self._follower is not None
+        self._follower.applied(done.decision, done.seconds)
+        self._last = None
+
+    def _take(self, step: _Step) -> None:
+        """Take a step; it is looked at when the one after it has ended."""
+        last, self._last = self._last, step
+        if last is None or last.plan != step.plan:
+            return
+        if sum(part.size for part in last.whole.micro_batches) != self._owner.samples():
+            return
+        seen = see(last.whole, step.whole.trace)
+        if self._follower is None or self._problem is None:
+            self._passed += 1
+            if self._passed > _FIRST:
+                self._first.append(seen)
+            if len(self._first) == _MEASURED:
+                self._follower, self._problem = self._owner.begin(step.plan, list(self._first))
+            return
+        if last.plan != self._follower.plan:
+            return
+        decision = self._follower.see(without_jitter(seen, self._problem.links))
+        for outcome in self._follower.outcomes[self._judged :]:
+            self._owner.judged(outcome)
+        self._judged = len(self._follower.outcomes)
+        if decision is not None and self._owner.offer(decision, self._stopped):
+            self._follower.refused(decision)
