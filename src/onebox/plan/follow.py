@@ -251,16 +251,18 @@ class Follower:
         return decision
 
     def _close(self, trial: _Trial, kept: bool | None) -> None:
-        """Note the outcome of a decision."""
-        self._trial = None
-        self._dwell = 2 * self._dwell if kept is False else self._options.dwell
-        self._next = self._step + (1 if kept is None else self._dwell)
+        """Note the outcome of a decision; one that brought little makes the next one wait longer, too."""
+        self._trial, after_s = None, median(trial.steps_s)
+        half = (trial.before_s + trial.decision.after_s) / 2
+        if kept is not None:
+            self._dwell = self._options.dwell if after_s <= half else max(1, 2 * self._dwell)
+            self._next = self._step + self._dwell
         outcome = Outcome(
             decision=trial.decision,
             step=self._step,
             paid_s=trial.paid_s,
             before_s=trial.before_s,
-            after_s=median(trial.steps_s),
+            after_s=after_s,
             kept=kept,
         )
         self._outcomes.append(outcome)

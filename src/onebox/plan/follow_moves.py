@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, permutations
 from typing import NamedTuple
 
@@ -12,15 +11,14 @@ import msgspec
 
 from onebox.errors import UsageError
 from onebox.plan.follow_cuts import Cuts
+from onebox.plan.follow_pace import Pace
 from onebox.plan.follow_types import DecisionKind
-from onebox.plan.inputs import DeviceSpec, Problem
-from onebox.plan.judge import Judge
+from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, Part, layout_of
 from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.schedule import Schedule
 from onebox.plan.search import NAMED_BIAS
 from onebox.plan.shares import apportion
-from onebox.plan.synthesis import auto_schedule
 
 _STEPS = (1, 2, 4)
 """How many segments a cut is moved by."""
@@ -28,8 +26,8 @@ _STEPS = (1, 2, 4)
 _STARTS = 3
 """From so many of the best proposals local search begins."""
 
-_SYNTHESIS_S = 0.04
-"""Nominal seconds for a synthesised order."""
+_LEAST = 1e-3
+"""A change that saves less than this part of a step is not followed."""
 
 Move = tuple[str, int, int]
 """What a decision changes: a kind of thing, which one, and what it becomes; see :func:`moves_of`."""
@@ -81,17 +79,16 @@ class Moves:
 
     def __init__(self, problem: Problem, plan: Plan, terms: Terms) -> None:
         self._plan, self._terms = plan, terms
-        self._problem = within_limits(problem, plan)
-        self._judge = Judge(self._problem, effort=terms.budget_actions, expired=lambda: False)
-        self._now = layout_of(problem, plan)
-        self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
+        self._pace = Pace(problem, plan, terms.budget_actions)
+        self._problem, self._judge, self._now = self._pace.problem, self._pace.judge, self._pace.now
+        self._before = self._pace.step(self._now)
         self._known: dict[Layout, float] = {}
         self._formats = {stage.formats for stage in plan.stages}
 
     @property
     def before_s(self) -> float:
         """Seconds that a step is expected to take if nothing is done."""
-        return self._step(self._now)[1]
+        return self._before.seconds
 
     def best(self, others: Iterable[Plan]) -> Proposal:
         """Return the change that pays best, or none at all.
@@ -101,9 +98,11 @@ class Moves:
         """
         same = self._now.schedule
         starts = [self._now, *(layout_of(self._problem, plan)._replace(schedule=same) for plan in others)]
-        starts = sorted(dict.fromkeys((*starts, *self._proposed())), key=self._value)
-        found = min((self._climb(layout) for layout in starts[:_STARTS]), key=self._value)
-        ordered = [self._ordered(layout) for layout in dict.fromkeys((self._now, found))]
+        starts = sorted(dict.fromkeys((*starts, *self._proposed())), key=self._value)[:_STARTS]
+        found = sorted((self._climb(layout) for layout in starts), key=self._value)
+        if same != ASYNC:  # of the others it is not known yet what they take
+            found = found[:1]
+        ordered = [self._ordered(layout) for layout in dict.fromkeys((self._now, *found))]
         return min(ordered, key=lambda one: one.step_s + one.cost_s / self._terms.horizon)
 
     def _proposed(self) -> Iterator[Layout]:
@@ -122,13 +121,13 @@ class Moves:
         found = [_renamed(self._now, {a: b, b: a}) for a, b in combinations(self._plan.devices, 2)]
         share = self._judge.left // (4 * max(1, len(found)))
         found = [self._descend(layout, share) for layout in found]
-        return sorted(found, key=self._bound)[:_STARTS]
+        return sorted(found, key=self._pace.bound_s)[:_STARTS]
 
     def _descend(self, at: Layout, effort: int) -> Layout:
         """Move cuts as long as that lowers the bound."""
-        value, limit = self._bound(at), self._judge.left - effort
+        value, limit = self._pace.bound_s(at), self._judge.left - effort
         while self._judge.left > limit:
-            changes = ((self._bound(layout), layout) for layout in self._cut(at))
+            changes = ((self._pace.bound_s(layout), layout) for layout in self._cut(at))
             better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
             if better is None:
                 break
@@ -138,9 +137,9 @@ class Moves:
     def _climb(self, at: Layout) -> Layout:
         """Follow the first change that pays, again and again, while effort is left."""
         value = self._value(at)
-        while self._judge.left > 0:
+        while not self._pace.spent:
             changes = ((self._value(layout), layout) for layout in self._near(at) if self._promises(layout, value))
-            better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
+            better = next((found for found in changes if found[0] < value * (1 - _LEAST)), None)
             if better is None:
                 break
             value, at = better
@@ -148,17 +147,7 @@ class Moves:
 
     def _promises(self, layout: Layout, value: float) -> bool:
         """Tell whether a layout may be worth more than that; a bound spares most simulations."""
-        if self._judge.left <= 0:
-            return False
-        return layout in self._known or self._bound(layout) < value
-
-    def _bound(self, layout: Layout) -> float:
-        """Return seconds that a step takes at least; infinite for a layout that cannot be."""
-        try:
-            bound = self._judge.bound(layout)
-            return self._endless_bound(layout) if layout.schedule == ASYNC and bound < float("inf") else bound
-        except UsageError:  # a value would go to an earlier stage
-            return float("inf")
+        return not self._pace.spent and (layout in self._known or self._pace.bound_s(layout) < value * (1 - _LEAST))
 
     def _near(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts one change away: cuts, then shares, then places."""
@@ -212,80 +201,35 @@ class Moves:
         names = [name for name in self._problem.schedules if name not in ("auto", own)]
         found = [self._proposal(layout._replace(schedule=name), None) for name in names]
         if "auto" in self._problem.schedules or own in ("auto", "table"):
-            case = self._judge.case(layout)
-            made = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
-            found.append(self._proposal(layout._replace(schedule="table"), made))
+            found.append(self._proposal(layout._replace(schedule="table"), self._pace.made(layout)))
         other = min(found, key=lambda one: one.step_s, default=best)
         return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
 
     def _proposal(self, layout: Layout, table: Schedule | None) -> Proposal:
         """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
         moved, cost_s = self._cost(layout)
-        if table is None and layout.schedule in ("table", "auto"):
-            table = self._order(layout)
-        over, step_s = self._step(layout, table)
-        barred = layout != self._now and any(map(self._terms.barred, moves_of(self._now, layout)))
-        if over > self._step(self._now)[0] or barred:
+        over_bytes, step_s = self._pace.step(layout, table)
+        if over_bytes > self._before.over_bytes or self._barred(layout):
             step_s = float("inf")
-        return Proposal(layout, table, step_s, cost_s, moved)
+        return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved)
 
     def _value(self, layout: Layout) -> float:
-        """Return seconds that a step takes, with its part of the cost; infinite where it may not be."""
+        """Return seconds that a step takes, with its part of the cost; infinite where it may not be.
+
+        Of a pipeline that never runs empty it is the bound: simulating that takes ten times as long.
+        """
         if layout not in self._known:
             try:
-                found = self._proposal(layout, None)
-                self._known[layout] = found.step_s + found.cost_s / self._terms.horizon
+                step_s = self._pace.bound_s(layout) if layout.schedule == ASYNC else self._proposal(layout, None).step_s
             except UsageError:  # a value would go to an earlier stage
-                self._known[layout] = float("inf")
+                step_s = float("inf")
+            barred = layout.schedule == ASYNC and self._barred(layout)
+            self._known[layout] = float("inf") if barred else step_s + self._cost(layout)[1] / self._terms.horizon
         return self._known[layout]
 
-    def _step(self, layout: Layout, table: Schedule | None = None) -> tuple[int, float]:
-        """Return bytes that devices lack, and seconds of a step."""
-        if layout.schedule == ASYNC:
-            return self._endless(layout)
-        if table is None and layout.schedule in ("table", "auto"):
-            table = self._order(layout)
-        verdict = self._judge.judge(layout, table)
-        return verdict.over_bytes, verdict.simulation.step_s
-
-    def _endless(self, layout: Layout) -> tuple[int, float]:
-        """Return bytes that devices lack, and seconds from step to step of a pipeline that never runs empty.
-
-        That is the work of the busiest device or link, or half of what one step takes from end to end, as no more than
-        two are under way at a time.
-        """
-        alone = self._judge.judge(layout._replace(schedule="1f1b"))
-        return alone.over_bytes, max(self._endless_bound(layout), alone.simulation.step_s / 2)
-
-    def _endless_bound(self, layout: Layout) -> float:
-        """Return what the busiest device or link has to do for a step."""
-        case = self._judge.case(layout)
-        busy: dict[int, float] = defaultdict(float)
-        for stage, row in zip(case.work.stages, case.routes, strict=True):
-            for (device, *_), size in zip(row, case.sizes, strict=True):
-                each = stage.forward_s[device] + stage.input_s[device] + stage.weight_s[device]
-                busy[device] += each * size + 2 * case.work.call_s
-            for device, update_s in stage.update_s.items():
-                busy[device] += update_s
-        carried: dict[tuple[int, int], float] = defaultdict(float)
-        for edge in case.work.edges:
-            ends = zip(case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True)
-            for (a, *_), (b, *_), size in ends:
-                if a != b:
-                    carried[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
-                    carried[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
-        return max(*busy.values(), *carried.values(), 0.0)
-
-    def _order(self, layout: Layout) -> Schedule:
-        """Return the order of the plan's own table, by devices that may have changed places."""
-        if self._table is None:
-            case = self._judge.case(self._now)
-            self._table = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
-        pairs = zip(self._now.parts, layout.parts, strict=True)
-        names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
-        if any(one.shares != other.shares for one, other in zip(self._now.parts, layout.parts, strict=True)):
-            raise UsageError("a table says which device computes which micro-batch, which other shares change")
-        return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
+    def _barred(self, layout: Layout) -> bool:
+        """Tell whether something may not be tried for now."""
+        return layout != self._now and any(map(self._terms.barred, moves_of(self._now, layout)))
 
     def _cost(self, layout: Layout) -> tuple[dict[tuple[int, int], int], float]:
         """Return the bytes that go over each link for a change, and the seconds that it takes."""
@@ -301,18 +245,6 @@ class Moves:
                     moved[link] = moved.get(link, 0) + size
         longest = max((self._problem.links.seconds(*link, size) for link, size in moved.items()), default=0.0)
         return moved, longest + self._terms.pause_s
-
-
-def within_limits(problem: Problem, plan: Plan) -> Problem:
-    """Return a problem with the limits of memory that a plan was made for, and its size of micro-batches."""
-    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
-
-    def capacity(device: DeviceSpec) -> int | None:
-        known = [size for size in (device.capacity_bytes, limits.get(device.number)) if size]
-        return min(known, default=None)
-
-    devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
-    return replace(problem, devices=devices)
 
 
 def kind_of(before: Layout, after: Layout) -> DecisionKind:

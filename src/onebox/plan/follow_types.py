@@ -19,8 +19,8 @@ class FollowOptions:
     Args:
         gain: A decision must be expected to save at least this part of a step.
         horizon: Steps over which what it costs to get there has to come back.
-        dwell: Steps from the judgement of a decision to the next one, at least; doubled by each one that is taken back,
-            until one is kept.
+        dwell: Steps from the judgement of a decision to the next one, at least; doubled by each one that brings less
+            than half of what was expected, until one brings more.
         settle: Steps after a change of plan that are not looked at: the first ones are slower, or still of the plan
             before.
         trial: Steps after those by which a decision is judged.

@@ -1,0 +1,139 @@
+"""What a step of a changed plan takes, by simulation or, quickly, at least. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import NamedTuple
+
+from onebox.errors import UsageError
+from onebox.plan.endless import simulate_endless
+from onebox.plan.inputs import DeviceSpec, Problem
+from onebox.plan.judge import Judge
+from onebox.plan.layout import Layout, layout_of
+from onebox.plan.plan import ASYNC, Plan
+from onebox.plan.schedule import Schedule
+from onebox.plan.synthesis import auto_schedule
+from onebox.plan.windows import steady_window
+
+_SYNTHESIS_S = 0.04
+"""Nominal seconds for a synthesised order."""
+
+
+class Step(NamedTuple):
+    """What a step takes.
+
+    Args:
+        over_bytes: Bytes that devices lack.
+        seconds: Seconds from one step to the next.
+    """
+
+    over_bytes: int
+    seconds: float
+
+
+class Pace:
+    """Times layouts that are changes of one plan.
+
+    Args:
+        problem: Devices and links as they are believed to be.
+        plan: The plan that is in force.
+        budget_actions: Actions that may be simulated.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, budget_actions: int) -> None:
+        self.problem, self.plan = within_limits(problem, plan), plan
+        self.judge = Judge(self.problem, effort=budget_actions, expired=lambda: False)
+        self.now = layout_of(problem, plan)
+        self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
+        self._endless: dict[Layout, Step] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether all has been simulated that may be."""
+        return self.judge.left <= 0
+
+    def step(self, layout: Layout, table: Schedule | None = None) -> Step:
+        """Simulate a step.
+
+        Args:
+            layout: The stages.
+            table: The order of actions, where it is not what the schedule's name says, or the plan's table.
+
+        Raises:
+            UsageError: A value would go to an earlier stage, or the plan's table is not for these shares.
+        """
+        if layout.schedule == ASYNC:
+            return self._of_many(layout)
+        verdict = self.judge.judge(layout, table or self.order(layout))
+        return Step(verdict.over_bytes, verdict.simulation.step_s)
+
+    def bound_s(self, layout: Layout) -> float:
+        """Return seconds that a step takes at least; infinite for a layout that cannot be.
+
+        Of a pipeline that never runs empty it is what the busiest device or link has to do, or half of a step from end
+        to end, as no more than two are under way at a time: about what it takes.
+        """
+        try:
+            bound_s = self.judge.bound(layout)
+            return bound_s if layout.schedule != ASYNC else max(bound_s / 2, self._busiest_s(layout))
+        except UsageError:  # a value would go to an earlier stage
+            return float("inf")
+
+    def order(self, layout: Layout) -> Schedule | None:
+        """Return the plan's own table with devices that may have changed places; nothing where a name says it."""
+        if layout.schedule not in ("table", "auto"):
+            return None
+        if self._table is None:
+            self._table = self.made(self.now)
+        pairs = list(zip(self.now.parts, layout.parts, strict=True))
+        if any(one.shares != other.shares for one, other in pairs):
+            raise UsageError("a table says which device computes which micro-batch, which other shares change")
+        names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
+        return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
+
+    def made(self, layout: Layout) -> Schedule:
+        """Return an order of actions that is made for what is believed now."""
+        case = self.judge.case(layout)
+        return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+
+    def _of_many(self, layout: Layout) -> Step:
+        """Return what a step takes among many, when the pipeline never runs empty."""
+        if layout not in self._endless:
+            case = self.judge.case(layout)
+            edges = [(edge.source, edge.target) for edge in case.work.edges]
+            window, versions = steady_window(case.routes, edges, self.plan.in_flight), self.problem.versions
+            found = simulate_endless(window, case.routes, case.work, case.sizes, versions=versions, detail=False)
+            self._endless[layout] = Step(sum(found.over_bytes.values()), found.step_s)
+        return self._endless[layout]
+
+    def _busiest_s(self, layout: Layout) -> float:
+        """Return what the busiest device or link has to do for a step."""
+        case = self.judge.case(layout)
+        busy: dict[int, float] = defaultdict(float)
+        for stage, row in zip(case.work.stages, case.routes, strict=True):
+            for (device, *_), size in zip(row, case.sizes, strict=True):
+                each = stage.forward_s[device] + stage.input_s[device] + stage.weight_s[device]
+                busy[device] += each * size + 2 * case.work.call_s
+            for device, update_s in stage.update_s.items():
+                busy[device] += update_s
+        carried: dict[tuple[int, int], float] = defaultdict(float)
+        for edge in case.work.edges:
+            ends = zip(case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True)
+            for (a, *_), (b, *_), size in ends:
+                if a != b:
+                    carried[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
+                    carried[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
+        return max(*busy.values(), *carried.values(), 0.0)
+
+
+def within_limits(problem: Problem, plan: Plan) -> Problem:
+    """Return a problem with the limits of memory that a plan was made for, and its size of micro-batches."""
+    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
+
+    def capacity(device: DeviceSpec) -> int | None:
+        known = [size for size in (device.capacity_bytes, limits.get(device.number)) if size]
+        return min(known, default=None)
+
+    devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
+    return replace(problem, devices=devices)
