@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import onebox
 from onebox.plan import ASYNC, Plan
@@ -83,3 +84,104 @@ def test_every_gradient_is_applied_one_step_late(
     found, delays = run(pool, name, plan, optimizer)
     assert_same(found, late(name, plan, optimizer))
     assert delays == {0: 1, 1: len(SIZES) - 1}
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1), (2, 0, 1)], ids=str)
+def test_averaging_hides_under_the_next_step(devices: Sequence[int], pool: onebox.Pool) -> None:
+    """Plans of one stage: everything of a step is done in its window but the sums and the update."""
+    plan = Plan.data_parallel(devices, [1.0] * len(devices), micro_batch=2)
+    found, delays = run(pool, "cnn", plan, "adamw")
+    assert_same(found, late("cnn", plan, "adamw"))
+    assert delays == {0: 1, 1: len(SIZES) - 1}
+
+
+@pytest.mark.parametrize("layout", ["stages", "replicas", "tied"])
+def test_norms_and_clipping(layout: str, pool: onebox.Pool) -> None:
+    """The norm of a step comes with the window of the next one."""
+    name = "tied" if layout == "tied" else "cnn"
+    plan = Plan.data_parallel((0, 1), (1.0, 1.0), micro_batch=2)
+    if layout != "replicas":
+        plan = staged(name, (0, (1, 2), 3) if layout == "stages" else (0, 1, 2), micro_batch=2, schedule=ASYNC)
+    found, _ = run(pool, name, plan, "sgd", SIZES[:6], clip_grad_norm=0.5)
+    expected = late(name, plan, "sgd", SIZES[:6], max_norm=0.5)
+    assert_same(found, expected)
+    assert found.norms == pytest.approx(expected.norms, abs=1e-10)
+
+
+def test_looking_at_a_run_changes_nothing(pool: onebox.Pool) -> None:
+    """The state, an evaluation, a norm and a wait each end the overlap; the next step has the older weights still."""
+    plan = staged("cnn", (0, 1, 2), micro_batch=2, schedule=ASYNC)
+    case = CASES["cnn"]
+
+    def look(trainer: onebox.Trainer, step: int) -> None:
+        if step == 1:
+            trainer.tensors()
+        if step in (3, 4):
+            trainer.evaluate(case.batches([4]))
+        if step == 5:
+            trainer.wait()
+            trainer.optimizer_state()
+
+    plain, _ = run(pool, "cnn", plan, "sgd")
+    found, delays = run(pool, "cnn", plan, "sgd", between=look)
+    assert found.losses == plain.losses
+    assert all(torch.equal(tensor, plain.tensors[name]) for name, tensor in found.tensors.items())
+    assert delays == {0: 1, 1: len(SIZES) - 1}
+
+
+def test_exact_steps_come_first(pool: onebox.Pool) -> None:
+    plan = staged("cnn", (0, 1), micro_batch=2, schedule=ASYNC)
+    found, delays = run(pool, "cnn", plan, "sgd", warm_up=3)
+    assert_same(found, late("cnn", plan, "sgd", warm_up=3))
+    assert delays == {0: 1, 1: len(SIZES) - 4}
+
+
+def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
+    """A gradient is applied with the learning rate of its own step."""
+    plan = staged("mlp", (0, 1), micro_batch=2, schedule=ASYNC)
+    case = CASES["mlp"]
+    rates = [0.1, 0.1, 0.02, 0.3, 0.3, 0.001, 0.2, 0.1]
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rates[0], momentum=0.9)
+    left = iter([*rates[1:], 0.0])
+
+    def change() -> None:
+        optimizer.param_groups[0]["lr"] = next(left)
+
+    def cut(size: int) -> list[int]:
+        return [part.size for part in plan.micro_batches(size)]
+
+    expected = train_late(model, case.loss, optimizer, case.batches(list(SIZES)), cut, after_step=change)
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rates[0], momentum=0.9)
+    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, staleness=1, delay="none") as trainer:
+        for batch, rate in zip(case.batches(list(SIZES)), rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            trainer.step(*batch)
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+    assert_same(Outcome(losses=expected.losses, norms=[], tensors=tensors), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("cnn", (0, 1, 2)), ("gpt2", (0, (1, 2), 3)), ("tied", (0, 1, 2)), ("vit", (0, 1, 0, 1))]
+)
+def test_memory_is_what_was_predicted(name: str, devices: Sequence[int | Sequence[int]], pools: Shelf) -> None:
+    """The worker's account of two versions and of what two steps have under way."""
+    plan = staged(name, devices, micro_batch=2, schedule=ASYNC)
+    case = CASES[name]
+    model = case.model()
+    with (
+        onebox.open("cpu*4") as pool,
+        onebox.Trainer(
+            model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, staleness=1, delay="none"
+        ) as trainer,
+    ):
+        (batch,) = case.batches([8])
+        for _ in range(5):
+            trainer.step(*batch)
+        predicted = trainer.predicted_memory(*batch)
+        trainer.wait()
+        assert {memory.peak_bytes for memory in trainer.memory()} >= set(predicted.values())
+        assert [trainer.memory()[worker].peak_bytes for worker in plan.devices] == [
+            predicted[worker] for worker in plan.devices
+        ]
