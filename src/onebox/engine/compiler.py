@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from onebox.engine.batch import Batch
 from onebox.engine.constants import Constants
 from onebox.engine.emulated import ActionCosts, SegmentCosts
+from onebox.engine.hierarchy import find_ways
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
@@ -194,7 +195,11 @@ class Compiler:
         size = self._plan.micro_batches(batch.size)[0].size
         self._check_segments(self._captures.traced(batch, size, train=True, halves=self._halves).segments)
         parts = self._model(batch, size, train=True)
-        return parts.programs, find_holdings(self._plan, parts)
+        holdings = find_holdings(self._plan, parts)
+        if self._plan.sync == "workers":
+            circles = (members for own in holdings.circles.values() for members in own)
+            holdings = replace(holdings, ways=find_ways(self._pool, circles))
+        return parts.programs, holdings
 
     def begin(
         self,

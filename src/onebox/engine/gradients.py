@@ -163,11 +163,17 @@ class WorkerGradients:
     def _expect(self, members: Members, bucket: Bucket) -> None:
         missing = {name for name in bucket.names if name in self._last}
         self._bucket_of |= dict.fromkeys(missing, len(self._missing))
-        exchange = self._exchanges.expect(members, lambda: [self._bucket(bucket.names)], bucket.owner)
+        specs = [self._specs[name] for name in bucket.names]
+        parts = self._shared.holdings.parts(members, sum(spec.size_bytes for spec in specs))
+        prepare = functools.partial(self._bucket, bucket.names)
+        if bucket.owner is not None:
+            exchange = self._exchanges.expect(members, prepare, bucket.owner)
+        else:
+            exchange = self._exchanges.expect(members, prepare, parts=parts, specs=specs)
         exchange.ready = not missing
         self._missing.append((missing, exchange))
 
-    def _bucket(self, bucket: Sequence[str]) -> tuple[int, ...]:
+    def _bucket(self, bucket: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the buffers of a bucket, with zeros for what this worker has no part in."""
         silent = self._shared.holdings.silent
         empty = [name for name in bucket if name not in self._begun or self._worker in silent.get(name, ())]
@@ -175,7 +181,7 @@ class WorkerGradients:
             self._begun.update(empty)
             specs = [self._specs[name] for name in empty]
             self._builder.call(zeros(specs), [], [self._sums[name] for name in empty], Label("zero"))
-        return tuple(self._sums[name] for name in bucket)
+        return [tuple(self._sums[name] for name in bucket)]
 
     @property
     def own(self) -> frozenset[int]:

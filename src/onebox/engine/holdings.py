@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from onebox.cost import Groups, Way, way_to_sum
+from onebox.engine.hierarchy import subgroups
 from onebox.engine.parts import Parts
 from onebox.engine.sharding import share_out
 from onebox.graph.placements import REPLICATE, Placement, Shard, local_spec
@@ -36,6 +38,7 @@ class Holdings:
             another rank of their replica adds the same.
         owners: For each parameter that one member of each circle steps alone, that member, in the order of the
             circles; the others are stepped by all who hold them.
+        ways: How circles may sum up that may do other than in one ring.
     """
 
     devices: Members
@@ -46,6 +49,7 @@ class Holdings:
     ranks: Mapping[int, int] = field(default_factory=dict)
     silent: Mapping[str, frozenset[int]] = field(default_factory=dict)
     owners: Mapping[str, Members] = field(default_factory=dict)
+    ways: Mapping[Members, tuple[Way, ...]] = field(default_factory=dict)
 
     def held_by(self, worker: int, names: Iterable[str]) -> tuple[str, ...]:
         """Return which of some names a worker holds, in their order."""
@@ -99,6 +103,20 @@ class Holdings:
         """Tell whether some worker does not hold the whole of some name."""
         return any(self.circles[name] != (self.devices,) for name in names)
 
+    def parts(self, members: Members, size_bytes: int) -> Groups:
+        """Return which parts of a circle sum up first; one where all do at once.
+
+        Args:
+            members: The circle.
+            size_bytes: Bytes that each member has.
+        """
+        return way_to_sum(self.ways[members], size_bytes).parts if members in self.ways else (members,)
+
+    @property
+    def shared_groups(self) -> list[Members]:
+        """Return the groups that have a part in the sums of circles."""
+        return subgroups(way for ways in self.ways.values() for way in ways)
+
     def members(self, worker: int, stage: int) -> Members:
         """Return the workers that compute what a worker computes of a stage, on other micro-batches."""
         rank = self.ranks.get(worker, 0)
@@ -115,6 +133,7 @@ class Holdings:
         """
         found = {members for name in (*trained, *changed) for members in self.circles[name]}
         found |= {replica for stage in self.stages for replica in stage}
+        found |= {*self.shared_groups}
         if everybody:
             found.add(self.devices)
         return sorted((members for members in found if len(members) > 1), key=lambda members: (-len(members), members))

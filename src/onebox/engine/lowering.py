@@ -72,7 +72,7 @@ class Lowering:
         found = {}
         for worker in self._plan.devices:
             row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
-            exchanges = Exchanges(row.builder, worker, self._numbers.groups)
+            exchanges = self._exchanges(row.builder, worker)
             statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
             rounding = row.round()
@@ -105,7 +105,7 @@ class Lowering:
         self, builder: RoutineBuilder, worker: int, job: Job, values: Values, actions: Sequence[Action], window: Window
     ) -> StepRoutine:
         row = self._row(worker, job, values, actions, builder)
-        exchanges = Exchanges(builder, worker, self._numbers.groups)
+        exchanges = self._exchanges(builder, worker)
         given = (builder, worker, actions, job, exchanges)
         weights = Weights(self._numbers, window)
         late = None if window == "fill" else self._gradients.begin(*given, half="late")
@@ -129,6 +129,10 @@ class Lowering:
             row.hand_on(early.handed_on)
         row.answer()
         return builder.finish(row.leaves, row.results)
+
+    def _exchanges(self, builder: RoutineBuilder, worker: int) -> Exchanges:
+        shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split
+        return Exchanges(builder, worker, self._numbers.groups, shared=shared, early=alone)
 
     def evaluate(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
