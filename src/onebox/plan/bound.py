@@ -28,6 +28,36 @@ def lower_bound(work: Work, routes: Routes, sizes: Sequence[float], *, split: bo
     return _Bound(work, routes, sizes, split).seconds()
 
 
+def least_period(work: Work, routes: Routes, sizes: Sequence[float]) -> float:
+    """Return seconds that a step takes at least where steps follow one another and none waits for another's end.
+
+    No device does more in a step than there is time for, no link carries more, and no device sums more.
+
+    Args:
+        work: What the stages cost.
+        routes: Who computes what.
+        sizes: Micro-batches' sizes as fractions.
+    """
+    spent: dict[int, float] = {}
+    summed: dict[int, float] = {}
+    carried: dict[tuple[int, int], float] = {}
+    for stage, row in zip(work.stages, routes, strict=True):
+        loads = _loads(row, sizes)
+        for d, (turns, size) in loads.items():
+            own = (stage.forward_s[d] + stage.input_s[d] + stage.weight_s[d]) * size + 2 * work.call_s * turns
+            spent[d] = spent.get(d, 0.0) + own + stage.update_s[d]
+        if len(loads) > 1:
+            ring_s = work.links.ring_seconds([(d,) for d in loads], stage.gradient_bytes)
+            summed.update((d, summed.get(d, 0.0) + ring_s) for d in loads)
+    for edge in work.edges:
+        for (a, *_), (b, *_), size in zip(routes[edge.source], routes[edge.target], sizes, strict=True):
+            for pair, size_bytes in (((a, b), edge.forward_bytes), ((b, a), edge.backward_bytes)):
+                if a != b:
+                    seconds = size_bytes * size / work.links.bandwidth_bps[pair[0]][pair[1]]
+                    carried[pair] = carried.get(pair, 0.0) + seconds
+    return max(*spent.values(), *summed.values(), *carried.values(), 0.0)
+
+
 class _Bound:
     """The parts of the bound.
 
@@ -150,18 +180,19 @@ def _loads(row: Sequence[tuple[int, ...]], sizes: Sequence[float]) -> dict[int, 
     return found
 
 
-def least_bytes(work: Work, routes: Routes) -> dict[int, int]:
+def least_bytes(work: Work, routes: Routes, versions: int = 1) -> dict[int, int]:
     """Return the memory that each device needs at least, whatever the schedule.
 
     Args:
         work: What the stages cost.
         routes: Who computes what.
+        versions: Versions of the weights.
     """
     held: dict[int, int] = {}
     use: dict[int, int] = {}
     for cost, row in zip(work.stages, routes, strict=True):
         for d in {route[0] for route in row}:
-            held[d] = held.get(d, 0) + cost.state_bytes
+            held[d] = held.get(d, 0) + cost.state_bytes + (versions - 1) * cost.gradient_bytes
             most = max(cost.forward_work_bytes, cost.backward_work_bytes)
             use[d] = max(use.get(d, 0), cost.saved_bytes + cost.parked_bytes + most)
     return {d: held[d] + use[d] for d in held}
