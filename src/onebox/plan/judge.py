@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from onebox.plan.blocks import block_schedule
-from onebox.plan.bound import SPLIT, least_bytes, lower_bound
+from onebox.plan.bound import SPLIT, least_bytes, least_period, lower_bound
 from onebox.plan.costs import Costs
+from onebox.plan.endless import simulate_endless
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, plan_of
-from onebox.plan.plan import MicroBatch
+from onebox.plan.plan import ASYNC, MicroBatch
+from onebox.plan.prices import AWAY
 from onebox.plan.schedule import Routes, Schedule
 from onebox.plan.shares import deal
 from onebox.plan.simulate import Simulation, simulate
+from onebox.plan.windows import steady_window
 from onebox.plan.work import Work
 
 _BOUND_EFFORT = 20
 """What a bound costs for each stage, in actions simulated."""
+
+
+_ENDLESS = 30
+"""What the simulation of steps that follow one another costs, in actions simulated, for each action of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +115,18 @@ class Judge:
         if problem.max_stages is not None and layout.blocks > problem.max_stages:
             return f"more than {problem.max_stages} stages"
         fates = {part.fate for part in layout.parts} - set(problem.fates)
+        away = {part.fate for part in layout.parts if part.fate in AWAY}
         if fates:
             return f"{fates.pop()} is not allowed"
         if layout.update is not None and layout.update not in problem.updates:
             return f"the optimizer on the {layout.update} is not allowed"
+        if layout.schedule == ASYNC and (away or (layout.update or problem.updates[0]) != "device"):
+            return f"versions of weights do not go together with {away.pop() if away else 'an optimizer on the host'}"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
-        if layout.blocks > 1 and layout.schedule not in problem.schedules:
+        named = layout.blocks > 1 or layout.schedule == ASYNC
+        if named and layout.schedule not in problem.schedules:
             return f"schedule {layout.schedule} is not allowed"
         return ""
 
@@ -144,14 +156,17 @@ class Judge:
 
     def bound(self, layout: Layout) -> float:
         """Return seconds that a layout's step takes at least; infinite if it can't fit."""
-        split = layout.schedule in SPLIT
-        key = (layout.parts, layout.micro_batch, layout.update, split)
+        split, late = layout.schedule in SPLIT, layout.schedule == ASYNC
+        key = (layout.parts, layout.micro_batch, layout.update, split, late)
         if key not in self._bounds:
             self.left -= _BOUND_EFFORT * (len(layout.parts) + 3)
             case = self.case(layout)
             caps = self.problem.capacity_bytes
-            if any(need > caps.get(device, need) for device, need in least_bytes(case.work, case.routes).items()):
+            needs = least_bytes(case.work, case.routes, self.problem.versions if late else 1)
+            if any(need > caps.get(device, need) for device, need in needs.items()):
                 self._bounds[key] = float("inf")
+            elif late:
+                self._bounds[key] = least_period(case.work, case.routes, case.sizes)
             else:
                 self._bounds[key] = lower_bound(case.work, case.routes, case.sizes, split=split)
         return self._bounds[key]
@@ -168,8 +183,8 @@ class Judge:
             return known
         case = self.case(layout)
         order = schedule or self._named(layout.schedule, case)
-        simulation = simulate(order, case.routes, case.work, case.sizes, detail=False)
-        self.left -= 3 * case.actions
+        simulation = self._simulated(layout.schedule, order, case)
+        self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
         self.simulated += 1
         verdict = Verdict(layout=layout, case=case, schedule=order, simulation=simulation)
         if known is None or verdict.rank < known.rank:
@@ -190,11 +205,18 @@ class Judge:
                 return verdict
         return None
 
+    def _simulated(self, name: str, order: Schedule, case: Case) -> Simulation:
+        if name != ASYNC:
+            return simulate(order, case.routes, case.work, case.sizes, detail=False)
+        versions = self.problem.versions
+        return simulate_endless(order, case.routes, case.work, case.sizes, versions=versions, detail=False)
+
     def _named(self, name: str, case: Case) -> Schedule:
         """Return a schedule by name; it depends on routes and edges alone, which many layouts have in common."""
         edges = tuple((edge.source, edge.target) for edge in case.work.edges)
         key = (name, case.routes, edges)
         if key not in self._schedules:
             self.left -= 5 * case.actions
-            self._schedules[key] = block_schedule(name, case.routes, edges=edges)
+            made = steady_window if name == ASYNC else partial(block_schedule, name)
+            self._schedules[key] = made(case.routes, edges=edges)
         return self._schedules[key]

@@ -68,6 +68,7 @@ class Limits:
         joined: So many units of a class may hold a stage together.
         stages: Most stages.
         beam: States that are kept for each number of stages.
+        versions: Versions of the weights that a device holds.
     """
 
     samples: int
@@ -77,6 +78,7 @@ class Limits:
     joined: tuple[int, ...]
     stages: int
     beam: int = 64
+    versions: int = 1
 
 
 def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple[Part, ...]]:
@@ -196,7 +198,8 @@ class _Chain:
                 row = [0] * (end + 1)
                 for start in range(end - 1, -1, -1):
                     size = sizes[start]
-                    held += size.state + size.saved * samples * in_flight
+                    held += size.state + (self.limits.versions - 1) * size.parameter
+                    held += size.saved * samples * in_flight
                     work = max(work, size.forward_work * samples, (size.backward_work + size.late) * samples)
                     row[start] = held + work + self.kept[start] * in_flight
                 rows.append(row)

@@ -14,7 +14,7 @@ from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, plan_of
 from onebox.plan.misfit import Shortfall, misfit, shortfalls
-from onebox.plan.plan import Plan
+from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.predict import prediction_of
 from onebox.plan.recut import recut, tightest
 from onebox.plan.recut import trivial as trivial_fates
@@ -137,6 +137,9 @@ def search(
     begin = clock()
     judge = Judge(problem, effort=effort, expired=lambda: clock() >= begin + 0.65 * budget_s)
     trivial = {label: _best(judge, layouts) for label, layouts in one_stage(judge.costs)}
+    if ASYNC in problem.schedules:
+        for _, layouts in one_stage(judge.costs):
+            _best(judge, [layout._replace(schedule=ASYNC) for layout in layouts])
     if few(problem):
         _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
     _explore(judge, Random(seed))
@@ -149,6 +152,9 @@ def search(
     if best is None or best.over_bytes:
         raise misfit(judge)
     best = _simplest(judge, best)
+    if best.layout.schedule == ASYNC:  # what being late gains
+        for name in PLAIN:
+            judge.judge(best.layout._replace(schedule=name))
     return SearchResult(
         plan=_finished(problem, best),
         simulation=best.simulation,
@@ -273,6 +279,8 @@ def _policies(judge: Judge, devices: Iterable[int]) -> dict[str, Verdict]:
 def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdict:
     """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
     found = best
+    if best.layout.schedule == ASYNC and not best.over_bytes:
+        return best  # no exact schedule is quicker on its devices
     layouts = _first_of_each(_ranked(judge), _SYNTHESISED)
     if judge.case(best.layout).actions > _LONG:
         layouts = layouts[:1]
@@ -289,7 +297,10 @@ def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdic
 
 
 def _simplest(judge: Judge, best: Verdict) -> Verdict:
-    """Return, of what is as good as the best under the named schedules, what has fewest stages and actions."""
+    """Return, of what is as good as the best under the named schedules, what has fewest stages and actions.
+
+    What is exact comes before what is not.
+    """
     if best.layout.schedule == "auto":
         return best
     limit = best.simulation.step_s * (1 + NAMED_BIAS)
@@ -299,7 +310,12 @@ def _simplest(judge: Judge, best: Verdict) -> Verdict:
         if not verdict.over_bytes and verdict.simulation.step_s <= limit and judge.allows(verdict.layout)
     ]
     named = [verdict for verdict in near if verdict.layout.schedule != "auto"]
-    return min(named, key=lambda one: (one.layout.places, one.case.actions, one.simulation.step_s))
+    return min(named, key=_plainness)
+
+
+def _plainness(verdict: Verdict) -> tuple[bool, int, int, float]:
+    layout = verdict.layout
+    return layout.schedule == ASYNC, layout.places, verdict.case.actions, verdict.simulation.step_s
 
 
 def _finished(problem: Problem, verdict: Verdict) -> Plan:

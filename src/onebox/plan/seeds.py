@@ -11,10 +11,11 @@ from onebox.plan.inputs import DeviceSpec, Problem
 from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, single
 from onebox.plan.partition import Limits, alike, partitions
+from onebox.plan.plan import ASYNC
 from onebox.plan.trivial import cut, work_of
 
-PLAIN = ("1f1b", "zb-h1", "gpipe")
-"""Schedules for one stage a device."""
+PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")
+"""Schedules for one stage a device, the likeliest to be quickest first."""
 
 _ALL = 2500
 """So many cuts and assignments are few enough to look at each."""
@@ -164,10 +165,20 @@ def systems(problem: Problem) -> list[System]:
 def _programmed(
     judge: Judge, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
 ) -> list[Layout]:
-    units, joined = system
-    count = -(-judge.problem.batch // samples)
-    limits = Limits(units=units, samples=samples, count=count, in_flight=in_flight or count, joined=joined, stages=most)
-    return [Layout(parts, samples, "1f1b") for parts in partitions(judge.costs, order, limits)]
+    problem, (units, joined) = judge.problem, system
+    count = -(-problem.batch // samples)
+    late = ASYNC in problem.schedules and in_flight is None
+    limits = Limits(
+        units=units,
+        samples=samples,
+        count=count,
+        in_flight=in_flight or count,
+        joined=joined,
+        stages=most,
+        versions=problem.versions if late else 1,
+    )
+    name = ASYNC if late else "1f1b"
+    return [Layout(parts, samples, name) for parts in partitions(judge.costs, order, limits)]
 
 
 def _derived(judge: Judge, order: tuple[int, ...], layouts: Sequence[Layout]) -> Iterator[Layout]:
