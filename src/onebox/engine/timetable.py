@@ -83,7 +83,7 @@ def make_window(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes,
     if len(plan.stages) == 1:
         return _one_stage(routes)
     edges, count = stage_edges(model), len(micro_batches)
-    window = steady_window(routes, edges)
+    window = steady_window(routes, edges, plan.in_flight)
     check_window(window, count)
     validate(unrolled(window, count, _STEPS), endless(routes, _STEPS), edges)
     return window

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from onebox.engine.timetable import forward_only, make_schedule, stage_edges
+from onebox.engine.timetable import forward_only, make_schedule, make_window, stage_edges
 from onebox.errors import UsageError
 from onebox.plan import Plan, Prediction, Schedule, named_schedule, validate
 from tests.unit.engine.nets import PLANS, plan, programs, stage
@@ -82,3 +82,10 @@ def test_edges_are_those_of_the_values_and_not_of_a_chain() -> None:
 def test_an_evaluation_goes_forward_one_micro_batch_after_the_other() -> None:
     made = PLANS["one by two"]
     assert forward_only(made.routes(6)).lines() == ("0: 0F0 0F1 0F2", "1: 1F0 1F2", "2: 1F1")
+
+
+@pytest.mark.parametrize(("in_flight", "row"), [((), "0: 0F0 0B-1 0F1 0B0"), ((3, 1), "0: 0F0 0B-2 0F1 0B-1")])
+def test_a_window_has_as_many_micro_batches_in_flight_as_the_plan_says(in_flight: tuple[int, ...], row: str) -> None:
+    made = plan(*STAGES, schedule="async-1f1b", in_flight=in_flight)
+    model = programs(2, tuple(each.segments for each in made.stages), train=True, halves=False)
+    assert make_window(made, made.micro_batches(4), made.routes(4), model).lines()[0] == row
