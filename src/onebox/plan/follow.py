@@ -124,6 +124,7 @@ class Follower:
         changes = self._rates.see(seen)
         for change in changes:
             self._changes[change.link or change.device] = change
+            self._next = min(self._next, seen.step + self._options.dwell)
         self._due = self._due or bool(changes) or self._unbarred()
         self._paces.append((seen.step, seen.step_s))
         if self._trial is not None:
@@ -153,7 +154,7 @@ class Follower:
         self._pause_s += (max(0.0, seconds - moving_s) - self._pause_s) / 2
         if decision.kind == "back":
             self._rates.restore(trial.believed, trial.devices)
-            self._due = False
+            self._due = True  # something else may help
         else:
             self._trial = trial
 
@@ -199,12 +200,12 @@ class Follower:
         now, moved_bytes = layout_of(self._problem, self._plan), sum(found.moved.values())
         names = [segment.name for segment in self._problem.segments]
         told = told_change(self._plan, plan, names, self._problem.batch)
-        why = ", ".join(change.told for change in self._changes.values()) or "it is time to try again"
+        seen = self._changes.values() or self._rates.differing()
         decision = Decision(
             kind=kind_of(now, found.layout),
             step=self._step,
             plan=plan,
-            why=why,
+            why=", ".join(change.told for change in seen),
             what=f"{told} {told_cost(moved_bytes, found.cost_s)}",
             before_s=before_s,
             after_s=after_s,

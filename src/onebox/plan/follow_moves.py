@@ -201,16 +201,18 @@ class Moves:
         names = [name for name in self._problem.schedules if name not in ("auto", own)]
         found = [self._proposal(layout._replace(schedule=name), None) for name in names]
         if "auto" in self._problem.schedules or own in ("auto", "table"):
-            found.append(self._proposal(layout._replace(schedule="table"), self._pace.made(layout)))
+            found.append(self._proposal(layout._replace(schedule="auto"), self._pace.made(layout)))
         other = min(found, key=lambda one: one.step_s, default=best)
         return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
 
     def _proposal(self, layout: Layout, table: Schedule | None) -> Proposal:
         """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
-        moved, cost_s = self._cost(layout)
+        (moved, cost_s), changed = self._cost(layout), table is not None or layout != self._now
         over_bytes, step_s = self._pace.step(layout, table)
-        if over_bytes > self._before.over_bytes or self._barred(layout):
+        if over_bytes > self._before.over_bytes or (changed and self._barred(layout)):
             step_s = float("inf")
+        if changed and not moved:
+            cost_s = self._terms.pause_s
         return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved)
 
     def _value(self, layout: Layout) -> float:
@@ -223,13 +225,13 @@ class Moves:
                 step_s = self._pace.bound_s(layout) if layout.schedule == ASYNC else self._proposal(layout, None).step_s
             except UsageError:  # a value would go to an earlier stage
                 step_s = float("inf")
-            barred = layout.schedule == ASYNC and self._barred(layout)
+            barred = layout.schedule == ASYNC and layout != self._now and self._barred(layout)
             self._known[layout] = float("inf") if barred else step_s + self._cost(layout)[1] / self._terms.horizon
         return self._known[layout]
 
     def _barred(self, layout: Layout) -> bool:
         """Tell whether something may not be tried for now."""
-        return layout != self._now and any(map(self._terms.barred, moves_of(self._now, layout)))
+        return any(map(self._terms.barred, moves_of(self._now, layout)))
 
     def _cost(self, layout: Layout) -> tuple[dict[tuple[int, int], int], float]:
         """Return the bytes that go over each link for a change, and the seconds that it takes."""

@@ -44,7 +44,8 @@ class Pace:
     def __init__(self, problem: Problem, plan: Plan, budget_actions: int) -> None:
         self.problem, self.plan = within_limits(problem, plan), plan
         self.judge = Judge(self.problem, effort=budget_actions, expired=lambda: False)
-        self.now = layout_of(problem, plan)
+        now = layout_of(problem, plan)
+        self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order is told apart
         self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
         self._endless: dict[Layout, Step] = {}
 
@@ -82,7 +83,7 @@ class Pace:
 
     def order(self, layout: Layout) -> Schedule | None:
         """Return the plan's own table with devices that may have changed places; nothing where a name says it."""
-        if layout.schedule not in ("table", "auto"):
+        if layout.schedule != "auto":
             return None
         if self._table is None:
             self._table = self.made(self.now)

@@ -133,6 +133,12 @@ class Rates:
         """Whether something may be changing just now."""
         return any(drift.alarmed for drift in (*self._found.devices.values(), *self._found.links.values()))
 
+    def differing(self) -> list[Change]:
+        """Return what is believed not to be as planned."""
+        devices = [Change(device, None, drift.factor, _since(drift)) for device, drift in self._found.devices.items()]
+        links = [Change(None, link, drift.factor, _since(drift)) for link, drift in self._found.links.items()]
+        return [change for change in (*devices, *links) if not 1 / _AGAIN < change.factor < _AGAIN]
+
     def problem(self) -> Problem:
         """Return the problem as it is believed to be now."""
         if not any((self._found.devices, self._found.stages, self._found.updates, self._found.links)):

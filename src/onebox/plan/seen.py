@@ -29,7 +29,8 @@ class Took(NamedTuple):
     """How long actions took that are alike.
 
     Args:
-        mean_s: Mean seconds of one, as for a micro-batch of the plan's size. Waiting for inputs is not in it.
+        mean_s: Mean seconds of one, for a micro-batch of the plan's size or, where the plan sets none, of the replica's
+            own share. Waiting for inputs is not in it.
         actions: How many there were, at least one.
     """
 
