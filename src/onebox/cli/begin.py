@@ -116,6 +116,7 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
         metrics={"accuracy": accuracy},
         recover=config.recovers,
         snapshot_every=config.snapshot_every,
+        adaptive=config.adaptive,
     )
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 
@@ -138,6 +139,7 @@ def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Pla
             metrics={"accuracy": accuracy},
             recover=config.recovers,
             snapshot_every=config.snapshot_every,
+            adaptive=config.adaptive,
             **options,
         )
         standing = Standing.from_extra(trainer.extra, seed=config.seed, path=saved)

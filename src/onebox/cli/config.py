@@ -138,6 +138,9 @@ class TrainConfig(JobConfig):
         recover: Whether to go on when workers are lost: auto (where other machines have a part in it), on or off.
         snapshot_every: Steps from one snapshot, from which a run goes on after a loss, to the next; without it as many
             as keep their cost low.
+        adaptive: Let the plan follow what devices and links do while it runs: when one has plainly become slower or
+            faster, layers or shares move between two steps, with the same micro-batches; each time a line says what
+            was seen, done and gained.
         read: Batches that are read at once: a number, or auto, within the cores that workers leave free.
         process: Batches that are decoded at once; likewise.
         on_error: What becomes of a sample that is broken: stop, or skip it.
@@ -160,6 +163,7 @@ class TrainConfig(JobConfig):
     every: int = 20
     recover: Literal["auto", "on", "off"] = "auto"
     snapshot_every: Int = None
+    adaptive: Flag = False
     read: str = "auto"
     process: str = "auto"
     on_error: Literal["stop", "skip"] = "stop"

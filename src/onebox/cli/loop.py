@@ -15,6 +15,7 @@ import msgspec
 
 from onebox.cli.config import TrainConfig
 from onebox.engine import StepLoss, Trainer
+from onebox.engine.adaptive import Made
 from onebox.engine.history import Recovery
 from onebox.engine.upload import Uploaded
 from onebox.errors import CheckpointError, OneboxError
@@ -151,6 +152,7 @@ class Loop:
     _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
     _loss_sum: float = 0.0
     _stories: int = 0
+    _made: int = 0
     _silent: bool = False
 
     @property
@@ -215,7 +217,7 @@ class Loop:
         norm = {} if value.gradient_norm is None else {"gradient_norm": value.gradient_norm}
         self._write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
         self.progress.step(step, loss=loss, samples=samples)
-        self._tell_recoveries()
+        self._tell_news()
 
     def _drain(self, epoch: int) -> None:
         while self._pending:
@@ -242,7 +244,7 @@ class Loop:
             test_accuracy=found.metrics["accuracy"],
             samples_per_s=self.meter.epoch_samples_per_s,
         )
-        self._tell_recoveries()
+        self._tell_news()
         self._write({"event": "epoch", **msgspec.to_builtins(result)})
         self.progress.note(result_line(result, self.config.epochs))
         return result
@@ -263,13 +265,16 @@ class Loop:
             step = self.trainer.steps_done
             self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
             self._write({"event": "unsaved", "step": step, "error": str(error)})
-        self._tell_recoveries()
+        self._tell_news()
 
-    def _tell_recoveries(self) -> None:
-        """Put what was lost since, and how the run went on, on record; the trainer has logged it."""
+    def _tell_news(self) -> None:
+        """Put what was lost or decided since, and how the run went on, on record; the trainer has logged it."""
         for story in self.trainer.recoveries[self._stories :]:
             self._write({"event": "recovery", **recovery_data(story)})
             self._stories += 1
+        for made in self.trainer.decisions[self._made :]:
+            self._write({"event": "decision", **decision_data(made)})
+            self._made += 1
 
     def _write(self, record: Mapping[str, object]) -> None:
         """Put something on record; where the disk is full, it is written when there is room again."""
@@ -287,6 +292,24 @@ class Loop:
 def recovery_data(story: Recovery) -> dict[str, object]:
     """Return the story of a recovery as plain data, with what is said of it."""
     return {**dataclasses.asdict(story), "text": str(story)}
+
+
+def decision_data(made: Made) -> dict[str, object]:
+    """Return a decision of the run-time scheduler as plain data, with what is said of it."""
+    decision, outcome = made.decision, made.outcome
+    return {
+        "step": made.step,
+        "kind": decision.kind,
+        "plan": decision.plan.describe(),
+        "before_s": decision.before_s,
+        "expected_s": decision.after_s,
+        "measured_s": outcome and outcome.after_s,
+        "kept": outcome and outcome.kept,
+        "moved_bytes": made.moved_bytes,
+        "seconds": made.seconds,
+        "refused": made.refused or None,
+        "text": made.line,
+    }
 
 
 def result_line(result: EpochResult, epochs: int) -> str:

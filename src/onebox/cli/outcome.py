@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from onebox.cli.console import OutputConsole
-from onebox.cli.loop import Loop, recovery_data
+from onebox.cli.loop import Loop, decision_data, recovery_data
 from onebox.engine.curve import Curve
 from onebox.plan import Simulation, as_data
 from onebox.pool import DeviceInfo, Pool
@@ -64,7 +64,7 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
-    lines += _recoveries(loop)
+    lines += _recoveries(loop) + _decisions(loop)
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():
@@ -84,6 +84,18 @@ def _recoveries(loop: Loop) -> list[str]:
     gone = sorted(loop.trainer.pool.gone)
     left = f"; without device {', '.join(map(str, gone))} since" if gone else ""
     return [f"recovered {times}: {redone} steps done again, {seconds:.1f} s{left}"]
+
+
+def _decisions(loop: Loop) -> list[str]:
+    """Say how often the plan followed devices and links."""
+    made = [each for each in loop.trainer.decisions if not each.refused]
+    if not made:
+        return []
+    back = sum(each.decision.kind == "back" for each in made)
+    moved = sum(each.moved_bytes for each in made)
+    taken = f", {back} of them taken back" if back else ""
+    times = "once" if len(made) == 1 else f"{len(made)} times"
+    return [f"the plan changed {times}{taken}, {moved / 1e6:.1f} MB moved from device to device"]
 
 
 def _kind(device: DeviceInfo) -> str:
@@ -178,5 +190,6 @@ def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
         "comparison": found and {**found.to_data(), "memory": _memory(loop)},
         "recoveries": [recovery_data(story) for story in loop.trainer.recoveries],
+        "decisions": [decision_data(made) for made in loop.trainer.decisions],
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),
     }

@@ -13,12 +13,12 @@ from onebox.errors import UsageError
 _NOT_STORED = ("run", "resume")
 _MAY_CHANGE = (
     *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "every"),
-    *("recover", "snapshot_every", "read", "process", "on_error"),
+    *("recover", "snapshot_every", "adaptive", "read", "process", "on_error"),
     *_NOT_STORED,
 )
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
 
-_LATER = {"image_size", "read", "process", "on_error"}
+_LATER = {"image_size", "adaptive", "read", "process", "on_error"}
 """What runs of earlier versions do not say, and had as its default."""
 
 

@@ -24,10 +24,10 @@ from onebox.plan.follow_types import Decision, Outcome
 from onebox.plan.inputs import Problem
 from onebox.plan.seen import Seen
 
-_FIRST = 2
+_FIRST = 3
 """Steps that are not looked at: workers are still slow."""
 
-_MEASURED = 3
+_MEASURED = 5
 """Steps that a problem is made of which nobody has measured before."""
 
 _BEHIND = 64

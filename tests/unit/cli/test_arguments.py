@@ -58,7 +58,7 @@ def test_all_flags_of_train() -> None:
         "train --data digits --model mlp --epochs 3 --batch 32 --optimizer sgd --lr 0.1 --weight-decay 0.001 "
         "--momentum 0.8 --micro-batch 8 --clip-grad-norm 1.0 --precision bf16 --seed 7 --pool cpu*2 --threads 1 "
         "--memory 2GiB --sync client --shares 3,1 --run there --save-every 5 --every 10 --recover on "
-        "--snapshot-every 20 --image-size 24 --read 2 --process auto --on-error skip"
+        "--snapshot-every 20 --adaptive --image-size 24 --read 2 --process auto --on-error skip"
     )
     assert parse(line.split()) == TrainConfig(
         data="digits",
@@ -83,6 +83,7 @@ def test_all_flags_of_train() -> None:
         every=10,
         recover="on",
         snapshot_every=20,
+        adaptive=True,
         image_size=24,
         read="2",
         process="auto",
