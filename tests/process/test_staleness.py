@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,3 +188,50 @@ def test_memory_is_what_was_predicted(name: str, devices: Sequence[int | Sequenc
         assert [trainer.memory()[worker].peak_bytes for worker in plan.devices] == [
             predicted[worker] for worker in plan.devices
         ]
+
+
+DELAYS = ("none", "predict", "lookahead", "feedback")
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: onebox.Pool, tmp_path: Path) -> None:
+    """A checkpoint has the older weights, too, and the expected ones."""
+    plan = staged("cnn", (0, (1, 2)), micro_batch=2, schedule=ASYNC)
+    case = CASES["cnn"]
+    expected, _ = run(pool, "cnn", plan, "sgd", delay=delay)
+
+    batches = case.batches(list(SIZES))
+    model = case.model()
+    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": delay, "seed": SEED}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in batches[:5]]
+        trainer.save(tmp_path)
+    model = case.model()
+    with onebox.Trainer.resume(tmp_path, model, case.loss, OPTIMIZERS["sgd"](model), pool=pool) as trainer:
+        assert (trainer.staleness, trainer.delay) == (1, delay)
+        losses += [float(trainer.step(*batch)) for batch in batches[5:]]
+        found = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        assert trainer.delays == {1: 3}
+    assert losses == expected.losses
+    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("delay", ["none", "predict"])
+def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none(delay: str) -> None:
+    """Snapshots have the older weights, too; the steps since are done again."""
+    plan = staged("cnn", (0, 1, 2), micro_batch=2, schedule=ASYNC)
+    outcomes = []
+    for killed in (False, True):
+
+        def kill(trainer: onebox.Trainer, step: int, *, killed: bool = killed) -> None:
+            if killed and step == 5:
+                os.kill(trainer.pool.process_ids[1], signal.SIGKILL)
+
+        with onebox.open("cpu*3") as pool:
+            outcome, delays = run(
+                pool, "cnn", plan, "sgd", between=kill, delay=delay, recover=True, snapshot_every=3, check_every=0
+            )
+            outcomes.append(outcome)
+            assert delays == {0: 1, 1: len(SIZES) - 1}
+    assert outcomes[0].losses == outcomes[1].losses
+    assert all(torch.equal(tensor, outcomes[0].tensors[name]) for name, tensor in outcomes[1].tensors.items())

@@ -75,6 +75,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         extra: What the user added, such as the position in the data.
         files: The other files.
         fuse: Whether activations that are written out become single operators.
+        staleness: How many steps old the weights may be that a step is computed with.
+        delay: What was asked to be done about gradients that are late because of it.
+        warm_up: So many steps come before the first that is computed with older weights.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -91,6 +94,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extra: dict[str, Any]
     files: tuple[FileEntry, ...] = ()
     fuse: bool = False
+    staleness: int = 0
+    delay: str = "auto"
+    warm_up: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +106,7 @@ class Checkpoint:
     Args:
         manifest: What it is.
         state: Parameters and buffers; names begin with ``model.`` or ``loss.``.
-        optimizer: Tensors of the optimizer's state, by (parameter, key).
+        optimizer: Tensors of the optimizer's state, by (parameter, key); and versions of parameters, likewise.
     """
 
     manifest: Manifest

@@ -29,7 +29,8 @@ class Item(NamedTuple):
 
     Args:
         name: The parameter or buffer.
-        key: Of an entry that the optimizer remembers of it; empty for the tensor itself.
+        key: Of an entry that the optimizer remembers of it, or of another version of it (see
+            :mod:`onebox.engine.versions`); empty for the tensor itself.
         rank: Whose share, where it is split; else 0.
     """
 
@@ -54,11 +55,18 @@ class Part:
         names: Parameters and buffers, in the order in which they are copied.
         trained: Parameters that its optimizer steps, in their order.
         ranks: Its rank, of those names that are split.
+        versions: Names, each with the key of a version, that are copied behind these.
     """
 
     names: tuple[str, ...]
     trained: tuple[str, ...]
     ranks: Mapping[str, int]
+    versions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def tensors(self) -> list[Item]:
+        """The parts of the state that are buffers, in the order in which they are copied."""
+        return [*map(self.item, self.names), *(self.item(*version) for version in self.versions)]
 
     def item(self, name: str, key: str = "") -> Item:
         """Return the part of the state that it has of a name."""
@@ -96,7 +104,7 @@ class Copies:
 
     def take(self, worker: int, slot: int, part: Part, kept: Kept) -> dict[Item, int]:
         """Take note of what a worker has copied to a slot; return where each of its parts begins."""
-        listed = list(zip(map(part.item, part.names), kept.specs, strict=True))
+        listed = list(zip(part.tensors, kept.specs, strict=True))
         for entry in kept.entries:
             item = part.item(part.trained[entry.parameter], entry.key)
             if isinstance(entry.value, TensorSpec):

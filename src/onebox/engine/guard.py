@@ -56,6 +56,13 @@ class Run(Protocol):
     def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Begin a step; return what each worker will answer."""
 
+    def drain_now(self) -> None:
+        """Do what is left of the newest step, where steps overlap.
+
+        Raises:
+            OneboxError: Something failed on a worker.
+        """
+
 
 class Guard:
     """Keeps what a run needs to go on.
@@ -147,6 +154,7 @@ class Guard:
         if not history.due(self.cadence.every):
             return
         start_s = time.monotonic()
+        self._run.drain_now()
         for worker, future in self._snapshots.ask(_SPREAD * self.cadence.apart_s).items():
             future.add_done_callback(functools.partial(self._ended, "snapshot", worker))
         self._cost_s, self._asking_s = 0.0, time.monotonic() - start_s

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from onebox.engine.adaptive import Made
 from onebox.engine.batch import as_batch
+from onebox.engine.checkpoint import write
 from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
 from onebox.engine.remote import RemoteState
+from onebox.engine.restore import take
 from onebox.engine.results import Event
 from onebox.engine.run import TrainingRun
+from onebox.engine.state import OptimizerEntries
 from onebox.engine.upload import UploadCounters
 from onebox.errors import UsageError
+from onebox.graph import Precision
 from onebox.plan import Plan
 from onebox.wire.sayings import Memory
 
 
 class Observed:
-    """The part of a trainer that changes nothing.
+    """The part of a trainer that changes nothing: what can be seen of it, and what of it can be kept.
 
     Args:
         run: What it has on the pool.
         remote: The state on the workers.
     """
+
+    seed: int
+    precision: Precision
+    fuse: bool
+    clip_grad_norm: float | None
+    staleness: int
+    delay: str
+    warm_up: int
 
     def __init__(self, run: TrainingRun, remote: RemoteState) -> None:
         self._run = run
@@ -112,6 +127,62 @@ class Observed:
     def upload_counters(self) -> UploadCounters:
         """Return what bringing batches to the workers took so far, in time of the steps' callers and in bytes."""
         return self._run.uploads.counters()
+
+    # ---- state
+
+    def wait(self) -> None:
+        """Wait for all steps under way.
+
+        Raises:
+            OneboxError: One of them failed.
+        """
+        self._run.drain()
+        self._run.wait(0)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
+        self._require_open()
+        self.wait()
+        return self._run.surely(self._remote.tensors)
+
+    def optimizer_state(self) -> OptimizerEntries:
+        """Return what the optimizer remembers, as (parameter, key, value)."""
+        self._require_open()
+        self.wait()
+        return self._run.surely(self._remote.optimizer_state)
+
+    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
+        """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
+
+        Args:
+            path: The checkpoint folder; each save is a folder inside it, named for its step.
+            extra: Anything that JSON can hold, such as the position in the data and a scheduler's state; after
+                :meth:`resume` it is in ``trainer.extra``.
+            keep: How many saves to keep, the newest; all when ``None``.
+
+        Returns:
+            The folder of this save.
+
+        Raises:
+            CheckpointError: It could not be written.
+            OneboxError: A step failed.
+        """
+        self._require_open()
+        self.wait()
+        settings = {
+            "step": self.steps_done,
+            "seed": self.seed,
+            "precision": self.precision,
+            "fuse": self.fuse,
+            "clip_grad_norm": self.clip_grad_norm,
+            "staleness": self.staleness,
+            "delay": self.delay,
+            "warm_up": self.warm_up,
+            "extra": dict(extra or {}),
+        }
+        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan, **settings))
+        self._run.saved = write(Path(path), checkpoint, keep=keep)
+        return self._run.saved
 
     def _require_open(self) -> None:
         if self._closed:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import get_args
+
+import torch
 
 from onebox.engine.compiler import Compiled
+from onebox.engine.delays import DELAYS, choose_delay
 from onebox.engine.launch import Settings, Work
 from onebox.engine.remote import RemoteState
 from onebox.engine.versions import Versions
@@ -16,8 +19,22 @@ from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Branch, Delay, Free, Run
+from onebox.wire.messages import Delay, Free, Run
 from onebox.wire.sayings import Delays
+
+
+def treatment(optimizer: torch.optim.Optimizer, asked: str) -> Delay:
+    """Return what is done about gradients that are a step late, and log why, and what is to be feared.
+
+    Raises:
+        UsageError: The optimizer cannot have what is asked for.
+    """
+    choice = choose_delay(optimizer, asked)
+    if asked == "auto":
+        _LOG.info("delay=%r: %s", choice.delay, choice.why)
+    if choice.warning is not None:
+        _LOG.warning("staleness=1, delay=%r: %s", choice.delay, choice.warning)
+    return choice.delay
 
 
 def check_staleness(staleness: int, delay: str, warm_up: int, plan: Plan | None) -> None:
@@ -28,8 +45,8 @@ def check_staleness(staleness: int, delay: str, warm_up: int, plan: Plan | None)
     """
     if staleness not in (0, 1):
         raise UsageError(f"staleness={staleness}: allowed are 0, for exact steps, and 1")
-    if delay not in ("auto", *get_args(Delay)):
-        raise UsageError(f"delay={delay!r}: allowed are 'auto', {', '.join(map(repr, get_args(Delay)))}")
+    if delay not in DELAYS:
+        raise UsageError(f"delay={delay!r}: allowed are {', '.join(map(repr, DELAYS))}")
     if warm_up < 0:
         raise UsageError(f"warm_up={warm_up}: so many steps are exact at the beginning, at least 0")
     if plan is None:
@@ -52,6 +69,9 @@ def check_staleness(staleness: int, delay: str, warm_up: int, plan: Plan | None)
     }
     for what in (name for name, found in refused.items() if found):
         raise UsageError(f"staleness=1 with {what}: versions of weights do not go together with that; leave one out")
+
+
+_LOG = logging.getLogger("onebox")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +104,6 @@ class Overlap:
         self._settings = settings
         self._counted: set[int] = set()  # steps from the next one on whose delays are known
         self._next: int | None = None
-        self._branched = False
         stale, ahead = settings.staleness > 0, settings.delay == "predict"
         remote.versions = self._versions = Versions(
             previous={name: pool.new_number() for name in remote.wanted} if stale else {},
@@ -105,16 +124,9 @@ class Overlap:
         Raises:
             OneboxError: The pool is broken.
         """
-        versions = self._versions
         self._next = step if self._next is None else self._next
-        if self._branched or not versions.previous:
-            return
-        for worker, part in self._remote.parts().items():
-            if part.trained:
-                previous = tuple(versions.previous[name] for name in part.trained)
-                ahead = tuple(versions.ahead[name] for name in part.trained) if versions.ahead else ()
-                self._pool.post(worker, [Branch(self._remote.optimizer_number, previous, ahead)])
-        self._branched = True
+        if self._versions.previous and not self._remote.branched:
+            self._remote.branch()
 
     def window(self, compiled: Compiled) -> Window:
         """Return which window of some routines comes next, when all that it does not follow is drained."""
@@ -152,8 +164,8 @@ class Overlap:
         return dict(sorted(self._delays.items()))
 
     def reset(self) -> None:
-        """Take note that nothing of a step, and no version, is on the workers any more."""
-        self.open, self._branched = None, False
+        """Take note that nothing of a step is on the workers any more."""
+        self.open = None
 
     def free(self) -> None:
         """Free the versions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from onebox.engine.state import (
     state_entries,
     trained_names,
 )
-from onebox.engine.versions import Versions
+from onebox.engine.versions import KEYS, Versions
 from onebox.graph.placements import REPLICATE, Shard, shard_of
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
@@ -60,6 +61,10 @@ class RemoteState:
         self._copies: Copies | None = None
         self.keep_first = False
         self.versions = Versions()
+        self.branched = False
+        """Whether parameters have versions on the workers."""
+        self.first_versions: Mapping[tuple[str, str], Tensor] = {}
+        """Versions to start from, by the parameter and the kind."""
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
@@ -104,17 +109,21 @@ class RemoteState:
         """Bring what a snapshot has of parameters and buffers to their holders."""
         for worker in holdings.devices:
             names = [name for name in holdings.held_by(worker, holdings.holders) if copies.has(name)]
-            wanted = [
-                Wanted(
-                    Item(name, "", holdings.share(worker, name)),
-                    holdings.placement(name),
-                    holdings.spec(worker, name, self.named.spec(name)),
-                )
-                for name in names
-            ]
-            places = tuple(bring(self._pool, copies, worker, wanted))
-            numbers = tuple(self.named.numbers[name] for name in names)
-            self._pool.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), places)])
+            self._fill(copies, worker, names, holdings)
+
+    def _fill(self, copies: Copies, worker: int, names: Sequence[str], holdings: Holdings, key: str = "") -> None:
+        """Fill buffers of a worker with what a snapshot has of tensors, or of a version of them."""
+        wanted = [
+            Wanted(
+                Item(name, key, holdings.share(worker, name)),
+                holdings.placement(name),
+                holdings.spec(worker, name, self.named.spec(name)),
+            )
+            for name in names
+        ]
+        places = tuple(bring(self._pool, copies, worker, wanted))
+        numbers = tuple(self.number_of(each.item) for each in wanted)
+        self._pool.post(worker, [Fill(numbers, tuple(each.spec for each in wanted), places)])
 
     def _recall(self, copies: Copies, worker: int, held: tuple[str, ...], holdings: Holdings) -> Recall:
         """Return what lets a worker's optimizer remember what a snapshot has of it."""
@@ -122,7 +131,7 @@ class RemoteState:
         wanted = []
         for index, name in enumerate(held):
             placement, spec = holdings.placement(name), holdings.spec(worker, name, self.named.spec(name))
-            for key in copies.keys(name):
+            for key in (key for key in copies.keys(name) if key not in KEYS):
                 item = Item(name, key, holdings.share(worker, name))
                 number = copies.number(item)
                 if number is None:
@@ -163,8 +172,43 @@ class RemoteState:
                     instructions.append(self._recall(self._copies, worker, held, holdings))
                 futures.append(self._pool.post(worker, instructions, [to_frame(t) for t in tensors], answer=True))
         raise_first(futures)
+        if self.versions.previous:
+            self._bring_versions(holdings)
         if not self.keep_first:
-            self.remembered = []
+            self.forget_first()
+
+    def _bring_versions(self, holdings: Holdings) -> None:
+        """Bring versions of parameters to the workers, if there are any to go on with."""
+        for worker, trained in self._trained.items():
+            for key, numbers in self.versions.keys.items():
+                if self._copies is not None:
+                    names = [name for name in trained if key in self._copies.keys(name)]
+                    self._fill(self._copies, worker, names, holdings, key)
+                else:
+                    names = [name for name in trained if (name, key) in self.first_versions]
+                for name in names if self._copies is None else ():
+                    whole, placement = self.first_versions[name, key], holdings.placement(name)
+                    part = shard_of(whole, placement, holdings.ranks[worker]) if isinstance(placement, Shard) else whole
+                    put = Put((numbers[name],), (spec_of(part),))
+                    self._pool.post(worker, [put], [to_frame(part.contiguous())])
+                if len(names) < len(trained):
+                    return
+            self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained, behind=1)])
+            self.branched = True
+
+    def branch(self) -> None:
+        """Let parameters have versions from now on.
+
+        Raises:
+            OneboxError: The pool is broken.
+        """
+        for worker, trained in self._trained.items():
+            self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained)])
+        self.branched = True
+
+    def number_of(self, item: Item) -> int:
+        """Return the buffer of a part of the state."""
+        return self.versions.keys[item.key][item.name] if item.key else self.named.numbers[item.name]
 
     def settle(self, holdings: Holdings, trained: tuple[str, ...]) -> None:
         """Take note that the state, and what the optimizer remembers, has come to be where a plan wants it.
@@ -258,6 +302,15 @@ class RemoteState:
         reading = self.reading()
         return reading.read(self._ask(reading.optimizer_questions())).entries
 
+    def version_tensors(self) -> dict[tuple[str, str], Tensor]:
+        """Return the versions of parameters, by the parameter and the kind; none where there are none."""
+        found: dict[tuple[str, str], Tensor] = {}
+        for key, numbers in self.versions.keys.items() if self.branched else ():
+            reading = dataclasses.replace(self.reading(), numbers=numbers, names=dict(self._owned))
+            tensors = reading.read(self._ask(reading.tensor_questions())).tensors
+            found |= {(name, key): tensor for name, tensor in tensors.items()}
+        return found
+
     def reading(self) -> Reading:
         """Return who answers for which part of the state, as it is spread now."""
         names: dict[int, list[str]] = {}
@@ -290,12 +343,13 @@ class RemoteState:
 
     def parts(self) -> dict[int, Part]:
         """Return what each worker has of the state."""
-        holdings = self.holdings
+        holdings, keys = self.holdings, self.versions.keys if self.branched else ()
         return {
             worker: Part(
                 names=holdings.held_by(worker, holdings.holders),
                 trained=self._trained.get(worker, ()),
                 ranks={name: holdings.share(worker, name) for name in holdings.placements},
+                versions=tuple((name, key) for key in keys for name in self._trained.get(worker, ())),
             )
             for worker in holdings.devices
         }
@@ -314,12 +368,13 @@ class RemoteState:
         self._trained, self._owned, self._holders, self._holdings = {}, {}, {}, None
         self._sent_options, self._optimizer_number = (), 0
         self._copies = copies
+        self.branched = False
         if copies is not None:
-            self.remembered = []
+            self.forget_first()
 
     def forget_first(self) -> None:
-        """Forget what the optimizer remembered at first: there is a snapshot."""
-        self.remembered = []
+        """Forget what the optimizer remembered at first, and versions: there is a snapshot."""
+        self.remembered, self.first_versions = [], {}
 
     def memory(self) -> list[Memory]:
         """Return the memory of each worker."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, NumberEntry
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import NamedState, OptimizerEntries, named_state, options_of
+from onebox.engine.versions import KEYS
 from onebox.errors import CheckpointError
 from onebox.plan import Plan
 from onebox.wire import spec_of
@@ -44,6 +45,7 @@ def take(remote: RemoteState, **settings: Any) -> Checkpoint:
         **settings,
     )
     tensors = {(name, key): value for name, key, value in entries if isinstance(value, Tensor)}
+    tensors |= remote.version_tensors()
     return Checkpoint(manifest=manifest, state=state, optimizer=tensors)
 
 
@@ -78,9 +80,14 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
 def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
     """Return what the optimizer of a checkpoint remembers."""
     return [
-        *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items()),
+        *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items() if key not in KEYS),
         *((entry.parameter, entry.key, entry.value) for entry in checkpoint.manifest.numbers),
     ]
+
+
+def versions(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+    """Return the versions of parameters in a checkpoint, by the parameter and the kind."""
+    return {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -385,6 +385,7 @@ class TrainingRun:
             return Moved()
         moved = Moved()
         try:
+            self.drain()
             migration.after.compiler.step(self._first)  # the programs are at the workers before they are needed
             moved = migration.make()
             self._over.update(moved.over)

@@ -12,6 +12,7 @@ from onebox.engine.calibrate import resolve_shares
 from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
+from onebox.engine.delays import extra_copies
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
 from onebox.engine.packing import Packing
@@ -351,7 +352,9 @@ class Ready:
                 self.holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self.holdings.stepped_by(worker, self.trained)
             ]
-            remembered_bytes = int(self._factor * sum(trained)) + self._fixed_bytes * len(trained)
+            corrects = train and self.compiler.windows and not versions.ahead
+            factor = self._factor + (extra_copies(versions.delay) if corrects else 0)
+            remembered_bytes = int(factor * sum(trained)) + self._fixed_bytes * len(trained)
             copied_bytes = 0 if self._pool.devices[worker].kind == "cpu" else sum(trained)  # stepped, and sent back
             found[worker] = Contents(
                 routine=routine,

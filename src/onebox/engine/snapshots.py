@@ -124,7 +124,7 @@ class Snapshots:
         self._slots |= {(worker, slot) for worker in parts}
         asked = {}
         for worker, part in parts.items():
-            numbers = tuple(self._remote.named.numbers[name] for name in part.names)
+            numbers = tuple(map(self._remote.number_of, part.tensors))
             snapshot = Snapshot(slot, numbers, self._remote.optimizer_number if part.trained else 0)
             asked[worker] = self._pool.post(worker, [snapshot], answer=True)
         self._taking = _Taking(slot=slot, over_s=over_s, parts=parts, asked=asked)

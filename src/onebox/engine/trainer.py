@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import as_batch
-from onebox.engine.checkpoint import read, write
+from onebox.engine.checkpoint import read
 from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive, problem_maker
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
-from onebox.engine.overlap import check_staleness
+from onebox.engine.overlap import check_staleness, treatment
 from onebox.engine.remote import RemoteState
-from onebox.engine.restore import planned_options, remembered, restore, take
+from onebox.engine.restore import planned_options, remembered, restore, versions
 from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
 from onebox.engine.setup import Request, check_settings, recovers, steps_in_flight
-from onebox.engine.state import OptimizerEntries
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -34,7 +33,6 @@ from onebox.graph.front import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.plan.inputs import Problem
 from onebox.pool import Pool
-from onebox.wire.messages import Delay
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 
@@ -108,7 +106,8 @@ class Trainer(Observed):
             the next step begins while the gradients of this one are still on their way: a pipeline is never empty, and
             averaging hides under the next step. A plan of several stages needs the schedule ``async-1f1b`` for that,
             and that needs staleness 1.
-        delay: What is done about gradients that are a step late; ``auto`` goes by the optimizer.
+        delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``feedback``
+            (see docs/staleness.md), or ``auto``, which goes by the optimizer and logs which it is, and why.
         warm_up: So many steps are exact at the beginning, whatever ``staleness`` is.
 
     Raises:
@@ -154,7 +153,7 @@ class Trainer(Observed):
         adaptive: bool | Problem = False,
         costs: SegmentCosts | None = None,
         staleness: int = 0,
-        delay: Delay | Literal["auto"] = "auto",
+        delay: str = "auto",
         warm_up: int = 0,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
@@ -169,6 +168,7 @@ class Trainer(Observed):
         self.precision: Precision = precision
         self.fuse = fuse
         self.clip_grad_norm = clip_grad_norm
+        self.staleness, self.delay, self.warm_up = staleness, delay, warm_up
         self.extra: dict[str, Any] = {}
         self._in_flight = in_flight
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
@@ -204,7 +204,7 @@ class Trainer(Observed):
             in_flight=in_flight,
             max_norm=clip_grad_norm or 0.0,
             staleness=staleness,
-            delay="none" if delay == "auto" else delay,
+            delay=treatment(optimizer, delay) if staleness else "none",
             warm_up=warm_up,
         )
         uploads = Uploads(pool, ahead_bytes, cache_bytes(cache))
@@ -294,15 +294,6 @@ class Trainer(Observed):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
         return result
 
-    def wait(self) -> None:
-        """Wait for all steps under way.
-
-        Raises:
-            OneboxError: One of them failed.
-        """
-        self._run.drain()
-        self._run.wait(0)
-
     # ---- evaluation
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Evaluation:
@@ -343,48 +334,6 @@ class Trainer(Observed):
             for name, tensor in self.tensors().items():
                 self._remote.named.tensors[name].copy_(tensor)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
-        self._require_open()
-        self.wait()
-        return self._run.surely(self._remote.tensors)
-
-    def optimizer_state(self) -> OptimizerEntries:
-        """Return what the optimizer remembers, as (parameter, key, value)."""
-        self._require_open()
-        self.wait()
-        return self._run.surely(self._remote.optimizer_state)
-
-    def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
-        """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
-
-        Args:
-            path: The checkpoint folder; each save is a folder inside it, named for its step.
-            extra: Anything that JSON can hold, such as the position in the data and a scheduler's state; after
-                :meth:`resume` it is in ``trainer.extra``.
-            keep: How many saves to keep, the newest; all when ``None``.
-
-        Returns:
-            The folder of this save.
-
-        Raises:
-            CheckpointError: It could not be written.
-            OneboxError: A step failed.
-        """
-        self._require_open()
-        self.wait()
-        settings = {
-            "step": self.steps_done,
-            "seed": self.seed,
-            "precision": self.precision,
-            "fuse": self.fuse,
-            "clip_grad_norm": self.clip_grad_norm,
-            "extra": dict(extra or {}),
-        }
-        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan, **settings))
-        self._run.saved = write(Path(path), checkpoint, keep=keep)
-        return self._run.saved
-
     @classmethod
     def resume(
         cls,
@@ -420,12 +369,15 @@ class Trainer(Observed):
             "precision": manifest.precision,
             "fuse": manifest.fuse,
             "clip_grad_norm": manifest.clip_grad_norm,
+            "staleness": manifest.staleness,
+            "delay": manifest.delay,
+            "warm_up": manifest.warm_up,
             **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
         trainer._run.steps_done, trainer._run.saved = manifest.step, Path(path)
         trainer.extra = manifest.extra
-        trainer._remote.remembered = remembered(checkpoint)
+        trainer._remote.remembered, trainer._remote.first_versions = remembered(checkpoint), versions(checkpoint)
         return trainer
 
     def close(self) -> None:

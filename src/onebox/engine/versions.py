@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onebox.wire.messages import Delay
+from onebox.wire.messages import Branch, Delay
+
+PREVIOUS, AHEAD = "previous", "ahead"
+"""What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""
+
+KEYS = (PREVIOUS, AHEAD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,18 @@ class Versions:
     ahead: Mapping[str, int] = field(default_factory=dict)
     delay: Delay = "none"
 
+    @property
+    def keys(self) -> dict[str, Mapping[str, int]]:
+        """The buffers of each kind of version that there is, by the name of the kind."""
+        found = {PREVIOUS: self.previous, AHEAD: self.ahead}
+        return {key: numbers for key, numbers in found.items() if numbers}
+
+    def branch(self, optimizer: int, trained: Sequence[str], *, behind: int = 0) -> Branch:
+        """Return what lets an optimizer's parameters have versions; they are there already if they are behind."""
+        previous = tuple(self.previous[name] for name in trained)
+        ahead = tuple(self.ahead[name] for name in trained) if self.ahead else ()
+        return Branch(optimizer, previous, ahead, behind)
+
     def of(self, name: str) -> dict[int, str]:
         """Return the buffers that a parameter has beside its own, and what each is called."""
-        found = {self.previous[name]: f"previous.{name}"} if name in self.previous else {}
-        return found | ({self.ahead[name]: f"ahead.{name}"} if name in self.ahead else {})
+        return {numbers[name]: f"{key}.{name}" for key, numbers in self.keys.items() if name in numbers}
