@@ -16,9 +16,11 @@ from onebox.engine.ledger import Contents, peaks_of
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import host_lack
 from onebox.engine.setup import Ready
+from onebox.engine.versions import Versions
 from onebox.graph import Loss
-from onebox.plan import Plan
+from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
+from onebox.wire.messages import Delay
 
 
 class Nowhere:
@@ -69,12 +71,13 @@ def count_memory(
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
+    delay: Delay = "none",
 ) -> Count:
     """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    contents = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).contents(batch)
+    contents = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay).contents(batch)
     peaks = {device: peaks_of(found) for device, found in contents.items()}
     lack = host_lack({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
     return Count({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
@@ -91,6 +94,7 @@ def forecast_memory(
     captures: Captures,
     max_norm: float = 0.0,
     ahead: int = 0,
+    delay: Delay = "none",
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
 
@@ -104,12 +108,14 @@ def forecast_memory(
         captures: The captured model.
         max_norm: For clipping; 0 for none.
         ahead: How many batches like it lie there already for later steps.
+        delay: Of an asynchronous plan, what is done about gradients that are late.
 
     Raises:
         UsageError: The plan is for another model.
         CaptureError: Replicas cannot share the model.
     """
-    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).peaks(batch, ahead=ahead)
+    ready = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay)
+    return ready.peaks(batch, ahead=ahead)
 
 
 def forecast_contents(
@@ -122,12 +128,13 @@ def forecast_contents(
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
+    delay: Delay = "none",
 ) -> dict[int, Contents]:
     """Return what each device of a plan will have when a step begins, from which its memory can be followed.
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm).contents(batch)
+    return _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay).contents(batch)
 
 
 def _ready(
@@ -139,7 +146,16 @@ def _ready(
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float,
+    delay: Delay,
 ) -> Ready:
     nowhere = cast(Pool, Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
-    return Ready(plan, nowhere, captures, remote, batch, max_norm)
+    if plan.schedule == ASYNC:
+        remote.versions = Versions(
+            previous={name: nowhere.new_number() for name in remote.wanted},
+            ahead={name: nowhere.new_number() for name in remote.wanted} if delay == "predict" else {},
+            delay=delay,
+        )
+    ready = Ready(plan, nowhere, captures, remote, batch, max_norm)
+    ready.compiler.windows = plan.schedule == ASYNC
+    return ready

@@ -12,6 +12,7 @@ from torch import nn
 
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
+from onebox.engine.delays import choose_delay, extra_copies
 from onebox.engine.forecast import count_memory
 from onebox.engine.formats import with_formats
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
@@ -19,11 +20,11 @@ from onebox.engine.profiling import profile_model
 from onebox.engine.within import search_within
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
-from onebox.plan import SCHEDULES, Links, Plan, UpdateAt
+from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.inputs import Problem
 from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.search import SearchResult
-from onebox.pool import Pool
+from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
 
 
@@ -53,7 +54,7 @@ def make_plan(
     *,
     pool: Pool,
     micro_batches: Sequence[int] | None = None,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] | None = None,
     fates: Sequence[ChainFate] = FATES,
     update: Sequence[UpdateAt] = ("device",),
     memory: Memory | None = None,
@@ -62,6 +63,8 @@ def make_plan(
     fuse: bool = False,
     budget_s: float = 5.0,
     fresh: bool = False,
+    staleness: int = 0,
+    delay: str = "auto",
 ) -> Planned:
     """Find the best plan for a model, a batch and a pool.
 
@@ -74,7 +77,7 @@ def make_plan(
         pool: The devices; each is measured.
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
             the micro-batch where a model looks at it as a whole, as batch norm does.
-        schedules: Allowed schedules.
+        schedules: Allowed schedules; all when ``None``.
         fates: What may become of activations that a device has no room for: ``keep``, ``recompute``, ``offload``,
             ``swap``, and ``cpu`` for parts of a device's stage on a CPU worker beside it.
         update: Where the optimizer's state may be: ``device``, ``host``, or both to choose from.
@@ -86,9 +89,14 @@ def make_plan(
         fuse: Likewise.
         budget_s: The most seconds that the search may take.
         fresh: Measure anew what is known from an earlier time.
+        staleness: How many steps late gradients may be applied. With 1 there are asynchronous plans, too, whose
+            schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains
+            anything, the plan is exact.
+        delay: With staleness 1, what is done about late gradients, as for :class:`Trainer`; it matters to the memory.
 
     Raises:
-        UsageError: The batch cannot be divided as asked, or the budgets are none of these devices.
+        UsageError: The batch cannot be divided as asked, the optimizer cannot have what ``delay`` asks for, or the
+            budgets are none of these devices.
         PlanError: Nothing fits.
         CaptureError: The model cannot be captured.
 
@@ -105,6 +113,8 @@ def make_plan(
     batch = as_batch(inputs, targets)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
+    late = choose_delay(optimizer, delay).delay
+    names = tuple(schedules) if schedules is not None else (*SCHEDULES, ASYNC) if staleness else SCHEDULES
     profile, captures = profile_model(
         model,
         loss,
@@ -127,30 +137,42 @@ def make_plan(
         links,
         batch=batch.size,
         micro_batches=allowed,
-        schedules=tuple(schedules),
+        schedules=names,
         fates=fates,
         updates=update,
         preparing=preparing,
+        staleness=staleness,
+        versions=2 + extra_copies(late),
     )
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
     result, plan = search_within(
         problem,
         lambda plan: count_memory(
-            with_formats(plan, profile, pool.devices),
+            formatted(plan, profile, pool.devices),
             model,
             loss,
             optimizer,
             batch,
             devices=pool.devices,
             captures=captures,
+            delay=late,
         ),
         budget_s,
     )
-    plan = with_formats(plan, profile, pool.devices)
+    plan = formatted(plan, profile, pool.devices)
     if any(budgets):
         plan = msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))
     return Planned(plan=plan, result=result, problem=problem, profile=profile)
+
+
+def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
+    """Return a plan with the formats that were measured to be best; versions of weights have the run's precision."""
+    found = with_formats(plan, profile, devices)
+    if found.schedule != ASYNC:
+        return found
+    stages = tuple(msgspec.structs.replace(stage, precision=None) for stage in found.stages)
+    return msgspec.structs.replace(found, stages=stages)
 
 
 def short_of_memory(problem: Problem) -> bool:

@@ -118,6 +118,8 @@ def make_problem(
     fates: Sequence[ChainFate] = FATES,
     updates: Sequence[UpdateAt] = ("device",),
     preparing: float = 0.0,
+    staleness: int = 0,
+    versions: int = 2,
 ) -> Problem:
     """Return what the planner is given.
 
@@ -131,6 +133,8 @@ def make_problem(
         fates: What may become of activations.
         updates: Where the optimizer's state may be.
         preparing: Cores of this host that the preparation of batches keeps busy.
+        staleness: How many steps late gradients may be applied.
+        versions: How many versions of its weights a device has where they are.
 
     Raises:
         UsageError: The model has not been measured on a type of device.
@@ -180,6 +184,8 @@ def make_problem(
         cores={device.host: device.cores for device in devices if device.cores},
         preparing={LOCAL_HOST: preparing},
         updates=tuple(updates),
+        staleness=staleness,
+        versions=versions,
     )
 
 
