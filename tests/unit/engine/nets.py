@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onebox.cost import Way
 from onebox.engine.emulated import ActionCosts
 from onebox.engine.gradients import Gradients
-from onebox.engine.holdings import Holdings, find_holdings
+from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
 from onebox.engine.parts import Parts
@@ -123,7 +124,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def lower(
-    plan: Plan, size: int, *, max_norm: float = 0.0, train: bool = True, speeds: Mapping[int, float] | None = None
+    plan: Plan,
+    size: int,
+    *,
+    max_norm: float = 0.0,
+    train: bool = True,
+    speeds: Mapping[int, float] | None = None,
+    ways: Mapping[Members, tuple[Way, ...]] | None = None,
 ) -> Lowered:
     """Lower a batch of the net as a compiler does, with numbers from 1000 for what is new."""
     parts, routes = plan.micro_batches(size), plan.routes(size)
@@ -136,7 +143,7 @@ def lower(
     split = range(len(plan.stages)) if halves else ()
     divided = {part.size: divide(part.size, stages, train=train, halves=train and halves) for part in parts}
     found = {size: Parts(each, plan, halves=split if train else ()) for size, each in divided.items()}
-    holdings = find_holdings(plan, Parts(model, plan, halves=split))
+    holdings = replace(find_holdings(plan, Parts(model, plan, halves=split)), ways=ways or {})
     backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
     gradients = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
     trained = tuple(name for name in state_of(build()) if name in gradients)

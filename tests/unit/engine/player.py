@@ -16,6 +16,7 @@ from torch import Tensor
 from onebox.wire import Program
 from onebox.wire.messages import (
     Ask,
+    Broadcast,
     Call,
     Evict,
     Free,
@@ -41,15 +42,29 @@ class Waits(Exception):
 
 @dataclass
 class Sum:
-    """A sum over a group under way.
+    """A sum over a group under way, or a broadcast.
 
     Args:
         members: Who takes part.
         parts: What each has brought.
+        kinds: What each takes it for.
     """
 
     members: tuple[int, ...]
     parts: dict[int, list[Tensor]] = field(default_factory=dict)
+    kinds: set[tuple[str, int]] = field(default_factory=set)
+
+    def bring(self, worker: int, parts: list[Tensor], kind: str, root: int) -> None:
+        assert worker in self.members and worker not in self.parts
+        self.parts[worker] = parts
+        self.kinds.add((kind, root))
+        assert len(self.kinds) == 1, f"members do different things: {self.kinds}"
+
+    def handed(self, root: int, place: int) -> Tensor:
+        """Return a copy of what one has brought."""
+        if self.members[root] not in self.parts:
+            raise Waits
+        return self.parts[self.members[root]][place].clone()
 
     def total(self, worker: int, place: int) -> Tensor:
         if len(self.parts) < len(self.members):
@@ -198,23 +213,30 @@ class _Player:
                 self.hall.letters.setdefault((step.group, self.worker, target, step.channel), deque()).append(tensor)
             case Receive():
                 self._receive(step)
-            case Reduce():
-                self._reduce(step)
+            case Reduce() | Broadcast():
+                self._exchange(step)
             case Offload() | Evict() | Prefetch():
                 self._transfer(step)
             case Ask():
                 self._answer([float(self._get(number)) for number in step.buffers])
             case OptimizerStep():
-                held = self.lowered.holdings.held_by(self.worker, self.lowered.trained)
-                self.read_away = {number for number in step.gradients if number not in self.store}
-                assert not self.read_away or self.lowered.plan.update == "host"
-                read = [self.away[n] if n in self.read_away else self._get(n) for n in step.gradients]
-                found = dict(zip(held, read, strict=True))
-                self.played.gradients[self.worker] = found
-                if step.square_norm:
-                    self.played.norms[self.worker] = float(self._get(step.square_norm))
+                self._optimize(step)
             case _:
                 raise AssertionError(f"no step of a training routine: {step}")
+
+    def _optimize(self, step: OptimizerStep) -> None:
+        holdings, state = self.lowered.holdings, self.lowered.numbers.state
+        held = holdings.stepped_by(self.worker, self.lowered.trained)
+        self.read_away = {number for number in step.gradients if number not in self.store}
+        assert not self.read_away or self.lowered.plan.update == "host"
+        read = [self.away[n] if n in self.read_away else self._get(n) for n in step.gradients]
+        found = dict(zip(held, read, strict=True))
+        self.played.gradients[self.worker] = found
+        for name in holdings.owners:  # whoever has it from its owner must have what that has made of it
+            if name in found:
+                self.store[state[name]] = self._get(state[name]) - found[name]
+        if step.square_norm:
+            self.played.norms[self.worker] = float(self._get(step.square_norm))
 
     def _transfer(self, step: Offload | Evict | Prefetch) -> None:
         for number in step.buffers:
@@ -256,13 +278,43 @@ class _Player:
 
     def _reduce(self, step: Reduce) -> None:
         parts = [self._get(number) for number in step.buffers]
-        turn = self.turns.get(step.group, 0)
-        self.turns[step.group] = turn + 1
-        total = self.hall.sum(step.group, turn)
-        assert self.worker in total.members
-        total.parts[self.worker] = parts
+        total = self._next(step.group)
+        total.bring(self.worker, parts, "sum", step.root)
+        if step.root >= 0 and total.members[step.root] != self.worker:
+            for number in step.buffers:
+                del self.store[number]
+            return
         for place, number in enumerate(step.buffers):
             self.store[number] = lambda place=place: total.total(self.worker, place)  # type: ignore[misc]
+
+    def _exchange(self, step: Reduce | Broadcast) -> None:
+        if isinstance(step, Reduce):
+            self._reduce(step)
+        else:
+            self._broadcast(step)
+
+    def _broadcast(self, step: Broadcast) -> None:
+        mine = self.hall.members[step.group][step.root] == self.worker
+        there = [self._get(number) for number in step.buffers] if mine or not step.specs else []
+        handed = self._next(step.group)
+        handed.bring(self.worker, there if mine else [], "broadcast", step.root)
+        if mine:
+            return
+        shapes = [tuple(spec.shape) for spec in step.specs] or [tuple(tensor.shape) for tensor in there]
+        for place, number in enumerate(step.buffers):
+            assert (number in self.store) == (not step.specs)
+
+            def arrive(place: int = place) -> Tensor:
+                found = handed.handed(step.root, place)
+                assert tuple(found.shape) == shapes[place]
+                return found
+
+            self.store[number] = arrive
+
+    def _next(self, group: int) -> Sum:
+        turn = self.turns.get(group, 0)
+        self.turns[group] = turn + 1
+        return self.hall.sum(group, turn)
 
     def _answer(self, values: Sequence[float]) -> None:
         results = self.lowered.routines[self.worker].results
