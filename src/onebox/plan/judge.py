@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
+from onebox.cost import Groups
 from onebox.plan.blocks import block_schedule
 from onebox.plan.bound import SPLIT, least_bytes, least_period, lower_bound
 from onebox.plan.costs import Costs
 from onebox.plan.endless import simulate_endless
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, plan_of
+from onebox.plan.places import kind, near
 from onebox.plan.plan import ASYNC, MicroBatch
 from onebox.plan.prices import AWAY
 from onebox.plan.schedule import Routes, Schedule
@@ -97,6 +99,16 @@ class Judge:
         self._cases: dict[tuple[object, ...], Case] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}
+
+    @cached_property
+    def near(self) -> tuple[Groups, ...]:
+        """The groups of devices that are near to each other, the smallest first."""
+        return near(self.problem)
+
+    @cached_property
+    def kinds(self) -> dict[int, tuple[object, ...]]:
+        """What each device has in common with those that may take its place."""
+        return {device.number: kind(device) for device in self.problem.devices}
 
     @property
     def spent(self) -> bool:

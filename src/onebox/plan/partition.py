@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onebox.cost import Groups
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import DeviceSpec
 from onebox.plan.layout import Part
@@ -113,20 +114,22 @@ def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple
     return list(results)
 
 
-def alike(units: Sequence[tuple[DeviceSpec, ...]]) -> list[list[tuple[int, ...]]]:
-    """Group units whose devices are of the same types, speeds, memories and hosts.
+def alike(units: Sequence[tuple[DeviceSpec, ...]], near: Groups = ()) -> list[list[tuple[int, ...]]]:
+    """Group units whose devices are of the same types, speeds and memories, and near to each other.
 
     Args:
         units: The devices of each unit.
+        near: Which devices are near to each other; without it all are.
 
     Returns:
         For each class the numbers of its units' devices.
     """
+    place = {device: turn for turn, group in enumerate(near) for device in group}
     groups: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for unit in units:
-        # Groups of devices may stand for one another wherever they are; single ones are told apart by their hosts.
-        host = unit[0].host if len(unit) == 1 else ""
-        key = (host, *sorted((device.type, device.speed, device.capacity_bytes or 0) for device in unit))
+        # Groups of devices may stand for one another wherever they are; single ones are told apart by where they are.
+        where = place.get(unit[0].number, 0) if len(unit) == 1 else 0
+        key = (where, *sorted((device.type, device.speed, device.capacity_bytes or 0) for device in unit))
         groups.setdefault(key, []).append(tuple(device.number for device in unit))
     return list(groups.values())
 

@@ -18,6 +18,7 @@ from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.predict import prediction_of
 from onebox.plan.recut import recut, tightest
 from onebox.plan.recut import trivial as trivial_fates
+from onebox.plan.seating import seated
 from onebox.plan.seeds import PLAIN, every_layout, few, proposed
 from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
@@ -182,7 +183,8 @@ def _explore(judge: Judge, random: Random) -> None:
     bounds = _bounds(judge, proposed(judge))
     share = judge.left // 4
     starts = _first_of_each(sorted(bounds, key=bounds.__getitem__), _DESCENTS)
-    bounds |= _bounds(judge, [descend(judge, layout, share // _DESCENTS) for layout in starts])
+    improved = [descend(judge, layout, share // _DESCENTS) for layout in starts]
+    bounds |= _bounds(judge, [*improved, *(seated(judge, layout) for layout in improved)])
     _simulate(judge, bounds, share)
     for layout in _first_of_each(_ranked(judge), _STARTS):
         climb(judge, judge.judge(layout))

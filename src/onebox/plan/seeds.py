@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 from math import comb, perm
 
+from onebox.cost import Groups
 from onebox.plan.costs import Costs
-from onebox.plan.inputs import DeviceSpec, Problem
+from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, single
 from onebox.plan.partition import Limits, alike, partitions
+from onebox.plan.places import kind
 from onebox.plan.plan import ASYNC
 from onebox.plan.trivial import cut, work_of
 
@@ -97,8 +99,8 @@ def every_layout(problem: Problem) -> Iterator[Layout]:
     most = min(len(problem.segments), problem.max_stages or len(problem.segments))
     for order in orders(problem):
         for stages in range(1, most + 1):
-            for chosen, kind in sequences(problem, numbers, stages):
-                names = [name for name in PLAIN if name in problem.schedules] if kind == "plain" else [kind]
+            for chosen, pattern in sequences(problem, numbers, stages):
+                names = [name for name in PLAIN if name in problem.schedules] if pattern == "plain" else [pattern]
                 for cuts in combinations(range(1, len(order)), stages - 1):
                     ranges = zip((0, *cuts), (*cuts, len(order)), chosen, strict=True)
                     parts = tuple(single(order[start:end], device) for start, end, device in ranges)
@@ -121,7 +123,7 @@ def proposed(judge: Judge) -> Iterator[Layout]:
     sizes = [size for size in sizes if problem.batch <= size * _MANY * most] or sizes[-1:]
     useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
     middle = useful[len(useful) // 2]
-    choices = systems(problem)
+    choices = systems(problem, judge.near)
     for order in orders(problem):
         first: list[Layout] = []
         for size in [one for one in sizes[::-1] if one <= middle]:
@@ -143,22 +145,33 @@ def proposed(judge: Judge) -> Iterator[Layout]:
                     yield from _derived(judge, order, _programmed(judge, order, size, choice, most))
 
 
-def systems(problem: Problem) -> list[System]:
+def systems(problem: Problem, levels: Sequence[Groups]) -> list[System]:
     """Return what dynamic programming may place: classes of units, and how many of a class may hold a stage together.
 
-    These are single devices, several of a kind and, whatever their kinds, those of a host together.
+    These are single devices, several of a kind that are near to each other and, whatever their kinds, all of a group
+    together: a host, or all hosts of a switch. Where groups have as many devices each, they are also one of each group
+    together: then values of forward and backward stay within a group, and gradients go between them.
+
+    Args:
+        problem: Its devices.
+        levels: Which are near to each other, the smallest groups first.
     """
-    single_ones = alike([(device,) for device in problem.devices])
+    alone = [(device,) for device in problem.devices]
+    single_ones = alike(alone, levels[0])
     found: list[System] = [(single_ones, (1,))]
+    if len(kinds := alike(alone)) < len(single_ones):
+        found.append((kinds, (1,)))  # fewer classes: more of what the beam holds is told apart by its cuts
     if not problem.replicable:
         return found
     if max(map(len, single_ones)) > 1:
         found.append((single_ones, (1, 2, 4, 8)))
-    hosts: dict[str, list[DeviceSpec]] = {}
-    for device in problem.devices:
-        hosts.setdefault(device.host, []).append(device)
-    if max(map(len, hosts.values())) > 1:
-        found.append((alike([tuple(devices) for devices in hosts.values()]), (1,)))
+    for groups in levels:
+        rows = [tuple(problem.device[number] for number in group) for group in groups]
+        if len(rows) > 1 and max(map(len, rows)) > 1:
+            found.append((alike(rows), (1,)))
+        if len(rows) > 1 and len({len(row) for row in rows}) == 1 < len(rows[0]):
+            ranked = [sorted(row, key=lambda device: (str(kind(device)), device.number)) for row in rows]
+            found.append((alike([*zip(*ranked, strict=True)]), (1,)))
     return found
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.cost import CEILING_BPS, Groups, near_groups
+from tests.unit.clusters import CLUSTERS
 
 INSIDE = (60e-6, 4e9)
 ETHERNET = (300e-6, 1.1e9)
@@ -58,6 +59,21 @@ def test_hosts_come_out(hosts: list[int], seed: int) -> None:
     assert len(levels) == 1
     shared = 1 < len(set(hosts)) < len(hosts)  # else all are equally near
     assert ordered(levels[0]) == (ordered(partition(hosts)) if shared else [tuple(range(len(hosts)))])
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+@given(seed=st.integers(0, 1000))
+def test_groups_of_emulated_clusters_are_their_hosts_also_under_noise(name: str, seed: int) -> None:
+    """In the ring only one link is bad: each device is as near to one neighbour as to the other."""
+    cluster = CLUSTERS[name]
+    levels = near_groups(*cluster.matrix(noise=0.2, seed=seed))
+    assert ordered(levels[0]) == cluster.groups
+
+
+def test_what_hangs_on_a_slow_uplink_is_apart_from_the_other_hosts() -> None:
+    hosts, switches = near_groups(*CLUSTERS["4 hosts x 4, one slow uplink"].matrix(noise=0.2, seed=1))
+    assert len(hosts) == 4
+    assert sorted(map(len, switches)) == [4, 12]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -140,15 +140,17 @@ def test_units_of_several_devices_share_by_speed() -> None:
     assert all(part.shares == pytest.approx((2 / 3, 1 / 3)) for part in halves)
 
 
-def test_devices_are_alike_by_type_speed_memory_and_host() -> None:
+def test_devices_are_alike_by_type_speed_memory_and_place() -> None:
     same = DeviceSpec(number=0, type="a", host="x", capacity_bytes=5)
     others = [
         replace(same, number=1),
-        replace(same, number=2, host="y"),
+        replace(same, number=2),
         replace(same, number=3, speed=0.5),
         replace(same, number=4, capacity_bytes=6),
     ]
-    assert alike([(one,) for one in (same, *others)]) == [[(0,), (1,)], [(2,)], [(3,)], [(4,)]]
+    units = [(one,) for one in (same, *others)]
+    assert alike(units) == [[(0,), (1,), (2,)], [(3,)], [(4,)]]
+    assert alike(units, near=((0, 1, 3, 4), (2,))) == [[(0,), (1,)], [(2,)], [(3,)], [(4,)]]
 
 
 @settings(max_examples=15, deadline=None)
