@@ -147,3 +147,13 @@ def test_plans_that_cannot_take_over_are_refused_and_the_run_goes_on(pool: onebo
                 trainer._run.adopt(wrong)
         assert trainer.plan == plan
         trainer.step(*batch).item()
+
+
+@pytest.mark.parametrize("delay", ["none", "predict"])
+def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay: str) -> None:
+    plan = staged("mlp", (0, 1), schedule="async-1f1b")
+    more = {"staleness": 1, "delay": delay, "warm_up": 1}
+    whole = trained(pool, "mlp", plan, {}, optimizer="sgd", **more)
+    other = staged("mlp", (1, 0), schedule="async-1f1b")
+    changes = {2: other, 3: plan, 5: other}
+    assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)

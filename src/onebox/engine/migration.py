@@ -7,16 +7,17 @@ until it reads that. What a worker keeps is not touched, nothing goes by way of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from onebox.engine.copies import Part
 from onebox.engine.holdings import Members
-from onebox.engine.moves import Moves, find_moves
+from onebox.engine.moves import Move, find_moves
 from onebox.engine.remote import RemoteState
 from onebox.engine.setup import Ready
 from onebox.engine.state import optimizer_definition
+from onebox.engine.versions import Versions
 from onebox.errors import UsageError
 from onebox.graph.placements import Shard
 from onebox.plan import Plan
@@ -62,10 +63,10 @@ class Migration:
     """
 
     def __init__(self, pool: Pool, remote: RemoteState, before: Ready, after: Ready) -> None:
+        self.before = before
         self.after = after
         self._pool = pool
         self._remote = remote
-        self._before = before
         _check_placements(before, after)
         sizes = {name: remote.named.spec(name).size_bytes for name in remote.named.tensors}
         hosts = {device.number: device.host for device in pool.devices}
@@ -103,11 +104,12 @@ class Migration:
             told = self._answers()
         self.after.form()
         group, members = self._group()
-        for worker, instructions in _instructions(moves, self._parts, self._wanted, told, self, group, members).items():
+        way = _Way(group, {worker: place for place, worker in enumerate(members)})
+        for worker, instructions in self._instructions(told, way).items():
             self._pool.post(worker, instructions)
         remote.settle(self.after.holdings, self.after.trained)
         self.after.settled()
-        over = self._before.retire(self.after)
+        over = self.before.retire(self.after)
         entries = {(w, name): entries for w, found in told.items() for name, entries in found.items()}
         remembered_bytes = sum(
             entry.value.size_bytes
@@ -115,33 +117,10 @@ class Migration:
             for entry in entries.get((move.source, move.name), ())
             if isinstance(entry.value, TensorSpec)
         )
-        tensor_bytes = sum(self.spec(move.target, move.name).size_bytes for move in moves.tensors)
+        tensor_bytes = sum(self._spec(move.target, move.name).size_bytes for move in moves.tensors)
         if group and self.after.group_of(members) != group:
             over[group] = members
         return Moved(names=len(moves.tensors), size_bytes=tensor_bytes + remembered_bytes, over=over)
-
-    def spec(self, worker: int, name: str) -> TensorSpec:
-        """Return what a worker is to hold of something."""
-        return self.after.holdings.spec(worker, name, self._remote.named.spec(name))
-
-    def number(self, name: str) -> int:
-        """Return the buffer of a parameter or buffer."""
-        return self._remote.named.numbers[name]
-
-    def new_number(self) -> int:
-        """Return a number for something that is on its way."""
-        return self._pool.new_number()
-
-    @property
-    def optimizer(self) -> int:
-        """The optimizer's definition."""
-        return self._remote.optimizer_number
-
-    def successor(self, trained: tuple[str, ...]) -> Define:
-        """Return what lets an optimizer over other parameters take the place of the one that is there."""
-        host = self.after.plan.update == "host"
-        what = optimizer_definition(self._remote.optimizer, self._remote.named, trained, (), host=host, succeeds=True)
-        return Define(self.optimizer, what)
 
     def _answers(self) -> dict[int, Remembered]:
         """Wait for what the optimizers remember."""
@@ -162,59 +141,90 @@ class Migration:
         involved = self.moves.workers
         if not involved:
             return 0, ()
-        for ready in (self.after, self._before):
+        for ready in (self.after, self.before):
             for members in ready.members if ready.plan.sync == "workers" else ():
                 if involved <= set(members) and (group := ready.group_of(members)):
                     return group, members
         members = tuple(sorted(involved))
         return self._pool.form_group(members, "workers"), members
 
+    def _instructions(self, told: Mapping[int, Remembered], way: _Way) -> dict[int, list[Instruction]]:
+        """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
+        moves, numbers = self.moves, self._remote.named.numbers
+        versions = self._remote.versions if self._remote.branched else Versions()
+        sent: dict[int, list[Instruction]] = {}
+        come: dict[int, list[Instruction]] = {}
+        recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
 
-def _instructions(
-    moves: Moves,
-    before: Mapping[int, Part],
-    after: Mapping[int, Part],
-    told: Mapping[int, Remembered],
-    migration: Migration,
-    group: int,
-    members: Sequence[int],
-) -> dict[int, list[Instruction]]:
-    """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
-    rank = {worker: place for place, worker in enumerate(members)}
-    first: dict[int, list[Instruction]] = {}
-    then: dict[int, list[Instruction]] = {}
-    recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
-    for move in moves.tensors:
-        number, spec = migration.number(move.name), migration.spec(move.target, move.name)
-        first.setdefault(move.source, []).append(Send(number, group, rank[move.target], _CHANNEL))
-        then.setdefault(move.target, []).append(Receive(number, spec, group, rank[move.source], _CHANNEL))
-    for move in moves.remembered:
-        place = before[move.source].trained.index(move.name)
-        entries, buffers = recalls.setdefault(move.target, ([], []))
-        laid = []
-        for entry in told[move.source].get(move.name, ()):
-            entries.append(StateEntry(after[move.target].trained.index(move.name), entry.key, entry.value))
-            if isinstance(entry.value, TensorSpec):
-                laid.append(migration.new_number())
-                receive = Receive(laid[-1], entry.value, group, rank[move.source], _CHANNEL)
-                then.setdefault(move.target, []).append(receive)
-        buffers += laid
-        if laid:
-            sends = [Send(number, group, rank[move.target], _CHANNEL) for number in laid]
-            given = first.setdefault(move.source, [])
-            given += [Lay(migration.optimizer, (place,), tuple(laid)), *sends, Free(tuple(laid))]
-    found: dict[int, list[Instruction]] = {}
-    for worker in sorted({*first, *then, *moves.freed, *moves.changed}):
-        freed = Free(tuple(migration.number(name) for name in moves.freed.get(worker, ())))
-        made = [*first.get(worker, ()), freed, *then.get(worker, ())]
-        trained = after[worker].trained if worker in after else ()
-        if worker in moves.changed:
-            made.append(migration.successor(trained) if trained else Free((), (migration.optimizer,)))
-        if worker in recalls:
-            entries, buffers = recalls[worker]
-            made.append(Recall(migration.optimizer, tuple(entries), (), tuple(buffers)))
-        found[worker] = made
-    return found
+        def carry(move: Move, number: int, spec: TensorSpec) -> None:
+            sent.setdefault(move.source, []).append(Send(number, way.group, way.ranks[move.target], _CHANNEL))
+            receive = Receive(number, spec, way.group, way.ranks[move.source], _CHANNEL)
+            come.setdefault(move.target, []).append(receive)
+
+        for move in moves.tensors:
+            carry(move, numbers[move.name], self._spec(move.target, move.name))
+        for move in moves.remembered:
+            for number in versions.of(move.name):
+                carry(move, number, self._spec(move.target, move.name))
+            found = told[move.source].get(move.name, ())
+            laid = {entry.key: self._pool.new_number() for entry in found if isinstance(entry.value, TensorSpec)}
+            if laid:
+                place = self._parts[move.source].trained.index(move.name)
+                lay = Lay(self._remote.optimizer_number, (place,), tuple(laid.values()))
+                sent.setdefault(move.source, []).append(lay)
+            entries, buffers = recalls.setdefault(move.target, ([], []))
+            for entry in found:
+                place = self._wanted[move.target].trained.index(move.name)
+                entries.append(StateEntry(place, entry.key, entry.value))
+                if isinstance(entry.value, TensorSpec):
+                    carry(move, laid[entry.key], entry.value)
+            buffers += laid.values()
+            if laid:
+                sent[move.source].append(Free(tuple(laid.values())))
+        for worker, names in moves.freed.items():
+            gone = [number for name in names for number in (numbers[name], *versions.of(name))]
+            sent.setdefault(worker, []).append(Free(tuple(gone)))
+        for worker in sorted(moves.changed):
+            entries, buffers = recalls.get(worker, ([], []))
+            come.setdefault(worker, []).extend(self._succeeded(worker, entries, buffers, versions))
+        return {worker: [*sent.get(worker, ()), *come.get(worker, ())] for worker in sorted({*sent, *come})}
+
+    def _succeeded(
+        self, worker: int, entries: Sequence[StateEntry], buffers: Sequence[int], versions: Versions
+    ) -> Iterator[Instruction]:
+        """Yield what gives a worker an optimizer over other parameters."""
+        remote = self._remote
+        number, trained = remote.optimizer_number, self._wanted[worker].trained if worker in self._wanted else ()
+        if not trained:
+            yield Free((), (number,))
+            return
+        yield Define(
+            number,
+            optimizer_definition(
+                remote.optimizer,
+                remote.named,
+                trained,
+                (),
+                host=self.after.plan.update == "host",
+                delay=remote.versions.delay,
+                succeeds=True,
+            ),
+        )
+        if entries:
+            yield Recall(number, tuple(entries), (), tuple(buffers))
+        if versions.previous:
+            yield versions.branch(number, trained, behind=1)
+
+    def _spec(self, worker: int, name: str) -> TensorSpec:
+        """Return what a worker is to hold of something."""
+        return self.after.holdings.spec(worker, name, self._remote.named.spec(name))
+
+
+class _Way(NamedTuple):
+    """The group by which things travel, and the rank of each worker in it."""
+
+    group: int
+    ranks: Mapping[int, int]
 
 
 def _counts(entry: StateEntry) -> bool:

@@ -1,0 +1,140 @@
+"""A run follows its devices: one becomes slow, layers move away from it while it trains, and no bit changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.engine.batch import as_batch
+from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.estimated import links_unseen, profile_unseen
+from onebox.engine.problem import make_problem
+from onebox.errors import UsageError
+from onebox.plan import Plan, Stage
+from onebox.plan.inputs import Problem
+from onebox.pool import Pool, open_pool
+from tests.process.shelf import Shelf
+
+LAYERS, WIDTH, BATCH, MICRO_BATCH = 6, 256, 32, 8
+COST_S = 0.0003
+"""Of a segment's forward, or half of its backward, for a sample."""
+
+MOST = 120
+"""Steps after which a decision should have come."""
+
+SEGMENTS = tuple(f"model.{place}" for place in range(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def sims() -> Iterator[Pool]:
+    """Two devices that sleep."""
+    with open_pool("sim*2", threads=1) as opened:
+        yield opened
+
+
+def model() -> nn.Module:
+    """Return the same model each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)))
+
+
+def batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same batches each time."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x, y = torch.randn(2, BATCH, WIDTH, dtype=torch.float64, generator=generator)
+        yield x, y
+
+
+def adamw(of: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(of.parameters(), lr=1e-3)
+
+
+def cut(bound: int) -> Plan:
+    """Return a plan of two stages, of which the first one has so many segments."""
+    parts = (SEGMENTS[:bound], SEGMENTS[bound:])
+    stages = tuple(Stage(segments=own, replicas=((d,),), shares=(1.0,)) for d, own in enumerate(parts))
+    return Plan(stages=stages, micro_batch=MICRO_BATCH, schedule="1f1b")
+
+
+def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
+    """Return what a planner would be given, if it took devices for faster or slower than they are."""
+    built = model()
+    trained = frozenset(f"model.{name}" for name, _ in built.named_parameters())
+    recipe = Recipe(
+        model=built,
+        loss=nn.functional.mse_loss,
+        metrics={},
+        precision="fp32",
+        device_type="cpu",
+        trained=trained,
+    )
+    profile, _ = profile_unseen(
+        Captures(recipe), as_batch(*next(batches(1))), [MICRO_BATCH], adamw(built), pool.devices
+    )
+    found = make_problem(profile, pool.devices, links_unseen(pool.devices), batch=BATCH, micro_batches=(MICRO_BATCH,))
+    devices = tuple(replace(spec, speed=speed) for spec, speed in zip(found.devices, speeds, strict=True))
+    return replace(found, devices=devices)
+
+
+def test_layers_move_away_from_a_device_that_becomes_slow(sims: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    built, plan = model(), cut(3)
+    costs = dict.fromkeys(SEGMENTS, (COST_S, COST_S, COST_S))
+    with (
+        caplog.at_level(logging.WARNING, logger="onebox"),
+        onebox.Trainer(
+            built, nn.functional.mse_loss, adamw(built), pool=sims, plan=plan, adaptive=True, costs=costs
+        ) as trainer,
+    ):
+        for step, batch in enumerate(batches(MOST)):
+            if step == 14:
+                assert not [made for made in trainer.decisions if made.decision.kind == "recut"], "all is as planned"
+                sims.retime(1, speed=1 / 3)
+            trainer.step(*batch)
+            if step > 14 and trainer.plan is not None and len(trainer.plan.stages[1].segments) < 3:
+                break
+        trainer.wait()
+        made = trainer.decisions[-1]
+    sims.retime(1, speed=1.0)
+    assert made.decision.kind == "recut"
+    assert "device 1 takes" in made.line
+    assert made.moved_bytes > 0
+    assert any(made.line in record.getMessage() for record in caplog.records)
+
+
+def test_the_curve_of_a_run_whose_layers_move_is_the_same_to_the_last_bit(pools: Shelf) -> None:
+    pool, plan = pools(2), cut(1)
+
+    def losses(problem: Problem | bool, steps: int) -> tuple[list[float], Plan | None]:
+        """Train so many steps at most, or until three behind a change of the plan."""
+        built, found = model(), []
+        with onebox.Trainer(
+            built, nn.functional.mse_loss, adamw(built), pool=pool, plan=plan, adaptive=problem
+        ) as trainer:
+            for batch in batches(steps):
+                found.append(trainer.step(*batch).item())
+                made = [each for each in trainer.decisions if each.moved_bytes]
+                if made and trainer.steps_done >= made[0].step + 3:
+                    break
+            return found, trainer.plan
+
+    followed, after = losses(problem_of(pool, (1.0, 5.0)), MOST)
+    assert after != plan
+    assert losses(False, len(followed)) == (followed, plan)
+
+
+def test_what_cannot_be_followed_is_refused(pools: Shelf) -> None:
+    pool, built = pools(2), model()
+    given = built, nn.functional.mse_loss, adamw(built)
+    split = Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=MICRO_BATCH)
+    for wrong, told in (({"trace": False}, "trace"), ({"plan": split}, "splits layers")):
+        with pytest.raises(UsageError, match=told):
+            onebox.Trainer(*given, pool=pool, adaptive=True, **wrong)
+    with pytest.raises(UsageError, match="adaptive='yes'"):
+        onebox.Trainer(*given, pool=pool, adaptive="yes")  # type: ignore[arg-type]
