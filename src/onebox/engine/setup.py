@@ -61,9 +61,7 @@ class Request:
         if self.update not in get_args(UpdateAt):
             raise UsageError(f"update={self.update!r}: allowed are {', '.join(map(repr, get_args(UpdateAt)))}")
         if self.plan is None:
-            count = len(pool)
-            equal, optimizer = [1.0] * count, self.optimizer
-            Plan.data_parallel(range(count), equal, micro_batch=self.micro_batch, sync=self.sync, optimizer=optimizer)
+            self.sample(len(pool))
             return
         own = (self.micro_batch, self.sync, self.shares, self.update, self.optimizer)
         if own != (None, "workers", "auto", "device", "replicated"):
@@ -73,6 +71,17 @@ class Request:
         missing = [device for device in self.plan.devices if device >= len(pool)]
         if missing:
             raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
+
+    def sample(self, devices: int = 1) -> Plan:
+        """Return a plan such as there will be where none is given, before it is known who computes how much."""
+        return Plan.data_parallel(
+            range(devices),
+            [1.0] * devices,
+            micro_batch=self.micro_batch,
+            sync=self.sync,
+            update=self.update,
+            optimizer=self.optimizer,
+        )
 
 
 class Ready:

@@ -182,7 +182,7 @@ class Trainer(Observed):
         )
         request.check(pool)
         check_adaptive(adaptive, given, pool, trace=trace)
-        check_staleness(staleness, delay, warm_up, given)
+        check_staleness(staleness, delay, warm_up, given or request.sample())
         self._metrics = dict(metrics or {})
         remote = RemoteState(model, loss, optimizer, pool)
         kinds = {device.kind for device in pool.devices}
