@@ -32,8 +32,8 @@ from onebox.wire.messages import (
     Receive,
     Reduce,
     Step,
-    references,
 )
+from onebox.wire.references import references
 
 LEAST_BYTES = 1 << 14
 """Smaller storages stay: whatever its size, each takes 20 µs of the worker's own time to go and to come back, in which

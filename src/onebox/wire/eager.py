@@ -194,3 +194,7 @@ class KeepGenerator(_Part, frozen=True, tag="keep"):
 
     generator: int
     buffer: int
+
+
+EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
+"""Instructions that no routine holds: what scripts do operator by operator."""

@@ -9,18 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from onebox.wire.eager import (
-    Block,
-    DefaultType,
-    Generator,
-    KeepGenerator,
-    Kernel,
-    Operate,
-    Perform,
-    Replay,
-    SetGenerator,
-    Strided,
-)
+from onebox.wire.eager import Block, EagerWork, Generator, Kernel, Strided
 from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvous, Retime
 from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
@@ -263,26 +252,6 @@ Step = (
 """What a routine may hold."""
 
 
-def references(step: Step) -> tuple[int, ...]:
-    """Return the buffers that an instruction names."""
-    match step:
-        case Call():
-            return (*step.inputs, *step.outputs)
-        case Send() | Receive():
-            return (step.buffer,)
-        case Gather():
-            return (step.buffer, step.into)
-        case OptimizerStep():
-            norm = (step.square_norm,) if step.square_norm else ()
-            return (*step.gradients, *norm, *step.previous, *step.ahead)
-        case Branch():
-            return (*step.previous, *step.ahead)
-        case Rename():
-            return (*step.buffers, *step.into)
-        case Free() | Reduce() | Broadcast() | Offload() | Evict() | Prefetch() | Get() | Ask():
-            return step.buffers
-
-
 # ---- definitions and the other instructions
 
 
@@ -393,12 +362,7 @@ Instruction = (
     | Define
     | Put
     | Run
-    | Operate
-    | Replay
-    | Perform
-    | SetGenerator
-    | KeepGenerator
-    | DefaultType
+    | EagerWork
     | SlotInstruction
     | FormGroup
     | LeaveGroup

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, FREE, Block, Complex, Generator, Kernel, Strided, TensorSpec, spec_of
-from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.eager import DefaultType, EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.sayings import Failure, Made, Result
 from onebox.worker.blocks import CompiledBlock, Void
 from onebox.worker.device import Device
@@ -20,8 +20,6 @@ from onebox.worker.kernels import CompiledKernel, flatten, strided_of, written_i
 from onebox.worker.sim import NoValues
 from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, describe
-
-EagerWork = Operate | Replay | Perform | SetGenerator | KeepGenerator | DefaultType
 
 
 class VoidKernel:

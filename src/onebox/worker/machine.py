@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 
 from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
-from onebox.wire.eager import DefaultType, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.eager import EagerWork, Operate, Perform, Replay
 from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import (
     Ask,
@@ -32,13 +32,14 @@ from onebox.wire.messages import (
     Run,
     Send,
     StoredProgram,
-    references,
 )
 from onebox.wire.messages import Optimizer as OptimizerSpec
+from onebox.wire.references import references
 from onebox.wire.sayings import Digest, Failure, OptimizerState, Result, Scalars, Tensors
 from onebox.wire.state import Lay, Read, Recall, SlotInstruction, Snapshot
+from onebox.worker.calls import Calls
 from onebox.worker.device import Device
-from onebox.worker.eager import Eager, EagerWork, VoidKernel
+from onebox.worker.eager import Eager, VoidKernel
 from onebox.worker.effects import frame_count, writes
 from onebox.worker.explain import explain
 from onebox.worker.faults import FaultInjector
@@ -48,9 +49,9 @@ from onebox.worker.keeper import Keeper
 from onebox.worker.membership import Memberships, groups_of
 from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
-from onebox.worker.store import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.store import BufferStore, Poisoned
 from onebox.worker.successor import Successor
-from onebox.worker.tape import OperatorFailed, Progress, Tape
+from onebox.worker.tape import Progress, Tape
 from onebox.worker.trace import Trace
 from onebox.worker.traffic import Exchanged, Resolve, Traffic
 from onebox.worker.updates import Updates
@@ -102,6 +103,7 @@ class Machine:
         self._updates = Updates(
             device, self.store, self._offloader, self._definition, self._before_update, self.progress
         )
+        self._calls = Calls(device, self.store, self._updates.versions, self.progress)
         self._trace = Trace()
         self._run = Run(0)
         self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions
@@ -271,36 +273,7 @@ class Machine:
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         tape = self._definition(call.program, Tape)
-        store, run = self.store, self._run
-        if len(call.inputs) != len(tape.program.inputs) or len(call.outputs) != len(tape.program.outputs):
-            raise WireError(f"program {call.program} has other inputs or outputs than its call")
-        if call.age < 0:
-            raise WireError(f"an age of {call.age} steps; allowed is 0 or more")
-        step = run.step - call.age
-        numbers = [resolve(reference) for reference in call.inputs]
-        inputs = [store.get(number) for number in numbers]
-        if self._updates.versions:
-            self._updates.versions.note(numbers, inputs, step)
-        self._trace.ready()
-        start_ns = time.monotonic_ns()
-        need = tape.footprint(call.takes)
-        try:
-            store.reserve(need.peak_bytes)
-        except QuotaExceeded as error:
-            raise OperatorFailed(tape.program.operators[need.peak_operator].name, "") from error
-        for position in call.takes:
-            store.forget(numbers[position])
-
-        def seed(position: int) -> None:
-            self._device.seed(run.seed, step, call.micro_batch, position)
-
-        try:
-            outputs = tape.laid_out(tape.run(inputs, seed, self.progress))
-        finally:
-            self._device.unseed()
-        for reference, tensor in zip(call.outputs, outputs, strict=True):
-            store.put(resolve(reference), tensor)
-        self._device.pace(start_ns, tape.cost_s, self.progress)
+        self._calls.run(call, tape, resolve, self._run, self._trace)
         return []
 
     def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -412,7 +385,7 @@ class Machine:
         OptimizerStep: _optimize,
         Branch: _branch,
         Rename: _rename,
-        **dict.fromkeys((Operate, Replay, Perform, SetGenerator, KeepGenerator, DefaultType), _run_eager),
+        **dict.fromkeys(get_args(EagerWork), _run_eager),
         **dict.fromkeys(get_args(SlotInstruction), _keep),
         FormGroup: _form,
         LeaveGroup: _leave_group,

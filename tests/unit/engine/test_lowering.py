@@ -24,8 +24,8 @@ from onebox.wire.messages import (
     Send,
     Step,
     StoredProgram,
-    references,
 )
+from onebox.wire.references import references
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import Played, play, programs_of, steps_of
 

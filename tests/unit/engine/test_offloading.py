@@ -27,8 +27,8 @@ from onebox.wire.messages import (
     Receive,
     Send,
     Step,
-    references,
 )
+from onebox.wire.references import references
 from tests.unit.engine.nets import Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, steps_of
 from tests.unit.engine.test_lowering import check

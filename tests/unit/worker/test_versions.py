@@ -531,6 +531,7 @@ def test_what_is_in_the_hosts_memory_is_renamed_there(when: str) -> None:
     rig.do(Free((1, 3)))
     assert rig.used == 0
     assert rig.machine.host.used_bytes == 0
+    rig.machine.close()
 
 
 @settings(max_examples=60, deadline=None)
