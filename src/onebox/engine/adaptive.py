@@ -151,8 +151,10 @@ class Adaptive:
             if ready is None or (ready.migration is not None and not ready.migration.answered):
                 return
             self._ready = None
-        begin_s = time.monotonic()
+        begin_s, told = time.monotonic(), self._told
         moved = self._run.adopt(ready.decision.plan, ready.migration)
+        if self._told is not told:  # a worker was lost meanwhile, and all begins anew
+            return
         seconds = time.monotonic() - begin_s
         made = Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes, seconds=seconds)
         self.note(made)

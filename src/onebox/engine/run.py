@@ -373,7 +373,7 @@ class TrainingRun:
             prepared: What :meth:`prepare` made of it; made now where it is not given.
 
         Returns:
-            What was moved.
+            What was moved; nothing where a worker was lost meanwhile, and the run goes on after that as it was before.
 
         Raises:
             OneboxError: The plan cannot take over, and the one before goes on; or a worker was lost and the run cannot
