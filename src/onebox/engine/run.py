@@ -24,7 +24,8 @@ from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
-from onebox.engine.setup import Ready, Request, set_up
+from onebox.engine.settings import Request
+from onebox.engine.setup import Ready, set_up
 from onebox.engine.state import options_of
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window

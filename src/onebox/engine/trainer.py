@@ -25,7 +25,7 @@ from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, versions
 from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
-from onebox.engine.setup import Request, check_settings, recovers, steps_in_flight
+from onebox.engine.settings import Request, check_settings, recovers, steps_in_flight
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from onebox.engine.setup import recovers, steps_in_flight
+from onebox.engine.settings import recovers, steps_in_flight
 from onebox.errors import UsageError
 from onebox.pool import Pool
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from onebox.engine.setup import steps_in_flight
+from onebox.engine.settings import steps_in_flight
 from onebox.errors import CaptureError, UsageError
 from onebox.plan import Plan
 from tests.reference import Outcome, assert_same, train
