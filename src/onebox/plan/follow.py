@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from onebox.plan.follow_moves import Move, Moves, Proposal, Terms, changed_plan, kind_of, moves_of
+from onebox.plan.follow_changes import Move, Proposal, changed_plan, kind_of, moves_of
+from onebox.plan.follow_moves import Moves, Terms
 from onebox.plan.follow_rates import Change, Rates
 from onebox.plan.follow_types import Decision, FollowOptions, Outcome
 from onebox.plan.follow_words import told_change, told_cost
@@ -25,7 +26,7 @@ from onebox.plan.plan import Plan
 from onebox.plan.seen import Seen
 
 _PROBE = 200
-"""Steps without traffic after which a slow link is believed to be as planned again, for the first time."""
+"""Steps without use after which what was slow is believed to be as planned again, for the first time."""
 
 _PATIENCE = 3
 """Steps that a decision waits at most for other things to change that seem to be about to."""
@@ -212,12 +213,8 @@ class Follower:
             cost_s=found.cost_s,
             moved_bytes=moved_bytes,
         )
-        devices = frozenset(
-            device
-            for one, other in zip(now.parts, found.layout.parts, strict=True)
-            if one != other
-            for device in (*one.devices, *other.devices)
-        )
+        same = set(now.parts) & set(found.layout.parts)
+        devices = frozenset(d for one in {*now.parts, *found.layout.parts} - same for d in one.devices)
         moves = moves_of(now, found.layout)
         self._changes.clear()
         self._open = _Trial(decision, self._plan, before_s, moves, devices, self._rates.kept())

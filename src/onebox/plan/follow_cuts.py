@@ -22,7 +22,7 @@ _LOOSE = (1.0, 1.1, 1.3)
 """By these factors the slowest stage may exceed the least possible while the sum of all is made small."""
 
 _ROUNDS = 8
-"""So often the best exchange of two devices is followed at most."""
+"""So often the best exchange of two devices, one of which may be idle, is followed at most."""
 
 
 class Cuts:
@@ -55,6 +55,10 @@ class Cuts:
         if better != parts:
             yield from self._cut(better)
 
+    def quickest(self) -> Layout:
+        """Return the layout with the cuts of which the slowest stage is quickest, for the devices as they are."""
+        return next(self._cut(self._layout.parts), self._layout)
+
     def _cut(self, parts: Sequence[Part]) -> Iterator[Layout]:
         least = self._solve(parts, np.inf, sum_up=False)
         if least is None:
@@ -67,16 +71,25 @@ class Cuts:
             yield self._layout._replace(parts=tuple(p._replace(segments=self._chain[a:b]) for a, b, p in ranges))
 
     def _reordered(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """Return the stages on the devices in the order that exchanges of two of them lead to."""
+        """Return the stages on the devices in the order that exchanges of two lead to."""
         value = self._estimate(parts)
         for _ in range(_ROUNDS):
             others = [exchanged(parts, *pair) for pair in combinations(range(len(parts)), 2)]
+            others += list(self._relieved(parts))
             values = [self._estimate(other) for other in others]
             if not values or min(values) >= value * (1 - 1e-6):
                 break
             value = min(values)
             parts = others[values.index(value)]
         return parts
+
+    def _relieved(self, parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
+        """Yield the stages with one device replaced by one that has none so far."""
+        used = {device for part in parts for device in part.devices}
+        for number, part in enumerate(parts):
+            for idle in self._costs.problem.device.keys() - used:
+                changed = part._replace(devices=(idle, *part.devices[1:]))
+                yield (*parts[:number], changed, *parts[number + 1 :])
 
     def _estimate(self, parts: Sequence[Part]) -> float:
         """Return about what a step takes with the best cuts."""

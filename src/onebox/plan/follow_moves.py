@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise, permutations
-from typing import NamedTuple
-
-import msgspec
+from itertools import accumulate, combinations, pairwise, permutations, product
 
 from onebox.errors import UsageError
+from onebox.plan.follow_changes import Move, Proposal, holders, moves_of
 from onebox.plan.follow_cuts import Cuts
 from onebox.plan.follow_pace import Pace
-from onebox.plan.follow_types import DecisionKind
 from onebox.plan.inputs import Problem
-from onebox.plan.layout import Layout, Part, layout_of
+from onebox.plan.layout import Layout, Part, layout_of, single
 from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.schedule import Schedule
 from onebox.plan.search import NAMED_BIAS
@@ -26,29 +23,11 @@ _STEPS = (1, 2, 4)
 _STARTS = 3
 """From so many of the best proposals local search begins."""
 
+_AS_GOOD = 1.02
+"""What takes no longer than its bound by this factor is not compared with others of a higher bound."""
+
 _LEAST = 1e-3
 """A change that saves less than this part of a step is not followed."""
-
-Move = tuple[str, int, int]
-"""What a decision changes: a kind of thing, which one, and what it becomes; see :func:`moves_of`."""
-
-
-class Proposal(NamedTuple):
-    """Something that could be done.
-
-    Args:
-        layout: The stages from then on.
-        table: The order of actions; ``None`` where the schedule's name says it.
-        step_s: Seconds that a step is expected to take.
-        cost_s: Seconds that it costs once.
-        moved: Bytes that go over each link.
-    """
-
-    layout: Layout
-    table: Schedule | None
-    step_s: float
-    cost_s: float
-    moved: Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +60,7 @@ class Moves:
         self._plan, self._terms = plan, terms
         self._pace = Pace(problem, plan, terms.budget_actions)
         self._problem, self._judge, self._now = self._pace.problem, self._pace.judge, self._pace.now
+        self._every = [device.number for device in problem.devices]
         self._before = self._pace.step(self._now)
         self._known: dict[Layout, float] = {}
         self._formats = {stage.formats for stage in plan.stages}
@@ -88,7 +68,7 @@ class Moves:
     @property
     def before_s(self) -> float:
         """Seconds that a step is expected to take if nothing is done."""
-        return self._before.seconds
+        return self._before.step_s
 
     def best(self, others: Iterable[Plan]) -> Proposal:
         """Return the change that pays best, or none at all.
@@ -99,10 +79,12 @@ class Moves:
         same = self._now.schedule
         starts = [self._now, *(layout_of(self._problem, plan)._replace(schedule=same) for plan in others)]
         starts = sorted(dict.fromkeys((*starts, *self._proposed())), key=self._value)[:_STARTS]
-        found = sorted((self._climb(layout) for layout in starts), key=self._value)
-        if same != ASYNC:  # of the others it is not known yet what they take
-            found = found[:1]
-        ordered = [self._ordered(layout) for layout in dict.fromkeys((self._now, *found))]
+        ordered = [self._ordered(self._now)]
+        ends = dict.fromkeys(self._climb(layout) for layout in starts)
+        for layout in sorted((layout for layout in ends if layout != self._now), key=self._value):
+            ordered.append(self._ordered(layout))
+            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
+                break  # what the others take is known, or at least as much
         return min(ordered, key=lambda one: one.step_s + one.cost_s / self._terms.horizon)
 
     def _proposed(self) -> Iterator[Layout]:
@@ -111,14 +93,35 @@ class Moves:
         devices = [device for part in parts for device in part.devices]
         alike = len(self._formats) == 1 and all(part.fate == "keep" for part in parts)
         if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
-            yield from Cuts(self._judge.costs, now, len(self._judge.case(now).micro_batches)).proposals()
+            count = len(self._judge.case(now).micro_batches)
+            yield from Cuts(self._judge.costs, now, count).proposals()
+            for layout in self._resized():
+                yield Cuts(self._judge.costs, layout, count).quickest()
         else:
             yield from self._placed()
         yield from self._shared(now)
 
+    def _resized(self) -> Iterator[Layout]:
+        """Yield the layout with a stage less, so that its devices are idle, or one more, on a device that was idle."""
+        parts = self._now.parts
+        for index, part in enumerate(parts) if len(parts) > 2 else ():
+            taker = index - 1 if index else 1
+            joined = (*part.segments, *parts[1].segments) if not index else (*parts[taker].segments, *part.segments)
+            grown = {taker: parts[taker]._replace(segments=joined)}
+            yield self._now._replace(parts=tuple(grown.get(n, one) for n, one in enumerate(parts) if n != index))
+        used = {device for part in parts for device in part.devices}
+        idle = [device for device in self._every if device not in used]
+        if len(parts) < (self._problem.max_stages or len(self._problem.segments)):
+            for device, (index, part) in product(idle, enumerate(parts)):
+                if len(part.segments) > 1:
+                    more = part._replace(segments=part.segments[:-1]), single(part.segments[-1:], device)
+                    yield self._now._replace(parts=(*parts[:index], *more, *parts[index + 1 :]))
+                    less = single(part.segments[:1], device), part._replace(segments=part.segments[1:])
+                    yield self._now._replace(parts=(*parts[:index], *less, *parts[index + 1 :]))
+
     def _placed(self) -> list[Layout]:
         """Return the layouts with two devices exchanged that a bound says most of, their cuts adapted to that."""
-        found = [_renamed(self._now, {a: b, b: a}) for a, b in combinations(self._plan.devices, 2)]
+        found = list(self._exchanged(self._now))
         share = self._judge.left // (4 * max(1, len(found)))
         found = [self._descend(layout, share) for layout in found]
         return sorted(found, key=self._pace.bound_s)[:_STARTS]
@@ -153,13 +156,13 @@ class Moves:
         """Yield layouts one change away: cuts, then shares, then places."""
         yield from self._cut(layout)
         yield from self._shared(layout)
-        yield from (_renamed(layout, {a: b, b: a}) for a, b in combinations(self._plan.devices, 2))
+        yield from self._exchanged(layout)
 
     def _cut(self, layout: Layout) -> Iterator[Layout]:
         """Yield layouts with another cut between neighbours, or a row of cuts moved together."""
         parts, stages = layout.parts, self._plan.stages
         for index, (one, other) in enumerate(pairwise(parts)):
-            if stages[index].formats != stages[index + 1].formats:
+            if len(self._formats) > 1 and stages[index].formats != stages[index + 1].formats:
                 continue  # a segment would be computed in another way
             chain = one.segments + other.segments
             for step in _STEPS:
@@ -169,6 +172,13 @@ class Moves:
                         yield layout._replace(parts=(*parts[:index], *halves, *parts[index + 2 :]))
         if len(self._formats) == 1:
             yield from _rolled(layout)
+
+    def _exchanged(self, layout: Layout) -> Iterator[Layout]:
+        """Yield layouts in which two devices have changed places, where these do not have the same stages, or none."""
+        stages = {device: [part.segments for part in layout.parts if device in part.devices] for device in self._every}
+        for a, b in combinations(self._every, 2):
+            if stages[a] != stages[b]:
+                yield _renamed(layout, {a: b, b: a})
 
     def _shared(self, layout: Layout) -> Iterator[Layout]:
         """Yield other shares of replicas: in proportion to their speeds, and with one micro-batch given away."""
@@ -208,12 +218,13 @@ class Moves:
     def _proposal(self, layout: Layout, table: Schedule | None) -> Proposal:
         """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
         (moved, cost_s), changed = self._cost(layout), table is not None or layout != self._now
-        over_bytes, step_s = self._pace.step(layout, table)
-        if over_bytes > self._before.over_bytes or (changed and self._barred(layout)):
-            step_s = float("inf")
+        simulation = self._pace.step(layout, table)
+        over_bytes, before_bytes = (sum(one.over_bytes.values()) for one in (simulation, self._before))
+        barred = changed and self._barred(layout)
+        step_s = float("inf") if barred or over_bytes > before_bytes else simulation.step_s
         if changed and not moved:
             cost_s = self._terms.pause_s
-        return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved)
+        return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved, simulation)
 
     def _value(self, layout: Layout) -> float:
         """Return seconds that a step takes, with its part of the cost; infinite where it may not be.
@@ -237,7 +248,7 @@ class Moves:
         """Return the bytes that go over each link for a change, and the seconds that it takes."""
         if layout == self._now:
             return {}, 0.0
-        before, after = _holders(self._now), _holders(layout)
+        before, after = holders(self._now), holders(layout)
         moved: dict[tuple[int, int], int] = {}
         for index, segment in enumerate(self._problem.segments):
             size = segment.state_bytes + segment.parameter_bytes * (layout.schedule == ASYNC)
@@ -247,56 +258,6 @@ class Moves:
                     moved[link] = moved.get(link, 0) + size
         longest = max((self._problem.links.seconds(*link, size) for link, size in moved.items()), default=0.0)
         return moved, longest + self._terms.pause_s
-
-
-def kind_of(before: Layout, after: Layout) -> DecisionKind:
-    """Return what kind of decision leads from one layout to another."""
-    places = [[(part.segments, part.devices) for part in layout.parts] for layout in (before, after)]
-    if places[0] != places[1]:
-        return "recut"
-    return "reshare" if [p.shares for p in before.parts] != [p.shares for p in after.parts] else "reorder"
-
-
-def moves_of(before: Layout, after: Layout) -> frozenset[Move]:
-    """Return what a decision changes: segments that come to devices, shares of stages, the order of actions."""
-    kind = kind_of(before, after)
-    if kind == "recut":
-        had, has = _holders(before), _holders(after)
-        return frozenset(("segment", i, device) for i in range(len(has)) for device in has[i] if device not in had[i])
-    if kind == "reshare":
-        pairs = enumerate(zip(before.parts, after.parts, strict=True))
-        return frozenset(("shares", number, 0) for number, (one, other) in pairs if one.shares != other.shares)
-    return frozenset({(f"schedule {after.schedule}", 0, 0)})
-
-
-def changed_plan(plan: Plan, problem: Problem, proposal: Proposal) -> Plan:
-    """Return a plan with what is proposed; formats of stages stay, limits of memory go with the devices.
-
-    Args:
-        plan: The plan that is in force.
-        problem: What knows the names of the segments.
-        proposal: What is proposed.
-    """
-    stages = tuple(
-        msgspec.structs.replace(
-            stage,
-            segments=tuple(problem.segments[index].name for index in sorted(part.segments)) if stage.segments else (),
-            replicas=tuple((device,) for device in part.devices),
-            shares=part.shares,
-        )
-        for stage, part in zip(plan.stages, proposal.layout.parts, strict=True)
-    )
-    table = proposal.table.lines() if proposal.table is not None else ()
-    schedule = "table" if table else proposal.layout.schedule
-    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
-    bare = msgspec.structs.replace(plan, stages=stages, schedule=schedule, table=table, memory_bytes=(), predicted=None)
-    return msgspec.structs.replace(bare, memory_bytes=tuple(limits[d] for d in bare.devices) if limits else ())
-
-
-def _holders(layout: Layout) -> list[tuple[int, ...]]:
-    """Return the devices of each segment."""
-    where = {index: part.devices for part in layout.parts for index in part.segments}
-    return [where[index] for index in range(len(where))]
 
 
 def _rolled(layout: Layout) -> Iterator[Layout]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.endless import simulate_endless
@@ -13,23 +12,12 @@ from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, layout_of
 from onebox.plan.plan import ASYNC, Plan
 from onebox.plan.schedule import Schedule
+from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.windows import steady_window
 
 _SYNTHESIS_S = 0.04
 """Nominal seconds for a synthesised order."""
-
-
-class Step(NamedTuple):
-    """What a step takes.
-
-    Args:
-        over_bytes: Bytes that devices lack.
-        seconds: Seconds from one step to the next.
-    """
-
-    over_bytes: int
-    seconds: float
 
 
 class Pace:
@@ -47,14 +35,14 @@ class Pace:
         now = layout_of(problem, plan)
         self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order is told apart
         self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
-        self._endless: dict[Layout, Step] = {}
+        self._endless: dict[Layout, Simulation] = {}
 
     @property
     def spent(self) -> bool:
         """Whether all has been simulated that may be."""
         return self.judge.left <= 0
 
-    def step(self, layout: Layout, table: Schedule | None = None) -> Step:
+    def step(self, layout: Layout, table: Schedule | None = None) -> Simulation:
         """Simulate a step.
 
         Args:
@@ -62,12 +50,11 @@ class Pace:
             table: The order of actions, where it is not what the schedule's name says, or the plan's table.
 
         Raises:
-            UsageError: A value would go to an earlier stage, or the plan's table is not for these shares.
+            UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
         """
         if layout.schedule == ASYNC:
             return self._of_many(layout)
-        verdict = self.judge.judge(layout, table or self.order(layout))
-        return Step(verdict.over_bytes, verdict.simulation.step_s)
+        return self.judge.judge(layout, table or self.order(layout)).simulation
 
     def bound_s(self, layout: Layout) -> float:
         """Return seconds that a step takes at least; infinite for a layout that cannot be.
@@ -87,9 +74,9 @@ class Pace:
             return None
         if self._table is None:
             self._table = self.made(self.now)
-        pairs = list(zip(self.now.parts, layout.parts, strict=True))
-        if any(one.shares != other.shares for one, other in pairs):
-            raise UsageError("a table says which device computes which micro-batch, which other shares change")
+        pairs = list(zip(self.now.parts, layout.parts, strict=False))
+        if len(layout.parts) != len(self.now.parts) or any(one.shares != other.shares for one, other in pairs):
+            raise UsageError("a table is for as many stages as it has, and for their shares")
         names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
         return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
 
@@ -98,14 +85,16 @@ class Pace:
         case = self.judge.case(layout)
         return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
 
-    def _of_many(self, layout: Layout) -> Step:
+    def _of_many(self, layout: Layout) -> Simulation:
         """Return what a step takes among many, when the pipeline never runs empty."""
         if layout not in self._endless:
             case = self.judge.case(layout)
             edges = [(edge.source, edge.target) for edge in case.work.edges]
-            window, versions = steady_window(case.routes, edges, self.plan.in_flight), self.problem.versions
-            found = simulate_endless(window, case.routes, case.work, case.sizes, versions=versions, detail=False)
-            self._endless[layout] = Step(sum(found.over_bytes.values()), found.step_s)
+            window = steady_window(case.routes, edges, in_flight(self.plan, len(layout.parts)))
+            versions = self.problem.versions
+            self._endless[layout] = simulate_endless(
+                window, case.routes, case.work, case.sizes, versions=versions, detail=False
+            )
         return self._endless[layout]
 
     def _busiest_s(self, layout: Layout) -> float:
@@ -138,3 +127,8 @@ def within_limits(problem: Problem, plan: Plan) -> Problem:
 
     devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
     return replace(problem, devices=devices)
+
+
+def in_flight(plan: Plan, stages: int) -> tuple[int, ...]:
+    """Return a plan's micro-batches in flight where it is to have so many stages; the rule's where that is new."""
+    return plan.in_flight if len(plan.stages) == stages else ()

@@ -41,17 +41,21 @@ class Change(NamedTuple):
         link: The link; ``None`` for a device.
         factor: By what it takes longer than planned.
         since: From which step on.
+        hoped: Whether nobody has measured it.
     """
 
     device: int | None
     link: Link | None
     factor: float
     since: int
+    hoped: bool = False
 
     @property
     def told(self) -> str:
         """What a person is told."""
         what = f"device {self.device}" if self.link is None else f"link {self.link[0]} → {self.link[1]}"
+        if self.hoped:
+            return f"{what}, which was slow, has not been used for long and is tried again"
         if 1 / _AGAIN < self.factor < _AGAIN:
             return f"{what} takes as long as planned since step {self.since}"
         times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
@@ -78,15 +82,15 @@ class Rates:
     Args:
         problem: What the plan was made for.
         plan: The plan that steps are measured under.
-        probe: After so many steps without traffic a link that was slow is believed to be as planned again, or nobody
-            would ever know; twice as many the next time.
+        probe: After so many steps in which nobody used it, a device or link that was slow is believed to be as planned
+            again, or nobody would ever know; twice as many the next time.
     """
 
     def __init__(self, problem: Problem, plan: Plan, probe: int) -> None:
         self._problem, self._probe = problem, probe
         self._found = _Estimates({}, {}, {}, {})
-        self._silent: dict[Link, int] = {}
-        self._patience: dict[Link, int] = {}
+        self._silent: dict[int | Link, int] = {}
+        self._patience: dict[int | Link, int] = {}
         self._message_bytes: dict[Link, float] = {}
         self.follow(plan)
 
@@ -120,7 +124,6 @@ class Rates:
             if planned and seconds and drift.see(_bounded(seconds / planned), seen.step):
                 changes.append(Change(device, None, drift.factor, _since(drift)))
         for link, carried in seen.links.items():
-            self._silent[link] = 0
             self._message_bytes[link] = carried.size_bytes / carried.messages
             planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
             drift = self._found.links.setdefault(link, Drift())
@@ -181,15 +184,19 @@ class Rates:
         return [Change(device, None, drift.factor, seen.step if drift.since is None else drift.since)] * changed
 
     def _hope(self, seen: Seen) -> list[Change]:
-        """Believe of slow links that nobody has used for long that they are as planned."""
+        """Believe of slow devices and links that nobody has used for long that they are as planned."""
+        working = {task.device for task in seen.actions}
+        known: list[tuple[int | Link, Drift]] = [*self._found.devices.items(), *self._found.links.items()]
         found = []
-        for link, drift in self._found.links.items():
-            silent = self._silent[link] = self._silent.get(link, 0) + (link not in seen.links)
-            if drift.factor > _AGAIN and silent >= self._patience.get(link, self._probe):
-                self._patience[link] = 2 * self._patience.get(link, self._probe)
-                self._silent[link] = 0
+        for what, drift in known:
+            used = what in working or what in seen.links
+            silent = self._silent[what] = 0 if used else self._silent.get(what, 0) + 1
+            if drift.factor > _AGAIN and silent >= self._patience.get(what, self._probe):
+                self._patience[what] = 2 * self._patience.get(what, self._probe)
+                self._silent[what] = 0
                 drift.believe(1.0)
-                found.append(Change(None, link, 1.0, seen.step))
+                device, link = (what, None) if isinstance(what, int) else (None, what)
+                found.append(Change(device, link, 1.0, seen.step, hoped=True))
         return found
 
     def _segment(self, index: int) -> Segment:

@@ -24,7 +24,7 @@ def told_change(before: Plan, after: Plan, names: Sequence[str], batch: int) -> 
         batch: Samples of a step.
     """
     parts = _told_segments(_holders(before, names), _holders(after, names))
-    for number, (one, other) in enumerate(zip(before.stages, after.stages, strict=True)):
+    for number, (one, other) in enumerate(zip(before.stages, after.stages, strict=False)):
         if one.shares != other.shares and not parts:
             parts.append(_told_shares(number, other, after, batch))
     if (before.schedule, before.table) != (after.schedule, after.table) and not parts:

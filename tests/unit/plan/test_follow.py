@@ -14,7 +14,7 @@ from onebox.plan import ASYNC, DeviceSpec, Plan, Problem, Value, search
 from tests.unit.plan.problems import links, segment
 from tests.unit.plan.worlds import Run, State, even_noise, follow, normal_noise, step_s, truth
 
-EFFORT = 150_000
+EFFORT = 60_000
 """Actions that the search for the best static plan simulates."""
 
 UNEVEN = ("quick", "half", "quick", "slow", "half", "quick", "quick", "half")
