@@ -15,8 +15,9 @@ from statistics import fmean
 
 from onebox.engine.results import StepTrace
 from onebox.engine.routine import Label
-from onebox.plan import Action, Links, MicroBatch
+from onebox.plan import Action, Links, MicroBatch, Plan
 from onebox.plan.seen import Carried, Seen, Task, Took
+from onebox.pool import Pool
 
 JITTER_S = 1e-3
 """By which messages come late on a machine whose cores are busy: 1 sleep in 100 ends so much later there."""
@@ -45,6 +46,25 @@ class Whole:
     full: int
     hosts: Mapping[int, str]
     timed: Timed
+
+
+def whole_of(trace: StepTrace, micro_batches: Sequence[MicroBatch], plan: Plan, pool: Pool) -> Whole:
+    """Return what is known of a step.
+
+    Args:
+        trace: Its times.
+        micro_batches: The parts of its batch.
+        plan: The plan that it ran under.
+        pool: The devices.
+    """
+    devices, links, shared = pool.devices, pool.links, pool.shared
+    return Whole(
+        trace=trace,
+        micro_batches=micro_batches,
+        full=plan.micro_batch or max(part.size for part in micro_batches),
+        hosts={device.number: device.host for device in devices},
+        timed=lambda a, b: (a, b) in links or (shared and devices[a].host == devices[b].host),
+    )
 
 
 def see(step: Whole, following: StepTrace | None = None) -> Seen:

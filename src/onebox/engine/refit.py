@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -111,6 +112,26 @@ def refit(plan: Plan, work: Workload, pool: Pool) -> Plan:
         return _sought(size, plan, work, pool, replicable=False)
 
 
+def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanError:
+    """Return the error that says that the devices that are left are not enough.
+
+    Args:
+        error: What is missing.
+        pool: The pool, healed.
+        saved: The last checkpoint, if there is one.
+    """
+    lost = [pool.devices[number] for number in sorted(pool.gone)]
+    gone = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in lost)
+    where = f"the last checkpoint, {saved}," if saved else "a checkpoint (this trainer has saved none)"
+    return PlanError(
+        f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
+        f"more devices or memory and resume from {where} with Trainer.resume",
+        stage=error.stage,
+        device=error.device,
+        missing_bytes=error.missing_bytes,
+    )
+
+
 def _fits(plan: Plan, work: Workload, pool: Pool) -> bool:
     """Tell whether a plan can be run in the memory of its devices."""
     try:
@@ -141,6 +162,7 @@ def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: 
         micro_batches=(size,),
         schedules=schedules,
         updates=(before.update,),
+        sharded=before.optimizer == "sharded",
     )
     problem = replace(problem, replicable=replicable, free_shares=False)
     segments = [segment.name for segment in size_bytes.segments]

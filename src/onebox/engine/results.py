@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, StepRoutine
-from onebox.errors import ReplicasParted
+from onebox.errors import OperatorError, ReplicasParted
 from onebox.plan import Action, MicroBatch
 from onebox.pool import Answer, raise_first
 from onebox.wire.messages import Ask
@@ -245,3 +245,24 @@ class StepTrace:
             for worker, (labels, times, memory) in self.workers.items()
             for index, label in enumerate(labels)
         ]
+
+
+_BEHIND_ACTIONS = ("accumulate", "free")
+"""What is done right behind an action, and belongs to it."""
+
+
+def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[Label]]) -> None:
+    """Let an error say what of a step failed, as far as that is known.
+
+    Args:
+        error: The error.
+        labels_of: Returns what the instructions of a worker's routine are, given the two numbers.
+    """
+    if error.instruction is None:
+        return
+    routine, place = error.instruction
+    labels = () if error.worker is None else labels_of(error.worker, routine)
+    if 0 <= place < len(labels):
+        before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
+        own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
+        error.located(labels[place].name, own.stage if own else None)

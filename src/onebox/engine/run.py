@@ -18,12 +18,12 @@ from onebox.engine.copies import Copies
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
-from onebox.engine.measuring import Whole
+from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
 from onebox.engine.overlap import Open, Overlap
-from onebox.engine.refit import Workload, refit
+from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
-from onebox.engine.results import StepLoss, StepTrace, StepValues, step_values
+from onebox.engine.results import StepLoss, StepTrace, StepValues, locate, step_values
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
 from onebox.engine.state import options_of
@@ -36,9 +36,6 @@ from onebox.pool import Answer, Pool, raise_first
 _T = TypeVar("_T")
 
 _TRACED_STEPS = 200
-
-_BEHIND_ACTIONS = ("accumulate", "free")
-"""What is done right behind an action, and belongs to it."""
 
 
 class TrainingRun:
@@ -231,21 +228,9 @@ class TrainingRun:
             }
             self.traces.append(StepTrace(step=step, workers=traced))
             if self.adaptive is not None:
-                self._tell(self.adaptive, self.traces[-1], compiled, ready.plan)
+                whole = whole_of(self.traces[-1], compiled.micro_batches, ready.plan, self._pool)
+                self.adaptive.ended(whole, ready.plan)
         return values
-
-    def _tell(self, adaptive: Adaptive, trace: StepTrace, compiled: Compiled, plan: Plan) -> None:
-        """Let the schedule follow what a step took."""
-        sizes = [part.size for part in compiled.micro_batches]
-        devices, links, shared = self._pool.devices, self._pool.links, self._pool.shared
-        whole = Whole(
-            trace=trace,
-            micro_batches=compiled.micro_batches,
-            full=plan.micro_batch or max(sizes),
-            hosts={device.number: device.host for device in devices},
-            timed=lambda a, b: (a, b) in links or (shared and devices[a].host == devices[b].host),
-        )
-        adaptive.ended(whole, plan)
 
     # ---- failures and losses
 
@@ -256,14 +241,8 @@ class TrainingRun:
 
     def _locate(self, error: Exception) -> None:
         """Let an error say what of a step failed."""
-        if self._ready is None or not isinstance(error, OperatorError) or error.instruction is None:
-            return
-        routine, place = error.instruction
-        labels = () if error.worker is None else self._ready.compiler.labels(error.worker, routine)
-        if 0 <= place < len(labels):
-            before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
-            own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
-            error.located(labels[place].name, own.stage if own else None)
+        if self._ready is not None and isinstance(error, OperatorError):
+            locate(error, self._ready.compiler.labels)
 
     def _failed(self, error: Exception) -> None:
         if self.guard is None or not isinstance(error, LOSSES):
@@ -316,24 +295,11 @@ class TrainingRun:
         try:
             plan = refit(self.plan, work, self._pool)
         except PlanError as error:
-            raise self._out_of_devices(error) from error
+            raise out_of_devices(error, self._pool, self.saved) from error
         new = None if plan is self.plan else plan.describe()
         self._request = dataclasses.replace(self._request, plan=plan)
         self.set_up(self._first)
         return new
-
-    def _out_of_devices(self, error: PlanError) -> PlanError:
-        """Return the error that says that the devices that are left are not enough."""
-        lost = [self._pool.devices[number] for number in sorted(self._pool.gone)]
-        gone = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in lost)
-        saved = f"the last checkpoint, {self.saved}," if self.saved else "a checkpoint (this trainer has saved none)"
-        return PlanError(
-            f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
-            f"more devices or memory and resume from {saved} with Trainer.resume",
-            stage=error.stage,
-            device=error.device,
-            missing_bytes=error.missing_bytes,
-        )
 
     # ---- another plan
 
