@@ -10,6 +10,7 @@ from onebox.cost import Groups
 from onebox.plan.blocks import block_schedule
 from onebox.plan.bound import SPLIT, least_bytes, least_period, lower_bound
 from onebox.plan.costs import Costs
+from onebox.plan.depth import depths
 from onebox.plan.endless import simulate_endless
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, plan_of
@@ -61,12 +62,14 @@ class Verdict:
         case: With its costs.
         schedule: The order of its actions.
         simulation: What that leads to.
+        in_flight: How many micro-batches its stages have in flight, where not as many as the schedule's rule says.
     """
 
     layout: Layout
     case: Case
     schedule: Schedule
     simulation: Simulation
+    in_flight: tuple[int, ...] = ()
 
     @property
     def over_bytes(self) -> int:
@@ -194,11 +197,14 @@ class Judge:
         if known is not None and schedule is None:
             return known
         case = self.case(layout)
-        order = schedule or self._named(layout.schedule, case)
-        simulation = self._simulated(layout.schedule, order, case)
-        self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
-        self.simulated += 1
-        verdict = Verdict(layout=layout, case=case, schedule=order, simulation=simulation)
+        for in_flight in dict.fromkeys((depths(case.routes, case.work) if layout.schedule == ASYNC else (), ())):
+            order = schedule or self._named(layout.schedule, case, in_flight)
+            simulation = self._simulated(layout.schedule, order, case)
+            self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
+            self.simulated += 1
+            verdict = Verdict(layout=layout, case=case, schedule=order, simulation=simulation, in_flight=in_flight)
+            if not verdict.over_bytes:
+                break
         if known is None or verdict.rank < known.rank:
             self.verdicts[layout] = verdict
         if self.allows(layout) and (self.best is None or verdict.rank < self.best.rank):
@@ -223,12 +229,12 @@ class Judge:
         versions = self.problem.versions
         return simulate_endless(order, case.routes, case.work, case.sizes, versions=versions, detail=False)
 
-    def _named(self, name: str, case: Case) -> Schedule:
+    def _named(self, name: str, case: Case, in_flight: tuple[int, ...]) -> Schedule:
         """Return a schedule by name; it depends on routes and edges alone, which many layouts have in common."""
         edges = tuple((edge.source, edge.target) for edge in case.work.edges)
-        key = (name, case.routes, edges)
+        key = (name, case.routes, edges, in_flight)
         if key not in self._schedules:
             self.left -= 5 * case.actions
-            made = steady_window if name == ASYNC else partial(block_schedule, name)
+            made = partial(steady_window, in_flight=in_flight) if name == ASYNC else partial(block_schedule, name)
             self._schedules[key] = made(case.routes, edges=edges)
         return self._schedules[key]

@@ -326,7 +326,7 @@ def _finished(problem: Problem, verdict: Verdict) -> Plan:
     predicted = prediction_of(plan, problem.batch, verdict.case.work, verdict.simulation)
     if layout.schedule == "auto":
         return msgspec.structs.replace(plan, predicted=predicted, schedule="table", table=verdict.schedule.lines())
-    return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule)
+    return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule, in_flight=verdict.in_flight)
 
 
 def _notable(judge: Judge, best: Verdict, trivial: Mapping[str, Verdict]) -> tuple[Candidate, ...]:
