@@ -235,3 +235,22 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none(delay: str)
             assert delays == {0: 1, 1: len(SIZES) - 1}
     assert outcomes[0].losses == outcomes[1].losses
     assert all(torch.equal(tensor, outcomes[0].tensors[name]) for name, tensor in outcomes[1].tensors.items())
+
+
+@pytest.mark.parametrize("layout", ["replicas", "stages", "tied", "sharded", "clipped", "folded"])
+def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.Pool) -> None:
+    """The update of a step comes in the next one, bucket by bucket, and the result is that of one process."""
+    name = {"tied": "tied", "folded": "gpt2"}.get(layout, "cnn")
+    plan = {
+        "replicas": lambda: Plan.data_parallel((0, 1, 2), (1.0, 1.0, 1.0), micro_batch=2),
+        "stages": lambda: staged(name, ((0, 1), (2, 3)), micro_batch=2),
+        "tied": lambda: staged(name, (0, 1, 2), micro_batch=2, schedule="zb-h1"),
+        "sharded": lambda: staged(name, ((0, 1), (2, 3)), micro_batch=2, optimizer="sharded"),
+        "clipped": lambda: staged(name, (0, (1, 2)), micro_batch=2),
+        "folded": lambda: staged(name, (0, 1, 0, 1), micro_batch=2, schedule="interleaved"),
+    }[layout]()
+    options = {"clip_grad_norm": 0.5} if layout == "clipped" else {}
+    plain, _ = run(pool, name, plan, "adamw", staleness=0, **options)
+    found, delays = run(pool, name, plan, "adamw", staleness=0, overlap=True, **options)
+    assert (found.losses, found.norms, delays) == (plain.losses, plain.norms, {})
+    assert all(torch.equal(tensor, plain.tensors[name]) for name, tensor in found.tensors.items())

@@ -54,6 +54,7 @@ class Exchanges:
         groups: The number of each group.
         shared: Groups that have a part in the exchanges of others: all of those begin in one order.
         early: Whether workers need nothing of each other but sums.
+        before: Adds what has to come before any exchange.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Exchanges:
         *,
         shared: Collection[Members] = (),
         early: bool = False,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._builder = builder
         self._worker = worker
         self._groups = groups
         self._shared = frozenset(shared)
         self._early = early
+        self._before = before
         self._queues: dict[Members, deque[Exchange]] = {}
         self._second: deque[tuple[Exchange, tuple[int, ...]]] = deque()
         self._third: deque[tuple[Exchange, tuple[int, ...]]] = deque()
@@ -103,6 +106,7 @@ class Exchanges:
         for queue in self._queues.values():
             while queue and queue[0].ready:
                 exchange = queue.popleft()
+                self._before()
                 for buffers in exchange.prepare():
                     if exchange.parts:
                         self._begin(exchange, buffers)

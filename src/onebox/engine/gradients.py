@@ -17,12 +17,12 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.engine.sharding import Bucket, buckets_by_owner
+from onebox.engine.updates import WorkerUpdate
 from onebox.errors import CaptureError
-from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
+from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, zeros
 from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
-from onebox.wire.messages import Broadcast, Free, OptimizerStep, Reduce
 
 Half = Literal["whole", "early", "late"]
 """Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
@@ -107,6 +107,31 @@ class Gradients:
         """
         return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
 
+    def update(self, builder: RoutineBuilder, worker: int, *, age: int = 0) -> WorkerUpdate:
+        """Begin the update of one worker in one routine.
+
+        Args:
+            builder: The routine.
+            worker: The worker.
+            age: How many steps before the routine's own the one is whose gradients are applied.
+        """
+        stale = bool(age and self.numbers.previous)
+        return WorkerUpdate(self, builder, worker, self.late if stale else self.sums, age=age, versions=stale)
+
+    def buckets_of(self, worker: int) -> list[tuple[Members, Bucket]]:
+        """Return the buckets that a worker has a part in, with who exchanges each, in their order."""
+        found = self.buckets.items()
+        return [(members, bucket) for members, own in found if worker in members for bucket in own]
+
+    @property
+    def everybody(self) -> int | None:
+        """The group over which norms are summed; ``None`` where every worker has all gradients."""
+        holdings = self.holdings
+        alone = not holdings.owners or len(holdings.devices) == 1
+        if alone and not holdings.parted(self.trained):
+            return None
+        return self.numbers.groups[holdings.devices]
+
 
 def _in_order_of_making(part: NamedProgram) -> list[Port]:
     """Return the outputs of a program in the order in which they are made."""
@@ -151,7 +176,7 @@ class WorkerGradients:
         self._missing: list[tuple[set[str], Exchange]] = []
         self._bucket_of: dict[str, int] = {}
         if half != "early":
-            for members, bucket in self._buckets():
+            for members, bucket in shared.buckets_of(worker):
                 self._expect(members, bucket)
 
     def _made_early(self, job: Job) -> set[str]:
@@ -188,13 +213,8 @@ class WorkerGradients:
         """The buffers of the gradients that nobody reads but the optimizer of this worker."""
         if self._shared.max_norm:
             return frozenset()
-        shared = {name for _, bucket in self._buckets() for name in bucket.names}
+        shared = {name for _, bucket in self._shared.buckets_of(self._worker) for name in bucket.names}
         return frozenset(self._shared.sums[name] for name in self._held if name not in shared)
-
-    def _buckets(self) -> list[tuple[Members, Bucket]]:
-        """Return the buckets that this worker has a part in, with who exchanges each, in their order."""
-        found = self._shared.buckets.items()
-        return [(members, bucket) for members, own in found if self._worker in members for bucket in own]
 
     # ---- backward
 
@@ -296,65 +316,10 @@ class WorkerGradients:
     # ---- the end of a step
 
     @property
-    def exchanged(self) -> bool:
-        """Whether the gradients wait for other workers before they are applied."""
-        return bool(self._missing) or (self._everybody is not None and bool(self._shared.max_norm))
-
-    @property
     def handed_on(self) -> dict[int, int]:
         """The number that each sum of the step's own window has in the next one."""
         made = [name for name in self._held if name in self._begun]
         return {self._sums[name]: self._shared.late[name] for name in made}
-
-    def finish(self) -> None:
-        """Clip and apply the gradients."""
-        numbers = self._shared.numbers
-        norm = self._shared.norm if self._everybody is not None and self._shared.max_norm else 0
-        if self._everybody is not None and norm:
-            self._sum_norms(self._everybody)
-        stepped = self._shared.holdings.stepped_by(self._worker, self._shared.trained)
-        gradients = tuple(self._sums[name] for name in stepped)
-        if gradients:
-            late = self._half == "late"
-            step = OptimizerStep(
-                numbers.optimizer,
-                gradients,
-                self._shared.max_norm,
-                norm,
-                previous=tuple(numbers.previous[name] for name in stepped) if late else (),
-                ahead=tuple(numbers.ahead[name] for name in stepped) if late and numbers.ahead else (),
-                age=int(late),
-            )
-            self._builder.add(step, Label("optimizer", "compute"))
-        if left := (*gradients, *((norm,) if norm else ())):
-            self._builder.add(Free(left), Label("free"))
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        """Let owners hand what they have stepped to the others: what the next forward reads first, first."""
-        numbers = self._shared.numbers
-        for members, bucket in reversed(self._buckets()):
-            if bucket.owner is not None:
-                state = tuple(numbers.state[name] for name in bucket.names)
-                broadcast = Broadcast(state, numbers.groups[members], members.index(bucket.owner))
-                self._builder.add(broadcast, Label("broadcast", "transfer"))
-
-    @property
-    def _everybody(self) -> int | None:
-        """The group over which norms are summed; ``None`` where every worker has all gradients."""
-        holdings = self._shared.holdings
-        alone = not holdings.owners or len(holdings.devices) == 1
-        if alone and not holdings.parted(self._shared.trained):
-            return None
-        return self._shared.numbers.groups[holdings.devices]
-
-    def _sum_norms(self, group: int) -> None:
-        """Sum the squared norms of all gradients over all workers, each gradient by the one that answers for it."""
-        owned = self._shared.holdings.owned_by(self._worker, self._shared.trained)
-        program = square_norm([self._specs[name] for name in owned])
-        gradients = [self._sums[name] for name in owned]
-        self._builder.call(program, gradients, [self._shared.norm], Label("norm"))
-        self._builder.add(Reduce((self._shared.norm,), group), Label("reduce", "transfer"))
 
 
 def _gradients_of(part: Part) -> list[str]:

@@ -54,6 +54,7 @@ class Settings:
         staleness: How many steps old the weights may be that a step is computed with.
         delay: What is done about gradients that are late because of it.
         warm_up: So many steps come before the first that is computed with older weights.
+        overlap: Whether exact steps overlap: what is left of the update of one comes in the next, where it is needed.
     """
 
     seed: int
@@ -64,6 +65,7 @@ class Settings:
     staleness: int = 0
     delay: Delay = "none"
     warm_up: int = 0
+    overlap: bool = False
 
 
 def launch(

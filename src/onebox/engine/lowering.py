@@ -7,18 +7,20 @@ that overlap are cut into windows (``windows.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onebox.engine.emulated import ActionCosts
 from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients
 from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
+from onebox.engine.parts import Part
 from onebox.engine.routine import RoutineBuilder, StepRoutine
 from onebox.engine.rows import Row
 from onebox.engine.statistics import Statistics
+from onebox.engine.updates import WorkerUpdate
 from onebox.engine.values import Values
-from onebox.engine.windows import Update, Weights, Window, WorkerWindows
+from onebox.engine.windows import DueUpdate, LateUpdate, Weights, Window, WorkerWindows
 from onebox.graph import ModelPrograms
 from onebox.plan import Action, Plan
 from onebox.plan.windows import drain_of, fill_of
@@ -81,7 +83,7 @@ class Lowering:
             rounding.finish()
             exchanges.finish()
             statistics.finish()
-            gradients.finish()
+            self._gradients.update(row.builder, worker).finish()
             row.answer()
             found[worker] = row.builder.finish(row.leaves, row.results)
         return found
@@ -105,34 +107,58 @@ class Lowering:
         self, builder: RoutineBuilder, worker: int, job: Job, values: Values, actions: Sequence[Action], window: Window
     ) -> StepRoutine:
         row = self._row(worker, job, values, actions, builder)
-        exchanges = self._exchanges(builder, worker)
-        given = (builder, worker, actions, job, exchanges)
+        update = None if window == "fill" else self._gradients.update(builder, worker, age=1)
+        if self._numbers.previous:
+            self._stale(row, job, worker, window, update)
+        else:
+            self._exact(row, job, worker, window, update)
+        row.answer()
+        return builder.finish(row.leaves, row.results)
+
+    def _stale(self, row: Row, job: Job, worker: int, window: Window, update: WorkerUpdate | None) -> None:
+        """Add a window that is computed with older weights, and what is left of the step before."""
+        exchanges = self._exchanges(row.builder, worker)
+        given = (row.builder, worker, row.actions, job, exchanges)
         weights = Weights(self._numbers, window)
         late = None if window == "fill" else self._gradients.begin(*given, half="late")
         statistics = None if window == "drain" else self._statistics.begin(*given)
         early = None if window == "drain" else self._gradients.begin(*given, half="early")
-        update = Update(late, weights, actions)
+        updating = LateUpdate(update, weights, row.actions)
         exchanges.flush()
-        update.begin()
-
+        updating.begin()
         row.run(
             lambda action: late if action.micro_batch < 0 else early,  # type: ignore[arg-type, return-value]
-            [update, *([] if statistics is None else [statistics])],
+            [updating, *([] if statistics is None else [statistics])],
             moved={} if statistics is None else statistics.moved,
             weight_of=weights.number,
         )
         exchanges.finish()
         if statistics is not None:
             statistics.finish()
-        update.finish()
+        updating.finish()
         if early is not None:
             row.hand_on(early.handed_on)
-        row.answer()
-        return builder.finish(row.leaves, row.results)
 
-    def _exchanges(self, builder: RoutineBuilder, worker: int) -> Exchanges:
+    def _exact(self, row: Row, job: Job, worker: int, window: Window, update: WorkerUpdate | None) -> None:
+        """Add a window whose step is computed with the new weights, with the update of the step before."""
+        updating = DueUpdate(update, lambda action: _read(job.part(worker, action)))
+        if window == "drain" or self._plan.split or self._plan.narrow:
+            updating.finish()
+        if window == "drain":
+            return
+        exchanges = self._exchanges(row.builder, worker, before=updating.finish)
+        given = (row.builder, worker, row.actions, job, exchanges)
+        statistics, gradients = self._statistics.begin(*given), self._gradients.begin(*given)
+        rounding = row.round()
+        row.run(lambda action: gradients, [updating, statistics], moved=statistics.moved)
+        rounding.finish()
+        exchanges.finish()
+        updating.finish()
+        statistics.finish()
+
+    def _exchanges(self, builder: RoutineBuilder, worker: int, before: Callable[[], None] = lambda: None) -> Exchanges:
         shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split
-        return Exchanges(builder, worker, self._numbers.groups, shared=shared, early=alone)
+        return Exchanges(builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
 
     def evaluate(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
@@ -161,3 +187,8 @@ class Lowering:
             builder=builder or RoutineBuilder(self._numbers.new),
             actions=actions,
         )
+
+
+def _read(part: Part) -> list[str]:
+    """Return the parameters that a part reads."""
+    return [str(port.name) for port in part.inputs if port.kind in ("parameter", "rounded")]

@@ -37,38 +37,53 @@ def treatment(optimizer: torch.optim.Optimizer, asked: str) -> Delay:
     return choice.delay
 
 
-def check_staleness(staleness: int, delay: str, warm_up: int, plan: Plan | None) -> None:
+def check_overlap(settings: Settings, delay: str, plan: Plan | None) -> None:
     """Refuse what steps cannot be like.
+
+    Args:
+        settings: What is asked for.
+        delay: What is asked to be done about late gradients.
+        plan: The plan, if one is given.
 
     Raises:
         UsageError: What is wrong.
     """
+    staleness, warm_up = settings.staleness, settings.warm_up
     if staleness not in (0, 1):
         raise UsageError(f"staleness={staleness}: allowed are 0, for exact steps, and 1")
     if delay not in DELAYS:
         raise UsageError(f"delay={delay!r}: allowed are {', '.join(map(repr, DELAYS))}")
     if warm_up < 0:
         raise UsageError(f"warm_up={warm_up}: so many steps are exact at the beginning, at least 0")
-    if plan is None:
-        return
-    if not staleness:
-        if plan.schedule == ASYNC:
-            raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
-        return
-    if len(plan.stages) > 1 and plan.schedule != ASYNC:
+    if plan is not None:
+        check_overlap_of(plan, staleness, overlap=settings.overlap)
+
+
+def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
+    """Refuse a plan whose steps cannot overlap as they are to.
+
+    Raises:
+        UsageError: What is wrong.
+    """
+    if plan.schedule == ASYNC and not staleness:
+        raise UsageError(f"the plan's schedule is {ASYNC}, which needs staleness=1; or give it another schedule")
+    if staleness and len(plan.stages) > 1 and plan.schedule != ASYNC:
         raise UsageError(
             f"staleness=1 with the schedule {plan.schedule}: a plan of several stages needs the schedule {ASYNC!r}; "
             "make_plan(staleness=1) makes one"
         )
+    if not staleness and not overlap:
+        return
     refused = {
-        "the optimizer's state shared out": plan.optimizer == "sharded",
-        "stages of bf16": bool(plan.narrow),
+        "the optimizer's state shared out": staleness and plan.optimizer == "sharded",
+        "stages of bf16": staleness and plan.narrow,
         "stages offloaded or swapped": any(stage.fate in ("offload", "swap") for stage in plan.stages),
         "update='host'": plan.update == "host",
         "sync='client'": plan.sync == "client",
     }
     for what in (name for name, found in refused.items() if found):
-        raise UsageError(f"staleness=1 with {what}: versions of weights do not go together with that; leave one out")
+        asked = "staleness=1" if staleness else "overlap=True"
+        raise UsageError(f"{asked} with {what}: these do not go together; leave one of them out")
 
 
 _LOG = logging.getLogger("onebox")
@@ -113,7 +128,7 @@ class Overlap:
 
     def windows(self, step: int) -> bool:
         """Tell whether a step may overlap with the one after it."""
-        return bool(self._settings.staleness) and step >= self._settings.warm_up
+        return step >= self._settings.warm_up if self._settings.staleness else self._settings.overlap
 
     def begin(self, step: int) -> None:
         """Let the workers have versions of their parameters, if they are to and have none yet.

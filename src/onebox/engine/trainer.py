@@ -20,7 +20,7 @@ from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive, problem_maker
 from onebox.engine.launch import Settings
 from onebox.engine.observed import Observed
-from onebox.engine.overlap import check_staleness, treatment
+from onebox.engine.overlap import check_overlap, treatment
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, versions
 from onebox.engine.results import Evaluation, StepLoss
@@ -109,6 +109,8 @@ class Trainer(Observed):
         delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``feedback``
             (see docs/staleness.md), or ``auto``, which goes by the optimizer and logs which it is, and why.
         warm_up: So many steps are exact at the beginning, whatever ``staleness`` is.
+        overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
+            one, just before its parameters are read. The result has the same bits.
 
     Raises:
         UsageError: An argument is wrong.
@@ -155,6 +157,7 @@ class Trainer(Observed):
         staleness: int = 0,
         delay: str = "auto",
         warm_up: int = 0,
+        overlap: bool = False,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
@@ -182,7 +185,6 @@ class Trainer(Observed):
         )
         request.check(pool)
         check_adaptive(adaptive, given, pool, trace=trace)
-        check_staleness(staleness, delay, warm_up, given or request.sample())
         self._metrics = dict(metrics or {})
         remote = RemoteState(model, loss, optimizer, pool)
         kinds = {device.kind for device in pool.devices}
@@ -206,7 +208,9 @@ class Trainer(Observed):
             staleness=staleness,
             delay=treatment(optimizer, delay) if staleness else "none",
             warm_up=warm_up,
+            overlap=overlap,
         )
+        check_overlap(settings, delay, given or request.sample())
         uploads = Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(
             pool,

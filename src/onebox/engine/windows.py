@@ -8,17 +8,20 @@ Every micro-batch of a step is computed, forward and backward, with the weights 
 began (Narayanan et al. 2021, arXiv:2006.09503, PipeDream-2BW). Until the update of a window those are the newest ones
 for its own step, and the previous ones for what is left of the step before; the update makes them the previous ones. A
 window with nothing before it has them as the previous ones from the start.
+
+Where steps are exact and overlap all the same, nothing but the update is left of a step for the next window, and comes
+there in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onebox.engine.gradients import WorkerGradients
 from onebox.engine.job import Numbers
 from onebox.engine.routine import StepRoutine
+from onebox.engine.updates import WorkerUpdate
 from onebox.plan import Action
 
 Window = Literal["fill", "steady", "drain"]
@@ -66,17 +69,18 @@ class Weights:
         return numbers.ahead.get(name, numbers.state[name])
 
 
-class Update:
-    """The update of a window: behind the last action of the step before, or at the end where sums are waited for.
+class LateUpdate:
+    """The update of a window in which weights have versions: behind the last action of the step before, or at the end
+    where it waits for other workers.
 
     Args:
-        gradients: Of the step before; ``None`` where there is none.
-        weights: Told of the update.
+        update: With the gradients of the step before; ``None`` where there is none.
+        weights: Told of it.
         actions: The worker's row.
     """
 
-    def __init__(self, gradients: WorkerGradients | None, weights: Weights, actions: Sequence[Action]) -> None:
-        self._gradients = gradients
+    def __init__(self, update: WorkerUpdate | None, weights: Weights, actions: Sequence[Action]) -> None:
+        self._update = update
         self._weights = weights
         self._left = sum(action.micro_batch < 0 for action in actions)
 
@@ -95,11 +99,38 @@ class Update:
 
     def finish(self) -> None:
         """Add it if it has not been."""
-        if self._gradients is not None:
-            self._gradients.finish()
-            self._gradients = None
+        if self._update is not None:
+            self._update.finish()
+            self._update = None
             self._weights.update()
 
     def _at_once(self) -> None:
-        if self._gradients is not None and not self._left and not self._gradients.exchanged:
+        if self._update is not None and not self._left and not self._update.waits:
             self.finish()
+
+
+class DueUpdate:
+    """The update of a window that is to be computed with the new weights: each part of it before the first reader.
+
+    Args:
+        update: With the gradients of the step before; ``None`` where there is none.
+        read: Returns the parameters that an action reads.
+    """
+
+    def __init__(self, update: WorkerUpdate | None, read: Callable[[Action], Collection[str]]) -> None:
+        self._update = update
+        self._read = read
+
+    def before(self, action: Action) -> None:
+        """Add what an action needs of it."""
+        if self._update is not None:
+            self._update.before(self._read(action))
+
+    def after(self, action: Action) -> None:
+        """Add what comes behind an action."""
+
+    def finish(self) -> None:
+        """Add what is left of it."""
+        if self._update is not None:
+            self._update.finish()
+            self._update = None

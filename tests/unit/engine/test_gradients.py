@@ -216,7 +216,8 @@ def _finish(lowered: Lowered, holdings: Holdings, *, worker: int, actions: Seque
     builder = RoutineBuilder(lowered.numbers.new)
     gradients = Gradients(holdings, lowered.numbers, trained=lowered.trained, model=lowered.model, max_norm=1.0)
     exchanges = Exchanges(builder, worker, lowered.numbers.groups)
-    gradients.begin(builder, worker, actions, lowered.job, exchanges).finish()
+    gradients.begin(builder, worker, actions, lowered.job, exchanges)
+    gradients.update(builder, worker).finish()
     return builder.steps
 
 
