@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from common import finish, show, spread
-from staleness_sides import RULES, SIDES, auto, through
+from staleness_sides import RULES, SIDES, auto, through, warm_up
 from staleness_tasks import DATA, TASKS
 
 import onebox
@@ -61,7 +61,7 @@ def main() -> None:
 def _settings(name: str, rule: str) -> dict[str, Any]:
     """Return what a run in the log must have been made with."""
     task = TASKS[name]
-    return {"steps": task.steps, "batch": task.batch, "rate": task.rates[rule]}
+    return {"steps": task.steps, "batch": task.batch, "rate": task.rates[rule], "warm_up": warm_up(task)}
 
 
 def _read(log: Path) -> dict[Key, Mapping[str, Any]]:
