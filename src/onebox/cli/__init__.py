@@ -69,7 +69,8 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _command(config: Any) -> Callable[[Any], int | None]:
     """Return the command that a configuration is of; each is imported only when it is called."""
-    from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
+    from onebox.cli.config import PlanConfig, TrainConfig
+    from onebox.cli.fit_config import FitConfig
     from onebox.cli.machines_config import MachinesConfig
     from onebox.cli.pool_config import DevicesConfig, ProfileConfig, RunConfig
 

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from onebox import __version__
-from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
+from onebox.cli.config import PlanConfig, TrainConfig
+from onebox.cli.fit_config import FitConfig
 from onebox.cli.machines_config import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
 from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import changed_for_resume, read_config

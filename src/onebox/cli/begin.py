@@ -117,6 +117,9 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
         recover=config.recovers,
         snapshot_every=config.snapshot_every,
         adaptive=config.adaptive,
+        staleness=config.staleness,
+        delay=config.delay,
+        warm_up=config.warm_up,
     )
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 

@@ -29,7 +29,7 @@ from onebox.cli.options import (
     read_sizes,
 )
 from onebox.errors import UsageError
-from onebox.plan import FATES, SCHEDULES, ChainFate, UpdateAt
+from onebox.plan import ASYNC, FATES, SCHEDULES, ChainFate, UpdateAt
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
 
@@ -116,7 +116,32 @@ class JobConfig(OfPool):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(JobConfig):
+class LateConfig(JobConfig):
+    """A job whose gradients may be late.
+
+    Args:
+        staleness: 0 for exact steps; with 1 the gradients of a step are applied one step late, so that the next step
+            begins while they are still on their way, and a pipeline is never empty.
+        delay: With --staleness 1, what is done about late gradients: none, predict (computing with weights as they are
+            expected to be), lookahead, feedback, or auto, which goes by the optimizer.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    staleness: int = 0
+    delay: Literal["auto", "none", "predict", "lookahead", "feedback"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.staleness not in (0, 1):
+            raise UsageError(f"--staleness {self.staleness}: allowed are 0, for exact steps, and 1")
+        if self.delay != "auto" and not self.staleness:
+            raise UsageError(f"--delay {self.delay} is about gradients that are late; it needs --staleness 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LateConfig):
     """Train a model on a pool of this machine's devices.
 
     Args:
@@ -126,6 +151,7 @@ class TrainConfig(JobConfig):
             share.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
+        warm_up: With --staleness 1, so many steps are exact at the beginning.
         sync: Where gradients are averaged: from worker to worker, or at the client.
         update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
         shard_optimizer: Let the replicas share out the optimizer's state, instead of each having all of it.
@@ -153,6 +179,7 @@ class TrainConfig(JobConfig):
     plan: PlanFile = None
     micro_batch: Int = None
     clip_grad_norm: Float = None
+    warm_up: int = 0
     sync: Literal["workers", "client"] = "workers"
     update: Literal["device", "host"] = "device"
     shard_optimizer: Flag = False
@@ -179,8 +206,22 @@ class TrainConfig(JobConfig):
         if self.run is not None and self.resume is not None:
             raise UsageError("--run is for a new run and --resume for an earlier one: give one of them")
         _ = self.share_weights
+        self._check_late()
         if self.plan is not None:
             self._check_plan()
+
+    def _check_late(self) -> None:
+        at_least(0, warm_up=self.warm_up)
+        if self.warm_up and not self.staleness:
+            raise UsageError(f"--warm-up {self.warm_up} is about steps before late ones; it needs --staleness 1")
+        given = {
+            f"--sync {self.sync}": self.sync != "workers",
+            f"--update {self.update}": self.update != "device",
+            "--shard-optimizer": self.shard_optimizer,
+        }
+        odd = [flag for flag, there in given.items() if there and self.staleness]
+        if odd:
+            raise UsageError(f"--staleness 1 and {odd[0]}: versions of weights do not go together with that")
 
     def _check_plan(self) -> None:
         given = {
@@ -227,7 +268,7 @@ class TrainConfig(JobConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(JobConfig):
+class PlanConfig(LateConfig):
     """Find the best plan for a model and a pool, and say what it will cost.
 
     The model, the devices and the links are measured, which takes some seconds; nothing else should run meanwhile. What
@@ -238,7 +279,7 @@ class PlanConfig(JobConfig):
     Args:
         micro_batches: Sizes of micro-batches that are allowed, such as 4,8,16; without it halves of the batch.
         schedules: Schedules that are allowed, such as 1f1b,zb-h1; without it all: gpipe, 1f1b, interleaved, zb-h1, zbv
-            and auto, which is made for the measured times.
+            and auto, which is made for the measured times; with --staleness 1 also async-1f1b.
         fates: What may become of activations for which a device has no room, such as keep,recompute; without it all:
             keep, recompute, offload, swap, and cpu for parts that a CPU worker beside the device computes.
         update: Where the optimizer's state may be: on the device, on its host, or auto for either.
@@ -275,6 +316,7 @@ class PlanConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(budget=self.budget)
+        _ = self.schedule_names
         if not 0 <= self.preparing < math.inf:
             raise UsageError(f"--preparing {self.preparing}: allowed are cores, 0 or more")
         given = {
@@ -313,59 +355,13 @@ class PlanConfig(JobConfig):
         if self.schedules is None:
             return None
         names = tuple(part.strip() for part in self.schedules.split(","))
-        if not set(names) <= set(SCHEDULES):
-            raise UsageError(f"--schedules {self.schedules}: allowed are {', '.join(SCHEDULES)}, such as 1f1b,zb-h1")
+        allowed = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
+        if not set(names) <= set(allowed):
+            hint = f"; {ASYNC} needs --staleness 1" if ASYNC in names and not self.staleness else ""
+            raise UsageError(
+                f"--schedules {self.schedules}: allowed are {', '.join(allowed)}, such as 1f1b,zb-h1{hint}"
+            )
         return names
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitConfig(JobConfig):
-    """Say whether a model fits the memory of some devices, without running anything.
-
-    No worker is started: memory follows from the model's graph, to the byte of what workers will count. It says where
-    the peak is and what lies there then, up to which batch it fits, and where it does not fit which plans do, and what
-    they cost: activations that are computed again or go to the host's memory, smaller micro-batches, an optimizer on
-    the host. Times are those that onebox plan or profile has measured before, else a guess. The exit status is 0 if it
-    fits and 1 if it does not.
-
-    Args:
-        plan: A plan file that is asked about; without it every device computes the whole model for its share.
-        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
-        update: Where the optimizer's state is: on the device, or in the memory of its host.
-        shard_optimizer: Whether the devices share out the optimizer's state, instead of each having all of it.
-        clip_grad_norm: As for onebox train: to clip takes memory, too.
-        gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
-            --bandwidth.
-        bandwidth: Billions of bytes that it reads and writes in a second; with --gflops.
-        out: Write the plan that fits, the quickest where there are several, into this file.
-        json: Write everything as JSON into this file; - prints it instead of the tables.
-
-    Raises:
-        UsageError: A value is out of range, or two do not go together.
-    """
-
-    plan: File = None
-    micro_batch: Int = None
-    update: Literal["device", "host"] = "device"
-    shard_optimizer: Flag = False
-    clip_grad_norm: Float = None
-    gflops: Float = None
-    bandwidth: Float = None
-    out: File = None
-    json: File = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(1, micro_batch=self.micro_batch)
-        positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
-        flags = [f"--micro-batch {self.micro_batch}"] if self.micro_batch is not None else []
-        flags += [f"--update {self.update}"] if self.update != "device" else []
-        flags += ["--shard-optimizer"] if self.shard_optimizer else []
-        if self.plan is not None and flags:
-            flag = flags[0]
-            raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
-        if (self.gflops is None) != (self.bandwidth is None):
-            raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")
 
 
 def _concurrency(flag: str, value: str) -> int | Literal["auto"]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch.nn import functional
 
 from onebox.cli.begin import load_data, make_model, make_optimizer
-from onebox.cli.config import FitConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.exits import FAILED, OK
+from onebox.cli.fit_config import FitConfig
 from onebox.cli.plan import check_target, write_json
 from onebox.cli.planning import sample_batch, write_plan
 from onebox.cost.estimate import Rates

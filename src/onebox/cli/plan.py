@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from onebox.cli.begin import load_data
-from onebox.cli.config import JobConfig, PlanConfig
+from onebox.cli.config import JobConfig, LateConfig, PlanConfig
 from onebox.cli.console import OutputConsole
 from onebox.cli.devices import print_devices
 from onebox.cli.memory import SeenMemory, memory_data, print_memory, see_memory
 from onebox.cli.planning import Foreseen, predict_plan, search_plan, write_plan
 from onebox.errors import UsageError
-from onebox.plan import Plan, as_data, picture
+from onebox.plan import ASYNC, Plan, as_data, in_flight_of, picture, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
 from onebox.report.figure import check_suffix, draw_simulation
@@ -82,6 +82,8 @@ def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
     console.widen(tables)
     _say(console, f"\n{found.plan.describe()}")
     _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
+    if found.plan.schedule == ASYNC:
+        _say(console, late_line(found))
     for table in tables[:2]:
         console.print(table)
     _say(console, "schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
@@ -89,6 +91,17 @@ def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
     if found.candidates:
         _say(console, "\nwhat it was compared with, all predicted")
         console.print(tables[2])
+
+
+def late_line(found: Foreseen) -> str:
+    """Say what an asynchronous plan means: how late gradients are, versions, and what is in flight."""
+    plan, problem = found.plan, found.problem
+    edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
+    counts = in_flight_of(steady_window(plan.routes(problem.batch), edges, plan.in_flight), len(plan.stages))
+    return (
+        f"gradients are applied 1 step late; {problem.versions} versions of the weights on each device; micro-batches "
+        f"in flight, stage by stage: {', '.join(map(str, counts))}; the step is one among many"
+    )
 
 
 def as_json(found: Foreseen, pool: Pool, seen: SeenMemory | None = None) -> dict[str, Any]:
@@ -120,9 +133,17 @@ def as_json(found: Foreseen, pool: Pool, seen: SeenMemory | None = None) -> dict
     }
 
 
-def command_line(config: JobConfig, more: Mapping[str, object]) -> str:
-    """Return the command that trains what was planned: the options that are not the defaults, and some more."""
-    words = ["onebox", "train"]
+def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = False) -> str:
+    """Return the command that trains what was planned: the options that are not the defaults, and some more.
+
+    Args:
+        config: The options.
+        more: Others, by their flags.
+        late: Whether gradients are a step late.
+    """
+    words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
+    if late and isinstance(config, LateConfig) and config.delay != "auto":
+        words += ["--delay", config.delay]
     for field in dataclasses.fields(JobConfig):
         value = getattr(config, field.name)
         if value != field.default:
@@ -166,13 +187,16 @@ def _write_files(
             _say(console, f"figure {path}")
     if config.json is not None:
         write_json(config.json, as_json(found, pool, seen))
-    file = config.out or config.check
+    file, late = config.out or config.check, found.plan.schedule == ASYNC
     if config.out is not None:
         write_plan(config.out, found.plan)
     if file is None:
-        _say(console, f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'})}")
+        _say(
+            console,
+            f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'}, late=late)}",
+        )
     elif not found.shortfall:
-        _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file})}")
+        _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from onebox.cli.begin import make_model, make_optimizer
-from onebox.cli.config import JobConfig, TrainConfig
+from onebox.cli.config import JobConfig, LateConfig, TrainConfig
 from onebox.cli.stored import read_config
 from onebox.engine.batch import as_batch
+from onebox.engine.delays import choose_delay, extra_copies
 from onebox.engine.forecast import forecast_memory
 from onebox.engine.planning import make_plan, pool_links
 from onebox.engine.problem import make_problem
@@ -21,8 +22,8 @@ from onebox.engine.profiling import profile_model
 from onebox.errors import UsageError
 from onebox.feed import Data
 from onebox.plan import (
+    ASYNC,
     FATES,
-    SCHEDULES,
     Candidate,
     ChainFate,
     Plan,
@@ -75,7 +76,7 @@ def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
 
 
 def search_plan(
-    config: JobConfig,
+    config: LateConfig,
     data: Data,
     pool: Pool,
     *,
@@ -115,7 +116,7 @@ def search_plan(
         labels,
         pool=pool,
         micro_batches=micro_batches,
-        schedules=schedules or SCHEDULES,
+        schedules=schedules,
         fates=fates,
         update=update,
         preparing=preparing,
@@ -123,6 +124,8 @@ def search_plan(
         precision=config.precision,
         budget_s=budget_s,
         fresh=fresh,
+        staleness=config.staleness,
+        delay=config.delay,
     )
     _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
     return Foreseen(
@@ -131,7 +134,7 @@ def search_plan(
 
 
 def predict_plan(
-    config: JobConfig, data: Data, pool: Pool, plan: Plan, *, preparing: float = 0.0, fresh: bool = False
+    config: LateConfig, data: Data, pool: Pool, plan: Plan, *, preparing: float = 0.0, fresh: bool = False
 ) -> Foreseen:
     """Measure, and predict a given plan.
 
@@ -167,7 +170,17 @@ def predict_plan(
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)
-    problem = make_problem(profile, pool.devices, links, batch=len(labels), micro_batches=sizes, preparing=preparing)
+    late = choose_delay(optimizer, config.delay).delay
+    problem = make_problem(
+        profile,
+        pool.devices,
+        links,
+        batch=len(labels),
+        micro_batches=sizes,
+        preparing=preparing,
+        staleness=int(plan.schedule == ASYNC),
+        versions=2 + extra_copies(late),
+    )
     _check_table(problem, plan)
     predicted, simulation = predict(problem, plan)
     peaks = forecast_memory(
@@ -178,6 +191,7 @@ def predict_plan(
         as_batch(images, labels),
         devices=pool.devices,
         captures=captures,
+        delay=late,
     )
     exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
     return Foreseen(plan=msgspec.structs.replace(plan, predicted=exact), simulation=simulation, problem=problem)
@@ -223,12 +237,31 @@ def plan_of_run(
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())
+    check_late(config, plan)
     if before is not None and plan.micro_batch != size:
         raise UsageError(
             f"--plan {config.plan} has micro-batches of {plan.micro_batch or 'a share'}, the run to be resumed of "
             f"{size or 'a share'}; that would change what is computed"
         )
     return plan, simulation
+
+
+def check_late(config: TrainConfig, plan: Plan) -> None:
+    """Refuse a plan whose gradients are late where the run's are not to be, and the other way round.
+
+    Raises:
+        UsageError: That is so.
+    """
+    if plan.schedule == ASYNC and not config.staleness:
+        raise UsageError(
+            f"--plan {config.plan} has the schedule {ASYNC}, with which gradients are applied a step late: train it "
+            "with --staleness 1, or make an exact plan"
+        )
+    if config.staleness and config.plan != "auto" and len(plan.stages) > 1 and plan.schedule != ASYNC:
+        raise UsageError(
+            f"--staleness 1 needs a plan with the schedule {ASYNC}, and --plan {config.plan} has {plan.schedule}: "
+            "onebox plan --staleness 1 makes one; or leave --staleness out"
+        )
 
 
 def write_plan(path: Path, plan: Plan, flag: str = "--out") -> None:

@@ -18,7 +18,10 @@ _MAY_CHANGE = (
 )
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
 
-_LATER = {"image_size", "adaptive", "read", "process", "on_error"}
+_LATER = {
+    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up"),
+    *("read", "process", "on_error"),
+}
 """What runs of earlier versions do not say, and had as its default."""
 
 

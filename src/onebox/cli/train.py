@@ -20,7 +20,7 @@ from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.stored import to_stored
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
-from onebox.plan import Simulation
+from onebox.plan import ASYNC, Simulation
 from onebox.pool import Pool, open_pool
 from onebox.pool.local import LOCAL_HOST
 from onebox.pool.spec import POOL_VARIABLE
@@ -45,6 +45,9 @@ def train(config: TrainConfig) -> None:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(run_folder(config, data.name))
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
+        if config.staleness and config.plan == "auto" and plan is not None and plan.schedule != ASYNC:
+            console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
+            config = dataclasses.replace(config, staleness=0, delay="auto", warm_up=0)
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))
         _check_shares(config, pool)
         print_devices(pool, console)

@@ -34,7 +34,7 @@ from onebox.plan.theory import theory
 from onebox.plan.trivial import even_plan
 from onebox.plan.validate import validate
 from onebox.plan.why import Reason, reasons
-from onebox.plan.windows import check_window, drain_of, endless, fill_of, steady_window, unrolled
+from onebox.plan.windows import check_window, drain_of, endless, fill_of, in_flight_of, steady_window, unrolled
 from onebox.plan.work import Edge, Links, StageWork, Work
 
 __all__ = [
@@ -92,6 +92,7 @@ __all__ = [
     "endless",
     "even_plan",
     "fill_of",
+    "in_flight_of",
     "named_schedule",
     "picture",
     "predict",

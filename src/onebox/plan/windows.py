@@ -88,6 +88,28 @@ def unrolled(window: Schedule, count: int, steps: int) -> Schedule:
     return Schedule(rows=rows)
 
 
+def in_flight_of(window: Schedule, stages: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage has between forward and backward at most, on the device with most.
+
+    Args:
+        window: A steady window.
+        stages: How many stages there are.
+
+    Example:
+        >>> in_flight_of(steady_window((((0,),) * 4, ((1,),) * 4, ((2,),) * 4)), 3)
+        (3, 2, 1)
+    """
+    most = [0] * stages
+    for row in window.rows.values():
+        held = [0] * stages
+        for kind, stage, micro_batch in row:
+            held[stage] += micro_batch < 0 and kind in ("B", "I")
+        for kind, stage, _ in row:
+            held[stage] += {"F": 1, "W": 0}.get(kind, -1)
+            most[stage] = max(most[stage], held[stage])
+    return tuple(most)
+
+
 def endless(routes: Routes, steps: int) -> Routes:
     """Return the routes of steps whose micro-batches are numbered through."""
     return tuple(row * steps for row in routes)

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from onebox.cli.arguments import parse
-from onebox.cli.config import FitConfig, PlanConfig, TrainConfig
+from onebox.cli.config import PlanConfig, TrainConfig
+from onebox.cli.fit_config import FitConfig
 from onebox.cli.pool_config import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
 from onebox.cli.stored import read_config, to_stored
 from onebox.errors import UsageError
@@ -122,6 +123,15 @@ def test_all_flags_of_plan() -> None:
     assert parse(["train", "--plan", "auto"]) == TrainConfig(plan="auto")
 
 
+def test_flags_of_late_gradients() -> None:
+    assert parse(["plan", "--staleness", "1", "--delay", "none", "--schedules", "1f1b,async-1f1b"]) == PlanConfig(
+        staleness=1, delay="none", schedules="1f1b,async-1f1b"
+    )
+    assert parse(["train", "--staleness", "1", "--delay", "auto", "--warm-up", "5"]) == TrainConfig(
+        staleness=1, warm_up=5
+    )
+
+
 def test_memory_without_a_size_asks_plan_to_show_it() -> None:
     assert parse(["plan", "--memory"]) == PlanConfig(show_memory=True)
     assert parse(["plan", "--memory", "--budget", "2"]) == PlanConfig(show_memory=True, budget=2.0)
@@ -180,6 +190,14 @@ def test_all_flags_of_fit() -> None:
         ("plan --micro-batches 4,x", ["--micro-batches 4,x: allowed are whole numbers from 1 to 64"]),
         ("plan --schedules 1f2b", ["--schedules 1f2b: allowed are gpipe, 1f1b"]),
         ("plan --budget 0", ["--budget 0.0: allowed are numbers above 0"]),
+        ("plan --schedules async-1f1b", ["allowed are gpipe, 1f1b", "async-1f1b needs --staleness 1"]),
+        ("plan --staleness 2", ["--staleness 2: allowed are 0, for exact steps, and 1"]),
+        ("train --delay predict", ["--delay predict is about gradients that are late; it needs --staleness 1"]),
+        ("train --delay some", ["'some'", "lookahead"]),
+        ("train --warm-up 3", ["--warm-up 3", "it needs --staleness 1"]),
+        ("train --staleness 1 --warm-up -1", ["--warm-up -1: allowed are 0 and more"]),
+        ("train --staleness 1 --sync client", ["--staleness 1 and --sync client"]),
+        ("train --staleness 1 --update host", ["--staleness 1 and --update host"]),
         ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
         ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
         (
@@ -284,7 +302,7 @@ def test_a_value_that_cannot_be_is_refused(tmp_path: Path, key: str, value: obje
 
 def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
     values = to_stored(TrainConfig(epochs=7).resolved())
-    for name in ("image_size", "read", "process", "on_error"):
+    for name in ("image_size", "read", "process", "on_error", "staleness", "delay", "warm_up"):
         del values[name]
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(values))
     assert read_config(tmp_path) == TrainConfig(epochs=7).resolved()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, permutations
 from random import Random
 
-from onebox.plan import Plan, Stage, predict
+from onebox.plan import ASYNC, Plan, Stage, predict
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
 from onebox.plan.work import Links
 
@@ -102,7 +102,10 @@ def random_problem(random: Random, segments: int, devices: int, *, tight: bool =
 
 
 def every_plan(problem: Problem) -> Iterator[Plan]:
-    """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule."""
+    """Yield each contiguous cut on each assignment of devices, with each size of micro-batches and named schedule.
+
+    Where the asynchronous schedule is allowed, it is the only one.
+    """
     names = [one.name for one in problem.segments]
     numbers = [device.number for device in problem.devices]
     for stages in range(1, len(names) + 1):
@@ -115,7 +118,7 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
                     for piece, device in zip(pieces, chosen, strict=True)
                 )
                 for size in problem.micro_batches:
-                    for schedule in schedules:
+                    for schedule in (ASYNC,) if ASYNC in problem.schedules else schedules:
                         yield Plan(stages=made, micro_batch=size, schedule=schedule)
 
 
