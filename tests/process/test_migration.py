@@ -11,13 +11,18 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import onebox
+from onebox.engine.compiler import Captures
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
 
-STEPS = 7
+STEPS = 6
+
+
+CAPTURED: dict[tuple[str, torch.dtype], Captures] = {}
+"""Each model is captured once."""
 
 
 class Run(NamedTuple):
@@ -62,6 +67,7 @@ def trained(
     ]
     arguments = {"seed": SEED, "check_every": 1, "plan": plan, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
+        trainer.captures = CAPTURED.setdefault((name, dtype), trainer.captures)
         losses = []
         for step, batch in enumerate(batches):
             if step in changes:
@@ -85,13 +91,15 @@ def assert_same_bits(one: Run, other: Run) -> None:
         assert torch.equal(value, twin) if isinstance(value, Tensor) and isinstance(twin, Tensor) else value == twin
 
 
-def test_cuts_that_move_change_no_bit(pool: onebox.Pool) -> None:
-    plan = staged("gpt2", (0, 1, 2))
-    there, back = moved(plan, 0, 2), plan
-    changes = {1: there, 3: moved(there, 1, -1), 4: replace(back, schedule="gpipe"), 6: back}
-    for dtype, optimizer in ((torch.float64, "adamw"), (torch.float32, "sgd")):
-        whole = trained(pool, "gpt2", plan, {}, dtype=dtype, optimizer=optimizer)
-        assert_same_bits(trained(pool, "gpt2", plan, changes, dtype=dtype, optimizer=optimizer), whole)
+@pytest.mark.parametrize(
+    ("name", "dtype", "optimizer"), [("unet", torch.float64, "adamw"), ("gpt2", torch.float32, "sgd")]
+)
+def test_cuts_that_move_change_no_bit(pool: onebox.Pool, name: str, dtype: torch.dtype, optimizer: str) -> None:
+    plan = staged(name, (0, 1, 2))
+    there = moved(plan, 0, 1)
+    changes = {1: there, 2: moved(there, 1, -1), 4: replace(plan, schedule="gpipe"), 5: plan}
+    whole = trained(pool, name, plan, {}, dtype=dtype, optimizer=optimizer)
+    assert_same_bits(trained(pool, name, plan, changes, dtype=dtype, optimizer=optimizer), whole)
 
 
 @pytest.mark.parametrize(
@@ -107,16 +115,16 @@ def test_stages_that_change_places_change_no_bit(
 ) -> None:
     plan, other = staged(name, before), staged(name, after)
     whole = trained(pool, name, plan, {}, optimizer=optimizer)
-    assert_same_bits(trained(pool, name, plan, {2: other, 3: plan, 5: other}, optimizer=optimizer), whole)
+    assert_same_bits(trained(pool, name, plan, {1: other, 3: plan, 4: other}, optimizer=optimizer), whole)
 
 
 def test_replicas_that_change_places_and_shares_keep_the_result(pool: onebox.Pool) -> None:
-    plan = staged("gpt2", ((0, 1), (2, 3)))
-    others = staged("gpt2", ((0, 2), (1, 3)))
-    whole = trained(pool, "gpt2", plan, {})
-    assert_same_bits(trained(pool, "gpt2", plan, {2: others, 4: plan}), whole)
-    uneven = staged("gpt2", ((0, 1), (2,)), shares=((2.0, 1.0), (1.0,)))
-    found = trained(pool, "gpt2", plan, {3: uneven, 5: plan})
+    plan = staged("unet", ((0, 1), (2, 3)))
+    others = staged("unet", ((0, 2), (1, 3)))
+    whole = trained(pool, "unet", plan, {})
+    assert_same_bits(trained(pool, "unet", plan, {2: others, 4: plan}), whole)
+    uneven = staged("unet", ((0, 1), (2,)), shares=((2.0, 1.0), (1.0,)))
+    found = trained(pool, "unet", plan, {3: uneven, 5: plan})
     assert torch.allclose(torch.tensor(found.losses), torch.tensor(whole.losses), rtol=0, atol=1e-10)
 
 
@@ -147,6 +155,13 @@ def test_plans_that_cannot_take_over_are_refused_and_the_run_goes_on(pool: onebo
                 trainer._run.adopt(wrong)
         assert trainer.plan == plan
         trainer.step(*batch).item()
+
+
+def test_shared_out_states_of_the_optimizer_move_with_their_owners(pool: onebox.Pool) -> None:
+    plan = staged("unet", ((0, 1), (2, 3)), optimizer="sharded")
+    others = staged("unet", ((2, 1), (0, 3)), optimizer="sharded")
+    whole = trained(pool, "unet", plan, {})
+    assert_same_bits(trained(pool, "unet", plan, {2: others, 4: moved(others, 0, -1)}), whole)
 
 
 @pytest.mark.parametrize("delay", ["none", "predict"])
