@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from onebox.engine.measuring import Whole, see
+from onebox.engine.measuring import JITTER_S, Whole, see, without_jitter
 from onebox.engine.results import StepTrace
 from onebox.engine.routine import Label
-from onebox.plan import Action, MicroBatch
+from onebox.plan import Action, Links, MicroBatch
 from onebox.plan.schedule import Kind
-from onebox.plan.seen import Carried, Task, Took
+from onebox.plan.seen import Carried, Seen, Task, Took
 
 PARTS = (MicroBatch(index=0, start=0, size=4), MicroBatch(index=1, start=4, size=2))
 SECOND = 1_000_000_000
@@ -92,3 +92,17 @@ def test_nothing_is_said_of_links_whose_times_are_not_known_and_clocks_of_hosts_
 def test_workers_that_were_not_asked_for_times_are_left_out() -> None:
     seen = see(whole(StepTrace(step=1, workers={0: ([action(0, "F", 0)], (), ())})))
     assert (seen.actions, seen.links, seen.step_s) == ({}, {}, 0.0)
+
+
+def test_messages_that_come_a_little_late_say_nothing_of_their_link_and_those_that_come_very_late_do() -> None:
+    latency_s, bandwidth_bps = {0: {1: 0.002}, 1: {0: 0.002}}, {0: {1: 1e6}, 1: {0: 1e6}}
+    links = Links(latency_s=latency_s, bandwidth_bps=bandwidth_bps)
+    known_s = 2 * 0.002 + 0.001
+
+    def told(seconds: float) -> float:
+        seen = Seen(step=1, step_s=1.0, actions={}, links={(0, 1): Carried(1000, seconds, 2)})
+        return without_jitter(seen, links).links[0, 1].seconds
+
+    for near in (known_s, known_s + 1.9 * JITTER_S, known_s - 1.9 * JITTER_S):
+        assert told(near) == pytest.approx(known_s)
+    assert told(known_s + 10.0) == pytest.approx(known_s + 10.0 - 2 * JITTER_S)

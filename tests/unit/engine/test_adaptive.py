@@ -1,0 +1,151 @@
+"""The edge of the run-time scheduler: a plan takes over between steps, and none does after a loss or at the end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from onebox.engine.adaptive import Adaptive
+from onebox.engine.measuring import Whole
+from onebox.engine.migration import Migration, Moved
+from onebox.engine.results import StepTrace
+from onebox.engine.routine import Label
+from onebox.errors import DeviceMemoryError, OneboxError
+from onebox.plan import Action, MicroBatch, Plan, Stage
+from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
+from onebox.plan.schedule import Kind
+from onebox.plan.work import Links
+
+WAIT_S = 20.0
+PARTS = tuple(MicroBatch(index=index, start=2 * index, size=2) for index in range(4))
+NAMES = tuple("abcdef")
+KINDS: tuple[Kind, ...] = ("F", "B")
+
+
+def cut(bound: int) -> Plan:
+    own = (NAMES[:bound], NAMES[bound:])
+    stages = tuple(Stage(segments=names, replicas=((d,),), shares=(1.0,)) for d, names in enumerate(own))
+    return Plan(stages=stages, micro_batch=2, schedule="1f1b")
+
+
+def problem() -> Problem:
+    """Return six segments that take 10 ms forward, and each half of backward likewise, on either of two devices."""
+    each = {"cpu": Time(sample_s=0.005)}
+    return Problem(
+        segments=tuple(Segment(name=n, forward_s=each, input_s=each, weight_s=each, update_s={}) for n in NAMES),
+        devices=tuple(DeviceSpec(number=number, type="cpu") for number in range(2)),
+        links=Links(latency_s={0: {1: 0.0}, 1: {0: 0.0}}, bandwidth_bps={0: {1: 1e9}, 1: {0: 1e9}}),
+        batch=8,
+        micro_batches=(2,),
+        values=tuple(Value(source=a, consumers=(a + 1,), forward_bytes=8, backward_bytes=8) for a in range(5)),
+    )
+
+
+class Trained:
+    """A run whose workers take what they are said to take; it keeps what it is asked to do."""
+
+    def __init__(self, refuses: OneboxError | None = None) -> None:
+        self.plan, self.steps_done = cut(3), 0
+        self.adopted: list[Plan] = []
+        self.prepared = 0
+        self._refuses = refuses
+
+    def prepare(self, plan: Plan) -> Migration | None:
+        self.prepared += 1
+        if self._refuses is not None:
+            raise self._refuses
+        return None
+
+    def adopt(self, plan: Plan, prepared: Migration | None = None) -> Moved:
+        self.adopted.append(plan)
+        self.plan = plan
+        return Moved(names=1, size_bytes=100)
+
+    def step(self, adaptive: Adaptive, slow: float) -> None:
+        """Do a step, in which the second device takes so many times as long."""
+        adaptive.between_steps()
+        workers, begin = {}, self.steps_done * 10_000_000_000
+        for device, stage in enumerate(self.plan.stages):
+            labels, times, now = [], [], begin
+            for part in PARTS:
+                for kind in KINDS:
+                    took = int(1e7 * len(stage.segments) * (1 + (kind == "B")) * (slow if device else 1.0))
+                    labels.append(Label("", "compute", Action(kind, device, part.index)))
+                    times += [now, now + took]
+                    now += took
+            workers[device] = (labels, tuple(times), ())
+        trace = StepTrace(step=self.steps_done, workers=workers)
+        self.steps_done += 1
+        whole = Whole(trace=trace, micro_batches=PARTS, full=2, hosts={0: "", 1: ""}, timed=lambda one, other: False)
+        adaptive.ended(whole, self.plan)
+        while adaptive._told.qsize():  # what has been told is looked at before the next step
+            time.sleep(0.001)
+
+
+def followed(run: Trained) -> Adaptive:
+    return Adaptive(run, lambda plan, steps: problem(), lambda: 8)
+
+
+def until(run: Trained, adaptive: Adaptive, slow: float) -> None:
+    """Do steps until something has been decided on."""
+    end_s = time.monotonic() + WAIT_S
+    while not adaptive.decisions:
+        assert time.monotonic() < end_s
+        run.step(adaptive, slow)
+
+
+def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_later() -> None:
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(15):
+        run.step(adaptive, 1.0)
+    assert adaptive.decisions == ()
+    until(run, adaptive, 3.0)
+    (made,) = adaptive.decisions
+    assert run.adopted == [made.decision.plan] == [run.plan]
+    assert len(run.plan.stages[1].segments) < 3
+    assert (made.moved_bytes, made.refused, made.outcome) == (100, "", None)
+    end_s = time.monotonic() + WAIT_S
+    while adaptive.decisions[0].outcome is None and time.monotonic() < end_s:
+        run.step(adaptive, 3.0)
+    outcome = adaptive.decisions[0].outcome
+    assert outcome is not None
+    assert outcome.kept
+    assert outcome.line in adaptive.decisions[0].line
+    adaptive.close()
+
+
+def test_a_plan_that_has_no_room_is_refused_and_said_once() -> None:
+    run = Trained(refuses=DeviceMemoryError("no room"))
+    adaptive = followed(run)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    until(run, adaptive, 3.0)
+    for _ in range(5):
+        run.step(adaptive, 3.0)
+    adaptive.close()
+    assert run.adopted == []
+    assert adaptive.decisions[0].refused == "no room"
+    assert adaptive.decisions[0].line.endswith("not done: no room")
+
+
+@pytest.mark.parametrize("end", ["close", "restart"])
+def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> None:
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    end_s = time.monotonic() + WAIT_S
+    while not run.prepared:
+        assert time.monotonic() < end_s
+        run.step(adaptive, 3.0)
+    thread = adaptive._thread
+    getattr(adaptive, end)()
+    assert thread is not None
+    assert not thread.is_alive()
+    if end == "restart":
+        adaptive.between_steps()
+        assert run.adopted == []
+        run.step(adaptive, 1.0)
+        adaptive.close()
