@@ -85,7 +85,7 @@ class Follower:
         self._problem = replace(problem, batch=batch, micro_batches=(min(plan.micro_batch or batch, batch),))
         self._options, self._plan, self._home = options, plan, plan
         self._rates = Rates(self._problem, plan, _PROBE)
-        self._changes: dict[object, Change] = {}
+        self._changes: dict[str, Change] = {}
         self._paces: deque[tuple[int, float]] = deque(maxlen=_PACES)
         self._skip, self._next, self._waited = options.settle, 0, 0
         self._dwell, self._pause_s = options.dwell, options.pause_s
@@ -124,7 +124,7 @@ class Follower:
             return None
         changes = self._rates.see(seen)
         for change in changes:
-            self._changes[change.link or change.device] = change
+            self._changes[change.what] = change
             self._next = min(self._next, seen.step + self._options.dwell)
         self._due = self._due or bool(changes) or self._unbarred()
         self._paces.append((seen.step, seen.step_s))
@@ -206,7 +206,7 @@ class Follower:
             kind=kind_of(now, found.layout),
             step=self._step,
             plan=plan,
-            why=", ".join(change.told for change in seen),
+            why=", ".join(change.told for change in seen) or "times of segments were learned",
             what=f"{told} {told_cost(moved_bytes, found.cost_s)}",
             before_s=before_s,
             after_s=after_s,

@@ -102,12 +102,12 @@ class Drift:
             return True
         return False
 
-    def believe(self, factor: float) -> None:
+    def believe(self, factor: float, since: int | None = None) -> None:
         """Go by another factor from now on, and forget all samples."""
         self._believed = math.log(factor)
         self._samples.clear()
         self._steps.clear()
-        self._sums, self._runs, self._young, self.since = [0.0, 0.0], [0, 0], False, None
+        self._sums, self._runs, self._young, self.since = [0.0, 0.0], [0, 0], False, since
 
     def _sum_up(self, away: float) -> bool:
         """Add a sample to the sums of either side; say whether one tells a change."""

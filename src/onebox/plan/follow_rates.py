@@ -16,8 +16,10 @@ from onebox.plan.plan import Plan
 from onebox.plan.seen import Seen, Task
 from onebox.plan.work import Links
 
-_ODD = 1.3
-"""By more than this factor a stage's times differ plainly from those of the others on its device."""
+_PLAIN = 1.5
+"""By more than this factor a change is one of the device. By less, it is taken for an error in what is known of the
+segments that it computes, and goes with them where they go: else each move of a segment of which too little is known
+would make one device look slower and another one quicker, and call for the next."""
 
 _ODDEST = 1e3
 """A sample tells of no larger factor than this, and of no smaller one than its inverse."""
@@ -37,15 +39,15 @@ class Change(NamedTuple):
     """Something that takes longer, or less long, than was believed.
 
     Args:
-        device: The device; ``None`` for a link.
-        link: The link; ``None`` for a device.
+        what: What it is, for a person.
+        devices: The devices that have to do with it.
         factor: By what it takes longer than planned.
         since: From which step on.
         hoped: Whether nobody has measured it.
     """
 
-    device: int | None
-    link: Link | None
+    what: str
+    devices: tuple[int, ...]
     factor: float
     since: int
     hoped: bool = False
@@ -53,27 +55,35 @@ class Change(NamedTuple):
     @property
     def told(self) -> str:
         """What a person is told."""
-        what = f"device {self.device}" if self.link is None else f"link {self.link[0]} → {self.link[1]}"
         if self.hoped:
-            return f"{what}, which was slow, has not been used for long and is tried again"
+            return f"{self.what}, which was slow, has not been used for long and is tried again"
         if 1 / _AGAIN < self.factor < _AGAIN:
-            return f"{what} takes as long as planned since step {self.since}"
+            return f"{self.what} takes as long as planned since step {self.since}"
         times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
-        return f"{what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
+        return f"{self.what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
 
     def touches(self, devices: frozenset[int]) -> bool:
         """Tell whether it is about one of some devices, or about a link of one."""
-        return not devices.isdisjoint((self.device,) if self.link is None else self.link)
+        return not devices.isdisjoint(self.devices)
 
 
 @dataclass
 class _Estimates:
-    """What is believed of each device, of those of its stages that may differ from it, of its updates, of each link."""
+    """What is believed.
+
+    Args:
+        devices: Of each device.
+        stages: Of each of several stages of a device, beside that.
+        updates: Of the optimizer's step on each device.
+        links: Of each link.
+        segments: By what factors segments take longer than planned, wherever they are.
+    """
 
     devices: dict[int, Drift]
     stages: dict[tuple[int, int], Drift]
     updates: dict[int, Drift]
     links: dict[Link, Drift]
+    segments: dict[int, float]
 
 
 class Rates:
@@ -88,7 +98,7 @@ class Rates:
 
     def __init__(self, problem: Problem, plan: Plan, probe: int) -> None:
         self._problem, self._probe = problem, probe
-        self._found = _Estimates({}, {}, {}, {})
+        self._found = _Estimates({}, {}, {}, {}, {})
         self._silent: dict[int | Link, int] = {}
         self._patience: dict[int | Link, int] = {}
         self._message_bytes: dict[Link, float] = {}
@@ -96,11 +106,16 @@ class Rates:
 
     def follow(self, plan: Plan) -> None:
         """Compare steps with another plan from now on; what is known of devices and links stays."""
-        layout, parts = layout_of(self._problem, plan), plan.micro_batches(self._problem.batch)
-        work, sizes = Costs(self._problem).work(layout, parts)
-        routes = plan.routes(self._problem.batch)
-        self._plan, self._layout = plan, layout
+        self._plan, self._layout = plan, layout_of(self._problem, plan)
         self._found.stages.clear()
+        self._expect()
+
+    def _expect(self) -> None:
+        """Note what actions are expected to take on devices that are as planned."""
+        plan, parts = self._plan, self._plan.micro_batches(self._problem.batch)
+        segments = tuple(self._learned(index) for index in range(len(self._problem.segments)))
+        work, sizes = Costs(replace(self._problem, segments=segments)).work(self._layout, parts)
+        routes = plan.routes(self._problem.batch)
         self._expected: dict[Task, float] = {}
         for number, stage in enumerate(work.stages):
             for device, forward_s in stage.forward_s.items():
@@ -121,14 +136,15 @@ class Rates:
         for device, seconds in seen.update_s.items():
             planned = self._update_s(device)
             drift = self._found.updates.setdefault(device, Drift())
-            if planned and seconds and drift.see(_bounded(seconds / planned), seen.step):
-                changes.append(Change(device, None, drift.factor, _since(drift)))
+            changed = bool(planned and seconds) and drift.see(_bounded(seconds / planned), seen.step)
+            if changed and not any(device in change.devices for change in changes):
+                changes.append(Change(f"the update on device {device}", (device,), drift.factor, _since(drift)))
         for link, carried in seen.links.items():
             self._message_bytes[link] = carried.size_bytes / carried.messages
             planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
             drift = self._found.links.setdefault(link, Drift())
             if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step):
-                changes.append(Change(None, link, drift.factor, _since(drift)))
+                changes.append(Change(_link(link), link, drift.factor, _since(drift)))
         return changes + self._hope(seen)
 
     @property
@@ -138,14 +154,12 @@ class Rates:
 
     def differing(self) -> list[Change]:
         """Return what is believed not to be as planned."""
-        devices = [Change(device, None, drift.factor, _since(drift)) for device, drift in self._found.devices.items()]
-        links = [Change(None, link, drift.factor, _since(drift)) for link, drift in self._found.links.items()]
+        devices = [Change(f"device {n}", (n,), drift.factor, _since(drift)) for n, drift in self._found.devices.items()]
+        links = [Change(_link(link), link, drift.factor, _since(drift)) for link, drift in self._found.links.items()]
         return [change for change in (*devices, *links) if not 1 / _AGAIN < change.factor < _AGAIN]
 
     def problem(self) -> Problem:
         """Return the problem as it is believed to be now."""
-        if not any((self._found.devices, self._found.stages, self._found.updates, self._found.links)):
-            return self._problem
         devices = [replace(device, type=f"{device.type}@{device.number}") for device in self._problem.devices]
         segments = tuple(self._segment(index) for index in range(len(self._problem.segments)))
         return replace(self._problem, devices=tuple(devices), segments=segments, links=self._links())
@@ -162,7 +176,8 @@ class Rates:
         for link in {*self._found.links, *before.links}:
             if not devices.isdisjoint(link):
                 _put_back(self._found.links, before.links, link)
-        self._found.stages = deepcopy(before.stages)
+        self._found.stages, self._found.segments = deepcopy(before.stages), dict(before.segments)
+        self._expect()
 
     def _see_device(self, seen: Seen, device: int) -> list[Change]:
         """Take a device's actions, and apart from it those stages that differ from the others."""
@@ -176,12 +191,33 @@ class Rates:
         if not measured or not planned:
             return []
         drift = self._found.devices.setdefault(device, Drift())
-        changed = drift.see(_bounded(measured / planned), seen.step)
+        before, found = drift.factor, []
+        if drift.see(_bounded(measured / planned), seen.step):
+            found.append(self._attributed(device, drift, before, tuple(by_stage)))
         for stage, (took_s, planned_s) in by_stage.items() if len(by_stage) > 1 else ():
             own = self._found.stages.setdefault((device, stage), Drift())
-            if took_s and planned_s:
-                changed |= own.see(_bounded(took_s / planned_s * planned / measured), seen.step)
-        return [Change(device, None, drift.factor, seen.step if drift.since is None else drift.since)] * changed
+            if took_s and planned_s and own.see(_bounded(took_s / planned_s * planned / measured), seen.step):
+                what = f"stage {stage} on device {device}"
+                found.append(Change(what, (device,), own.factor, _since(own)))
+                self._learn((stage,), own.factor)
+                own.believe(1.0)
+        return found
+
+    def _attributed(self, device: int, drift: Drift, before: float, stages: tuple[int, ...]) -> Change:
+        """Return a change of what a device's actions take, and attribute it to the device or to what it computes."""
+        change, since = drift.factor / before, _since(drift)
+        alone = all(len(self._layout.parts[stage].devices) == 1 for stage in stages)
+        if not alone or not 1 / _PLAIN < change < _PLAIN:
+            return Change(f"device {device}", (device,), drift.factor, since)
+        self._learn(stages, change)
+        drift.believe(before, since)
+        return Change(f"the work of device {device}", (device,), drift.factor * change, since)
+
+    def _learn(self, stages: tuple[int, ...], factor: float) -> None:
+        """Believe that the segments of some stages take longer than was believed by a factor, wherever they are."""
+        for index in (index for stage in stages for index in self._layout.parts[stage].segments):
+            self._found.segments[index] = _bounded(self._found.segments.get(index, 1.0) * factor)
+        self._expect()
 
     def _hope(self, seen: Seen) -> list[Change]:
         """Believe of slow devices and links that nobody has used for long that they are as planned."""
@@ -195,33 +231,33 @@ class Rates:
                 self._patience[what] = 2 * self._patience.get(what, self._probe)
                 self._silent[what] = 0
                 drift.believe(1.0)
-                device, link = (what, None) if isinstance(what, int) else (None, what)
-                found.append(Change(device, link, 1.0, seen.step, hoped=True))
+                if isinstance(what, int):
+                    found.append(Change(f"device {what}", (what,), 1.0, seen.step, hoped=True))
+                else:
+                    found.append(Change(_link(what), what, 1.0, seen.step, hoped=True))
         return found
+
+    def _learned(self, index: int) -> Segment:
+        """Return a segment with its times as they are believed to be on devices that are as planned."""
+        segment, factor = self._problem.segments[index], self._found.segments.get(index, 1.0)
+        if factor == 1:
+            return segment
+        times = ({kind: _longer(time, factor) for kind, time in known.items()} for known in _times(segment))
+        forward_s, input_s, weight_s = times
+        return replace(segment, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
     def _segment(self, index: int) -> Segment:
         """Return a segment with each device's own times, as they are believed to be."""
-        segment = self._problem.segments[index]
+        segment = self._learned(index)
         times: tuple[dict[str, Time], ...] = ({}, {}, {})
         updates: dict[str, float] = {}
         for device in self._problem.devices:
-            factor, kind = self._factor(device.number, index), f"{device.type}@{device.number}"
-            for found, known in zip(times, (segment.forward_s, segment.input_s, segment.weight_s), strict=True):
-                line = known[device.type]
-                found[kind] = Time(fixed_s=line.fixed_s * factor, sample_s=line.sample_s * factor)
+            kind, drift = f"{device.type}@{device.number}", self._found.devices.get(device.number)
+            for found, known in zip(times, _times(segment), strict=True):
+                found[kind] = _longer(known[device.type], drift.factor if drift else 1.0)
             update = self._found.updates.get(device.number)
             updates[kind] = segment.update_s.get(device.type, 0.0) * (update.factor if update else 1.0)
         return replace(segment, forward_s=times[0], input_s=times[1], weight_s=times[2], update_s=updates)
-
-    def _factor(self, device: int, index: int) -> float:
-        """Return by what a segment takes longer than planned on a device."""
-        drift = self._found.devices.get(device)
-        factor = drift.factor if drift else 1.0
-        for (other, stage), own in self._found.stages.items():
-            odd = not 1 / _ODD < own.factor < _ODD
-            if other == device and odd and index in self._layout.parts[stage].segments:
-                return factor * own.factor
-        return factor
 
     def _links(self) -> Links:
         """Return the links as they are believed to be."""
@@ -253,6 +289,18 @@ class Rates:
 
 def _bounded(factor: float) -> float:
     return max(1 / _ODDEST, min(_ODDEST, factor))
+
+
+def _times(segment: Segment) -> tuple[Mapping[str, Time], ...]:
+    return segment.forward_s, segment.input_s, segment.weight_s
+
+
+def _longer(time: Time, factor: float) -> Time:
+    return Time(fixed_s=time.fixed_s * factor, sample_s=time.sample_s * factor)
+
+
+def _link(link: Link) -> str:
+    return f"link {link[0]} → {link[1]}"
 
 
 def _since(drift: Drift) -> int:

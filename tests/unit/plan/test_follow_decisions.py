@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -24,8 +24,10 @@ from onebox.plan import (
     Problem,
     Schedule,
     Seen,
+    Segment,
     Stage,
     Task,
+    Time,
     Took,
     even_plan,
     predict,
@@ -63,8 +65,8 @@ def test_what_made_steps_slower_is_taken_back_and_tried_again_ever_more_seldom()
     assert [d.kind for d in run.decisions] == ["recut", "back"] * len(tried)
     assert all(decision.plan == plan for decision in run.decisions[1::2])
     gaps = [later.step - earlier.step for earlier, later in pairwise(tried)]
-    assert gaps == sorted(gaps), gaps
-    assert gaps[-1] > 5 * gaps[0], gaps
+    half = len(gaps) // 2
+    assert sum(gaps[half:]) > 2 * sum(gaps[:half]), gaps
     steps = {plan.stages: [d.step for d in tried if d.plan.stages == plan.stages] for plan in (d.plan for d in tried)}
     assert all(b - a >= 50 for same in steps.values() for a, b in pairwise(same))
     assert [outcome.kept for outcome in run.follower.outcomes] == [False] * len(tried)
@@ -99,6 +101,42 @@ def test_moved_work_that_runs_slower_than_believed_is_taken_back() -> None:
     assert [decision.kind for decision in decisions[:2]] == ["recut", "back"]
     assert follower.outcomes[0].kept is False
     assert follower.outcomes[0].after_s > follower.outcomes[0].before_s
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), schedule=st.sampled_from(["1f1b", ASYNC]))
+def test_wrong_times_of_segments_are_learned_in_a_few_decisions(seed: int, schedule: str) -> None:
+    problem, plan = planned(uneven=False, schedule=schedule)
+    random = Random(seed)
+    factors = {one.name: (random.uniform(0.6, 1.5), random.uniform(0.6, 1.5)) for one in problem.segments}
+    true = replace(problem, segments=tuple(other_times(one, *factors[one.name]) for one in problem.segments))
+    follower, noise = Follower(problem, plan, problem.batch), even_noise(seed, 0.05)
+    took: list[float] = []
+    decisions = 0
+    seen = measured(true, State(), plan)
+    for step in range(200):
+        took.append(seen.step_s)
+        found = follower.see(noisy(seen, step, noise))
+        if found is not None:
+            follower.applied(found, found.cost_s)
+            seen = measured(true, State(), follower.plan)
+            decisions += 1
+    assert decisions <= 4
+    assert took[-1] <= took[0] * (1 + FollowOptions().worse)
+
+
+def other_times(one: Segment, forward: float, backward: float) -> Segment:
+    """Return a segment that takes longer by some factors."""
+
+    def longer(times: Mapping[str, Time], factor: float) -> dict[str, Time]:
+        return {kind: Time(fixed_s=t.fixed_s * factor, sample_s=t.sample_s * factor) for kind, t in times.items()}
+
+    return replace(
+        one,
+        forward_s=longer(one.forward_s, forward),
+        input_s=longer(one.input_s, backward),
+        weight_s=longer(one.weight_s, backward),
+    )
 
 
 def test_a_decision_that_cannot_be_carried_out_is_not_repeated_at_once() -> None:
