@@ -59,6 +59,7 @@ def problem_maker(
             batch=batch.size,
             micro_batches=(size,),
             updates=(plan.update,),
+            sharded=plan.optimizer == "sharded",
         )
         return replace(problem, free_shares=False)
 

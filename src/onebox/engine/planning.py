@@ -13,11 +13,11 @@ from torch import nn
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
 from onebox.engine.delays import choose_delay, extra_copies
-from onebox.engine.forecast import count_memory
+from onebox.engine.forecast import Count, count_memory
 from onebox.engine.formats import with_formats
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
-from onebox.engine.within import search_within
+from onebox.engine.within import search_sharing, search_within
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
@@ -65,6 +65,7 @@ def make_plan(
     fresh: bool = False,
     staleness: int = 0,
     delay: str = "auto",
+    shard_optimizer: bool = True,
 ) -> Planned:
     """Find the best plan for a model, a batch and a pool.
 
@@ -93,6 +94,8 @@ def make_plan(
             schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains
             anything, the plan is exact.
         delay: With staleness 1, what is done about late gradients, as for :class:`Trainer`; it matters to the memory.
+        shard_optimizer: Whether replicas may share out what the optimizer remembers, which is looked at where a device
+            has not the memory for the whole model.
 
     Raises:
         UsageError: The batch cannot be divided as asked, the optimizer cannot have what ``delay`` asks for, or the
@@ -146,20 +149,16 @@ def make_plan(
     )
     if short_of_memory(problem):
         problem = with_host_speeds(problem, pool, fresh=fresh)
-    result, plan = search_within(
-        problem,
-        lambda plan: count_memory(
-            formatted(plan, profile, pool.devices),
-            model,
-            loss,
-            optimizer,
-            batch,
-            devices=pool.devices,
-            captures=captures,
-            delay=late,
-        ),
-        budget_s,
-    )
+
+    def exact(plan: Plan) -> Count:
+        made = formatted(plan, profile, pool.devices)
+        given = made, model, loss, optimizer, batch
+        return count_memory(*given, devices=pool.devices, captures=captures, delay=late)
+
+    if shard_optimizer and len(pool) > 1 and not staleness and short_of_memory(problem):
+        result, plan, problem = search_sharing(problem, exact, budget_s)
+    else:
+        result, plan = search_within(problem, exact, budget_s)
     plan = formatted(plan, profile, pool.devices)
     if any(budgets):
         plan = msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))

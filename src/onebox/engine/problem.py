@@ -120,6 +120,7 @@ def make_problem(
     preparing: float = 0.0,
     staleness: int = 0,
     versions: int = 2,
+    sharded: bool = False,
 ) -> Problem:
     """Return what the planner is given.
 
@@ -135,6 +136,7 @@ def make_problem(
         preparing: Cores of this host that the preparation of batches keeps busy.
         staleness: How many steps late gradients may be applied.
         versions: How many versions of its weights a device has where they are.
+        sharded: Whether the replicas of a stage share out what the optimizer remembers.
 
     Raises:
         UsageError: The model has not been measured on a type of device.
@@ -186,6 +188,7 @@ def make_problem(
         updates=tuple(updates),
         staleness=staleness,
         versions=versions,
+        sharded=sharded,
     )
 
 

@@ -70,6 +70,28 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
     return within.best
 
 
+def search_sharing(problem: Problem, exact: Exact, budget_s: float) -> tuple[SearchResult, Plan, Problem]:
+    """Search as :func:`search_within` does, and once more with replicas that share out the optimizer's state.
+
+    Returns:
+        The quicker one of what was found, its plan, and the problem that it answers.
+
+    Raises:
+        PlanError: Nothing fits.
+    """
+    refused = None
+    found: list[tuple[SearchResult, Plan, Problem]] = []
+    for each in (problem, replace(problem, sharded=True)):
+        try:
+            found.append((*search_within(each, exact, budget_s), each))
+        except PlanError as error:
+            refused = refused or error
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda one: _prediction(one[1]).step_s)  # of two that are as quick, the first
+
+
 class _Within:
     """What is known while a search is repeated.
 

@@ -210,6 +210,8 @@ class Costs:
         tied = self._tied_s(layout, stage)
         again = self._again(layout, stage)
         streamed = self.streamed_bytes(part, on_host=on_host)
+        sharing = len(part.devices) if self.problem.sharded else 1
+        elsewhere = sizes.optimizer - -(-sizes.optimizer // sharing)
         times: list[dict[int, float]] = [{}, {}, {}, {}]
         for turn, number in enumerate(part.devices):
             device = self.problem.device[number]
@@ -219,9 +221,9 @@ class Costs:
             own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
             for place, (fixed, each) in enumerate(found[:3]):
                 times[place][number] = (fixed + each * own) * (largest / own) / speed
-            times[3][number] = found.update_s / speed + tied
+            times[3][number] = found.update_s / speed / sharing + tied
             if on_host:  # gradients go there, parameters come back
-                times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps)
+                times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps) / sharing
             if streamed:  # away between two backwards
                 times[1][number] += 2 * streamed / device.host_bps
             if part.fate == "recompute":  # the whole backward is in its first half
@@ -235,7 +237,7 @@ class Costs:
             input_s=times[1],
             weight_s=times[2],
             update_s=times[3],
-            state_bytes=sizes.state - on_host * sizes.optimizer - streamed,
+            state_bytes=sizes.state - (sizes.optimizer if on_host else elsewhere) - streamed,
             gradient_bytes=sizes.parameter,
             **held,
         )

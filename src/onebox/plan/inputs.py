@@ -196,6 +196,7 @@ class Problem:
         staleness: How many steps late gradients may be applied: 0, or 1, with which ``schedules`` may have
             :data:`~onebox.plan.ASYNC`.
         versions: How many versions of its weights a device has where they are.
+        sharded: Whether the replicas of a stage share out what the optimizer remembers, instead of each having it all.
     """
 
     segments: tuple[Segment, ...]
@@ -217,6 +218,7 @@ class Problem:
     updates: tuple[UpdateAt, ...] = ("device",)
     staleness: int = 0
     versions: int = 2
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if not self.segments or not self.devices:
@@ -230,6 +232,8 @@ class Problem:
                 f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
                 "2 or 3 versions"
             )
+        if self.sharded and self.staleness:
+            raise UsageError("sharded=True with staleness=1: versions of weights need the whole optimizer everywhere")
         known = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
         if not self.schedules or any(name not in known for name in self.schedules):
             hint = f"; {ASYNC} needs staleness=1" if ASYNC in self.schedules else ""

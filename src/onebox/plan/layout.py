@@ -77,7 +77,13 @@ def plan_of(problem: Problem, layout: Layout) -> Plan:
         for part in layout.parts
     )
     update = layout.update or problem.updates[0]
-    return Plan(stages=stages, micro_batch=layout.micro_batch, schedule=layout.schedule, update=update)
+    return Plan(
+        stages=stages,
+        micro_batch=layout.micro_batch,
+        schedule=layout.schedule,
+        update=update,
+        optimizer="sharded" if problem.sharded else "replicated",
+    )
 
 
 def layout_of(problem: Problem, plan: Plan) -> Layout:

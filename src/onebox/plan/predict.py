@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onebox.plan.blocks import block_schedule
 from onebox.plan.costs import Costs
@@ -31,6 +32,7 @@ def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Pre
     Raises:
         UsageError: The plan is none for this problem.
     """
+    problem = replace(problem, sharded=plan.optimizer == "sharded")
     work, sizes = Costs(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
     routes = plan.routes(problem.batch)
     schedule = schedule_of(plan, routes, work, sizes)
