@@ -120,6 +120,7 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
         staleness=config.staleness,
         delay=config.delay,
         warm_up=config.warm_up,
+        overlap=config.overlap,
     )
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 

@@ -152,6 +152,8 @@ class TrainConfig(LateConfig):
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         warm_up: With --staleness 1, so many steps are exact at the beginning.
+        overlap: Let a part of the averaging and of the update of each exact step come under the next one; the result is
+            the same.
         sync: Where gradients are averaged: from worker to worker, or at the client.
         update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
         shard_optimizer: Let the replicas share out the optimizer's state, instead of each having all of it.
@@ -180,6 +182,7 @@ class TrainConfig(LateConfig):
     micro_batch: Int = None
     clip_grad_norm: Float = None
     warm_up: int = 0
+    overlap: Flag = False
     sync: Literal["workers", "client"] = "workers"
     update: Literal["device", "host"] = "device"
     shard_optimizer: Flag = False
@@ -217,11 +220,12 @@ class TrainConfig(LateConfig):
         given = {
             f"--sync {self.sync}": self.sync != "workers",
             f"--update {self.update}": self.update != "device",
-            "--shard-optimizer": self.shard_optimizer,
+            "--shard-optimizer": self.shard_optimizer and self.staleness,
         }
-        odd = [flag for flag, there in given.items() if there and self.staleness]
-        if odd:
-            raise UsageError(f"--staleness 1 and {odd[0]}: versions of weights do not go together with that")
+        odd = [flag for flag, there in given.items() if there]
+        if odd and (self.staleness or self.overlap):
+            asked = "--staleness 1" if self.staleness else "--overlap"
+            raise UsageError(f"{asked} and {odd[0]}: these do not go together; leave one of them out")
 
     def _check_plan(self) -> None:
         given = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -35,6 +35,7 @@ from onebox.plan import (
     stage_work,
     validate,
 )
+from onebox.plan.prices import AWAY
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.report.files import write_atomically
@@ -233,7 +234,11 @@ def plan_of_run(
     if config.plan == "auto":
         say("planning: the model, the devices and the links are measured unless they are known")
         with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
-            found = search_plan(config, data, pool, micro_batches=[size] if size else None)
+            # What is on its way to a host's memory at a step's end cannot be left to the next one.
+            fates = [fate for fate in FATES if fate not in AWAY or not config.overlap]
+            found = search_plan(config, data, pool, micro_batches=[size] if size else None, fates=fates)
+            if config.overlap and found.plan.schedule != ASYNC:
+                found = replace(found, simulation=predict(found.problem, found.plan, overlap=True)[1])
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())

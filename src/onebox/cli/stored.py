@@ -19,7 +19,7 @@ _MAY_CHANGE = (
 """What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
 
 _LATER = {
-    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up"),
+    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
     *("read", "process", "on_error"),
 }
 """What runs of earlier versions do not say, and had as its default."""

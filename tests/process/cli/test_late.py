@@ -51,6 +51,14 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_exact_steps_overlap(folder: Path) -> None:
+    plan = two_stages(folder, "1f1b")
+    done = command(["train", *JOB, "--plan", plan, "--epochs", "1", "--run", "overlapped", "--overlap"], folder)
+    assert done.returncode == 0, done.stderr
+    losses = [line["loss"] for line in metrics(folder / "overlapped") if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
 def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     late, exact = (str(tmp_path / two_stages(tmp_path, name)) for name in (ASYNC, "1f1b"))
     for plan, options, said in (
