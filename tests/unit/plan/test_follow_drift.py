@@ -1,0 +1,61 @@
+"""Changes are told from noise: how soon, how exactly, how seldom without reason."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onebox.plan.follow_drift import YOUNG, Drift
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_noise_of_20_percent_is_no_change(seed: int) -> None:
+    random, drift = Random(seed), Drift()
+    assert not any(drift.see(random.uniform(0.8, 1.2), step) for step in range(1000))
+    assert drift.factor == 1.0
+    assert drift.since is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), factor=st.sampled_from([1 / 3, 0.4, 2.5, 3.0, 10.0]))
+def test_a_large_change_is_told_in_three_to_five_samples(seed: int, factor: float) -> None:
+    random, drift = Random(seed), Drift()
+    for step in range(40):
+        drift.see(random.uniform(0.8, 1.2), step)
+    told = next(step for step in range(40, 60) if drift.see(factor * random.uniform(0.8, 1.2), step))
+    assert 42 <= told <= 44
+    assert 39 <= (drift.since or 0) <= 41
+    assert drift.factor == pytest.approx(factor, rel=0.35)
+    for step in range(told + 1, told + YOUNG):
+        drift.see(factor * random.uniform(0.8, 1.2), step)
+    assert drift.factor == pytest.approx(factor, rel=0.2)
+
+
+@pytest.mark.parametrize("factor", [0.85, 1.15, 1.3])
+def test_a_small_change_is_told_where_there_is_little_noise(factor: float) -> None:
+    random, drift = Random(1), Drift()
+    for step in range(100):
+        drift.see(random.uniform(0.98, 1.02), step)
+    told = next(step for step in range(100, 200) if drift.see(factor * random.uniform(0.98, 1.02), step))
+    assert told < 120
+    assert drift.factor == pytest.approx(factor, rel=0.05)
+
+
+def test_outliers_are_no_change_even_two_in_a_row() -> None:
+    drift = Drift()
+    values = [1.0] * 20 + [50.0] + [1.0] * 20 + [50.0, 50.0] + [1.0] * 20
+    assert not any(drift.see(value, step) for step, value in enumerate(values))
+    assert [drift.see(50.0, step) for step in (70, 71, 72)] == [False, False, True]
+
+
+def test_what_is_believed_may_be_told_from_outside() -> None:
+    drift = Drift()
+    drift.believe(3.0, since=7)
+    assert drift.since == 7
+    assert not any(drift.see(3.0, step) for step in range(8, 30))
+    assert any(drift.see(1.0, step) for step in range(30, 34))
+    assert drift.factor == pytest.approx(1.0)
