@@ -54,6 +54,7 @@ from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenera
 from onebox.wire.grouping import FormGroup, LeaveGroup, Rendezvous
 from onebox.wire.messages import (
     Ask,
+    Branch,
     Bye,
     Call,
     Define,
@@ -70,6 +71,7 @@ from onebox.wire.messages import (
     Put,
     Receive,
     Reduce,
+    Rename,
     Routine,
     Run,
     Send,
@@ -130,6 +132,18 @@ CARRIED_OUT = [
     Envelope(9, True, (Perform(_MAKE, (), (0.1,), 10), SetGenerator(9, 7), KeepGenerator(9, 4), Get((10,)))),
     Envelope(10, False, (Perform(_ODD, (1, 2), (0.1,), 12),)),
     Envelope(15, True, (Put((1, 2), (SPEC, SPEC)), Offload((1, 2)), Evict((1, 2)), Prefetch((2, 1)), Get((1, 2)))),
+    Envelope(
+        16,
+        True,
+        (
+            Put((1, 2), (SPEC, SPEC)),
+            Define(6, Optimizer("AdamW", (((0,), {}),), (1,), delay="predict")),
+            Branch(6, (11,), (12,)),
+            OptimizerStep(6, (2,), members=(0,), previous=(11,), ahead=(12,), age=1),
+            Rename((2,), (13,)),
+            Get((1, 11, 12, 13)),
+        ),
+    ),
     Envelope(11, True, (LeaveGroup(3), Rendezvous(1, b"x"), Get((1, 2)))),
 ]
 """What a worker does at once; each buffer that is put takes one frame."""
