@@ -22,6 +22,9 @@ from onebox.pool import Pool
 JITTER_S = 1e-3
 """By which messages come late on a machine whose cores are busy: 1 sleep in 100 ends so much later there."""
 
+LEAST = 0.01
+"""Updates that take a smaller part of a step are passed over: how long they take is chance, and of no weight."""
+
 Times = tuple[Label, int, int]
 """An instruction, when it began and when it ended, in monotonic nanoseconds."""
 
@@ -87,12 +90,13 @@ def see(step: Whole, following: StepTrace | None = None) -> Seen:
         for each in times:
             if each[0].target >= 0 and step.timed(worker, each[0].target):
                 links.setdefault((worker, each[0].target), []).append(each)
+    step_s = _step_s(step, following)
     return Seen(
         step=step.trace.step,
-        step_s=_step_s(step, following),
+        step_s=step_s,
         actions={task: Took(fmean(seconds), len(seconds)) for task, seconds in actions.items()},
         links={pair: _carried(sends) for pair, sends in links.items()},
-        update_s=updates,
+        update_s={worker: seconds for worker, seconds in updates.items() if seconds >= LEAST * step_s},
     )
 
 

@@ -53,6 +53,11 @@ def scaled(profile: ModelProfile, plan: Plan, steps: Sequence[Seen], devices: Se
     return replace(profile, times=times)
 
 
+def _typical(found: Sequence[float]) -> float:
+    """Return the lower quartile: what disturbs a step makes it longer, and workers get faster in their first steps."""
+    return sorted(found)[len(found) // 4]
+
+
 def _factors(
     own: SegmentTimes, stages: Sequence[Sequence[int]], plan: Plan, steps: Sequence[Seen], speeds: Mapping[int, float]
 ) -> dict[tuple[int, str], float]:
@@ -68,7 +73,7 @@ def _factors(
                 for kind in kinds:
                     ratio = took.mean_s * speeds[task.device] / expected
                     ratios.setdefault((task.stage, kind), []).append(ratio)
-    return {key: median(found) for key, found in ratios.items()}
+    return {key: _typical(found) for key, found in ratios.items()}
 
 
 def _update_s(
@@ -90,7 +95,7 @@ def _update_s(
         for device, seconds in step.update_s.items()
         if device in speeds and own.get(device)
     ]
-    return median(found) if found else 0.0
+    return _typical(found) if found else 0.0
 
 
 def with_measured_links(links: Links, steps: Sequence[Seen], sure: frozenset[tuple[int, int]]) -> Links:

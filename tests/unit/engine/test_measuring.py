@@ -83,6 +83,11 @@ def test_a_step_lasts_until_the_next_one_begins_unless_something_else_was_done_b
     assert see(whole(STEP)).step_s == 24.0
 
 
+def test_updates_of_no_weight_are_passed_over() -> None:
+    long = trace(1, {0: [(action(0, "F", 0), 0, 300), (Label("optimizer", "compute"), 300, 302)]})
+    assert see(whole(long)).update_s == {}
+
+
 def test_nothing_is_said_of_links_whose_times_are_not_known_and_clocks_of_hosts_are_not_compared() -> None:
     seen = see(whole(STEP, timed=False, hosts=("here", "there")))
     assert seen.links == {}
