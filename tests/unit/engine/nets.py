@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
 from onebox.engine.parts import Parts
 from onebox.engine.routine import StepRoutine
-from onebox.engine.timetable import forward_only, make_schedule
+from onebox.engine.timetable import forward_only, make_schedule, make_window
+from onebox.engine.windows import WorkerWindows
 from onebox.graph import Captured, ModelPrograms, TracedModel, capture
 from onebox.plan import Fate, Plan, Stage, block_numbers
 
@@ -106,6 +107,8 @@ class Lowered:
         job: What was lowered.
         routines: Of each worker.
         gradients: What lowering knows of gradients: the buffers of their sums, and of fresh ones.
+        windows: Of each worker, where steps are to overlap.
+        moved: Buffers of statistics that stand for others.
     """
 
     plan: Plan
@@ -116,6 +119,8 @@ class Lowered:
     job: Job
     routines: Mapping[int, StepRoutine]
     gradients: Gradients
+    windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=dict)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -131,6 +136,7 @@ def lower(
     train: bool = True,
     speeds: Mapping[int, float] | None = None,
     ways: Mapping[Members, tuple[Way, ...]] | None = None,
+    overlap: Literal["", "exact", "stale"] = "",
 ) -> Lowered:
     """Lower a batch of the net as a compiler does, with numbers from 1000 for what is new."""
     parts, routes = plan.micro_batches(size), plan.routes(size)
@@ -155,18 +161,22 @@ def lower(
         optimizer=9,
         groups={members: 900 + place for place, members in enumerate(sets)},
         new=lambda: next(new),
+        previous={name: 300 + place for place, name in enumerate(trained)} if overlap == "stale" else {},
     )
-    schedule = make_schedule(plan, parts, routes, model) if train else forward_only(routes)
+    make = make_window if overlap else make_schedule
+    schedule = make(plan, parts, routes, model) if train else forward_only(routes)
     constants = {n: {name: 500 + i for i, name in enumerate(sorted(m.constants))} for n, m in divided.items()}
     job = Job(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
     lowering = Lowering(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,
         costs=ActionCosts(plan=plan, speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {})),
     )  # fmt: skip
-    routines = lowering.train(job) if train else lowering.evaluate(job)
+    windows = lowering.windows(job) if overlap else {}
+    steady = {worker: found.steady for worker, found in windows.items()}
+    routines = steady or (lowering.train(job) if train else lowering.evaluate(job))
     return Lowered(
         plan=plan, model=model, holdings=holdings, numbers=numbers, trained=trained, job=job, routines=routines,
-        gradients=lowering._gradients,
+        gradients=lowering._gradients, windows=windows, moved=lowering._statistics.moved,
     )  # fmt: skip
 
 
