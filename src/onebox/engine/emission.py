@@ -24,6 +24,7 @@ def emit(
     micro_batch: int = 0,
     age: int = 0,
     cost_s: float = 0.0,
+    made: Callable[[Sequence[Port]], None] = lambda ports: None,
     done: Callable[[Sequence[Port]], None] = lambda ports: None,
 ) -> None:
     """Add what runs a part.
@@ -40,7 +41,8 @@ def emit(
         micro_batch: The micro-batch.
         age: How many steps before the routine's own its step is.
         cost_s: What it costs a device that computes nothing.
-        done: Told, behind each step, of the outputs that no later step makes or reads.
+        made: Told, behind each step, of the outputs that are there.
+        done: Told, behind that, of the outputs that no later step makes or reads.
     """
     ports = dict(zip(part.slots, part.outputs, strict=True))
     place = dict(enumerate(inputs))
@@ -55,8 +57,9 @@ def emit(
         mortal.add(end)
         return builder.new()
 
-    made: list[int] = []
+    kept: list[int] = []
     for index, step in enumerate(steps):
+        fresh: Sequence[int] = (step.target,) if not isinstance(step, Piece) else step.outputs
         later = {slot for other in steps[index + 1 :] for slot in _read(other)}
         if isinstance(step, Piece):
             for slot in step.outputs:
@@ -72,20 +75,20 @@ def emit(
                 age=age,
                 cost_s=cost_s * len(step.program.operators) / work,
             )
-            made += [slot for slot in step.outputs if slot in ports]
         elif isinstance(step, AllReduce):
             place[step.target] = place[step.source]
             builder.add(Reduce((place[step.source],), group), Label("reduce", "transfer"))
-            made += [step.target] if step.target in ports else []
         else:
             place[step.target] = number(step.target)
             gather = Gather(place[step.source], place[step.target], step.spec, group, step.dim)
             builder.add(gather, Label("gather", "transfer"))
-            made += [step.target] if step.target in ports else []
             if step.source in mortal and step.source not in later:
                 builder.add(Free((place[step.source],)), Label("free"))
-        done([ports[slot] for slot in made if slot not in later])  # a gradient may be a value that is computed with
-        made = [slot for slot in made if slot in later]
+        fresh = [slot for slot in fresh if slot in ports]
+        made([ports[slot] for slot in fresh])
+        kept += fresh
+        done([ports[slot] for slot in kept if slot not in later])  # a gradient may be a value that is computed with
+        kept = [slot for slot in kept if slot in later]
 
 
 def _read(step: RankStep) -> Sequence[int]:

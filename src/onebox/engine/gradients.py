@@ -231,9 +231,10 @@ class WorkerGradients:
         micro_batch: int,
         age: int,
         cost_s: float,
+        made: Callable[[Sequence[Port]], None],
         hand_on: Callable[[], None],
     ) -> None:
-        """Call a backward program, in pieces where a bucket is complete before its end.
+        """Call a backward program, in pieces where a bucket or what others wait for is complete before its end.
 
         Args:
             part: What the worker runs.
@@ -246,6 +247,7 @@ class WorkerGradients:
             micro_batch: Its micro-batch.
             age: How many steps before the routine's own its step is.
             cost_s: What it costs a device that computes nothing.
+            made: Told of what is there, piece by piece.
             hand_on: Adds what others wait for: called once, ahead of what only this worker waits for.
         """
         if not part.steps:
@@ -253,7 +255,8 @@ class WorkerGradients:
             return
         steps: Sequence[RankStep] = part.steps
         if part.program is not None:
-            steps = self._shared.pieces(part.program, self._ends(part, part.program, position))
+            ends = {*part.ends, *self._ends(part, part.program, position)}
+            steps = self._shared.pieces(part.program, sorted(ends))
 
         def number_of(port: Port) -> int:
             if port.kind == "value":
@@ -280,6 +283,7 @@ class WorkerGradients:
             micro_batch=micro_batch,
             age=age,
             cost_s=cost_s,
+            made=made,
             done=done,
         )
 

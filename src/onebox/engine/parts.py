@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from onebox.engine.splitting import early_ends, expected_s, sent_by
 from onebox.graph import ModelPrograms, NamedProgram, PhaseKind, Port, split
 from onebox.graph.placements import REPLICATE, Placement
 from onebox.graph.shard import RankStep, RankTape, shard_tapes
@@ -24,6 +25,7 @@ class Part:
         slots: The slot of each output.
         steps: What to run.
         program: The whole program, where the steps are nothing but that.
+        ends: The operators behind which the steps cut it.
     """
 
     inputs: tuple[Port, ...]
@@ -33,6 +35,7 @@ class Part:
     slots: tuple[int, ...]
     steps: tuple[RankStep, ...]
     program: Program | None = None
+    ends: tuple[int, ...] = ()
 
     def specs(self, kind: str) -> dict[str, TensorSpec]:
         """Return what the outputs of a kind of port are, by name."""
@@ -40,8 +43,8 @@ class Part:
         return {str(port.name): spec for port, spec in pairs if port.kind == kind}
 
 
-def whole_part(named: NamedProgram) -> Part:
-    """Return a program as a part."""
+def whole_part(named: NamedProgram, ends: tuple[int, ...] = ()) -> Part:
+    """Return a program as a part, cut behind some operators."""
     program = named.program
     specs = specs_by_slot(program)
     return Part(
@@ -50,8 +53,9 @@ def whole_part(named: NamedProgram) -> Part:
         outputs=named.outputs,
         made=tuple(specs[slot] for slot in program.outputs),
         slots=program.outputs,
-        steps=tuple(split(program, [])),
+        steps=tuple(split(program, ends)),
         program=program,
+        ends=ends,
     )
 
 
@@ -92,6 +96,8 @@ class Parts:
             for replica, devices in enumerate(found.replicas)
             for rank, device in enumerate(devices)
         }
+        self._plan = plan
+        self._others: dict[int, frozenset[Port]] = {}
         self._whole: dict[tuple[int, PhaseKind], Part] = {}
         self._ranks: dict[tuple[int, PhaseKind], tuple[Part, ...]] = {}
         for stage, found in enumerate(plan.stages):
@@ -104,8 +110,24 @@ class Parts:
         if ranks is not None:
             return ranks[self._place[stage, worker][1]]
         if (stage, kind) not in self._whole:
-            self._whole[stage, kind] = whole_part(self.programs.of(stage, kind))
+            named = self.programs.of(stage, kind)
+            self._whole[stage, kind] = whole_part(named, self._ends(named, stage, kind))
         return self._whole[stage, kind]
+
+    def _ends(self, named: NamedProgram, stage: int, kind: PhaseKind) -> tuple[int, ...]:
+        """Return the operators of a phase behind which something is sent ahead of the rest."""
+        seconds = expected_s(self._plan, stage, kind)
+        if not seconds:
+            return ()
+        ports = self._sent(stage)
+        slots = (slot for slot, port in zip(named.program.outputs, named.outputs, strict=True) if port in ports)
+        return early_ends(named.program, slots, seconds)
+
+    def _sent(self, stage: int) -> frozenset[Port]:
+        if stage not in self._others:
+            phases = ((phase.stage, part) for phase, part in self.programs.phases.items())
+            self._others[stage] = sent_by(phases, self._plan, stage)
+        return self._others[stage]
 
     def _shard(self, stage: int, ranks: int, halves: bool, settled: Mapping[str, Placement]) -> None:
         """Split the layers of a stage over ranks."""

@@ -197,6 +197,16 @@ class Row:
         cost_s = self._cost_s(action)
         replica = self._job.routes[stage][micro_batch]
         group = self._numbers.groups[replica] if len(replica) > 1 else 0
+        sent: set[Port] = set()
+
+        def send(ports: Sequence[Port]) -> None:
+            self._send([port for port in ports if port.kind == "value" and port not in sent], part, stage, micro_batch)
+            sent.update(ports)
+
+        def hand_on() -> None:
+            send(part.outputs)
+            self._free(part, micro_batch)
+
         if action.kind == "F" or gradients is None:
             outputs = [self._number(port, action) for port in part.outputs]
             numbers = dict(zip(part.outputs, outputs, strict=True))
@@ -212,8 +222,9 @@ class Row:
                 micro_batch=micro_batch % self._count,
                 age=int(micro_batch < 0),
                 cost_s=cost_s,
+                made=send,
             )
-            self._hand_on(part, stage, micro_batch)
+            hand_on()
         else:
             values = {p: self._values.number(p, micro_batch) for p in part.outputs if p.kind == "value"}
             gradients(action).run(
@@ -227,7 +238,8 @@ class Row:
                 micro_batch=micro_batch % self._count,
                 age=int(micro_batch < 0),
                 cost_s=cost_s,
-                hand_on=lambda: self._hand_on(part, stage, micro_batch),
+                made=send,
+                hand_on=hand_on,
             )
 
     def _number(self, port: Port, action: Action) -> int:
@@ -314,23 +326,23 @@ class Row:
         readers = sorted(self._values.readers(port, micro_batch) - {self._worker})
         return [reader for reader in readers if self._values.maker(port, micro_batch, reader) == self._worker]
 
-    def _hand_on(self, part: Part, stage: int, micro_batch: int) -> None:
-        """Send what other workers need, and free what this worker needs no more."""
-        unread: list[int] = []
-        for port, spec in zip(part.outputs, part.made, strict=True):
-            if port.kind != "value":
-                continue
+    def _send(self, ports: Sequence[Port], part: Part, stage: int, micro_batch: int) -> None:
+        """Send values that other workers need."""
+        size_bytes = {port: spec.size_bytes for port, spec in zip(part.outputs, part.made, strict=True)}
+        for port in ports:
             number = self._values.number(port, micro_batch)
             for target in self._targets(port, micro_batch):
                 channel = self._values.channel(port, micro_batch, target)
                 send = Send(number, self._everybody, self._plan.devices.index(target), channel)
                 name = f"send of stage {stage} to device {target}"
-                label = Label(name, "transfer", target=target, size_bytes=spec.size_bytes)
+                label = Label(name, "transfer", target=target, size_bytes=size_bytes[port])
                 self.builder.add(send, label)
-            if (port, micro_batch) not in self._last:
-                unread.append(number)
-        if unread:
-            self.builder.add(Free(tuple(unread)), Label("free"))
+
+    def _free(self, part: Part, micro_batch: int) -> None:
+        """Free what an action has made and this worker does not need."""
+        made = (port for port in part.outputs if port.kind == "value" and (port, micro_batch) not in self._last)
+        if unread := tuple(self._values.number(port, micro_batch) for port in made):
+            self.builder.add(Free(unread), Label("free"))
 
     @property
     def _everybody(self) -> int:
