@@ -14,6 +14,10 @@ DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
 """What may be asked for."""
 
 
+ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+"""Optimizers of Adam's kind."""
+
+
 class DelayChoice(NamedTuple):
     """What is done about gradients that are a step late.
 
@@ -40,7 +44,7 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Delay
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2, 2))
-        >>> choose_delay(torch.optim.SGD([parameter], lr=0.1, momentum=0.9)).delay
+        >>> choose_delay(torch.optim.AdamW([parameter], lr=0.1)).delay
         'predict'
     """
     name = type(optimizer).__name__
@@ -71,24 +75,26 @@ def extra_copies(delay: Delay) -> int:
 
 
 def _auto(name: str, groups: list[dict[str, Any]]) -> DelayChoice:
-    momenta = [momentum_of(name, group) for group in groups]
-    if name == "Muon":
-        return DelayChoice(
-            "feedback", "Muon hardly suffers from a delay of one step, and feedback takes back the rest", None
-        )
-    if name in PREDICTS and all(momenta):
-        return DelayChoice(
-            "predict", f"the momentum of {name} says where the weights will be", _fears(name, "predict", groups)
-        )
-    return DelayChoice(
-        "feedback", f"{name} has no momentum that would say where the weights will be", _fears(name, "feedback", groups)
-    )
+    """Return the treatment that was the best in benchmarks/staleness.py, or whose kind was."""
+    if name in ADAMS and name in PREDICTS and all(momentum_of(name, group) for group in groups):
+        why = f"the momentum of {name} says well where the weights will be"
+        return DelayChoice("predict", why, _fears(name, "predict", groups))
+    if name in ("Muon", "SGD"):
+        why = f"for {name} taking back what a late update was off by is better than to predict"
+        return DelayChoice("feedback", why, _fears(name, "feedback", groups))
+    why = f"{name} has no momentum that would say where the weights will be"
+    return DelayChoice("feedback", why, _fears(name, "feedback", groups))
 
 
 def _fears(name: str, delay: Delay, groups: list[dict[str, Any]]) -> str | None:
     """Return what is known to go wrong."""
-    if name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax") and delay == "none":
-        return f"{name} loses accuracy by gradients that are a step late; 'predict' makes up for most of it"
     if delay == "predict" and not all(momentum_of(name, group) for group in groups):
         return f"{name} has no momentum in some of its groups: nothing is predicted for them"
+    if name in ADAMS and delay == "none":
+        return f"{name} loses accuracy by gradients that are a step late; 'predict' makes up for most of it"
+    if name == "SGD" and any(momentum_of(name, group) for group in groups):
+        return (
+            "SGD with momentum diverges by late gradients at rates that are well below what exact steps allow: compare "
+            "with exact steps, and if the loss is higher, lower the rate, or let more steps be exact (warm_up)"
+        )
     return None
