@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import onebox
+from onebox.errors import OperatorError, UsageError
 from onebox.plan import ASYNC, Plan
 from tests.late import train_late
 from tests.models import CASES, OPTIMIZERS
@@ -254,3 +256,61 @@ def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.P
     found, delays = run(pool, name, plan, "adamw", staleness=0, overlap=True, **options)
     assert (found.losses, found.norms, delays) == (plain.losses, plain.norms, {})
     assert all(torch.equal(tensor, plain.tensors[name]) for name, tensor in found.tensors.items())
+
+
+def test_recomputed_stages(pool: onebox.Pool) -> None:
+    """What is drawn at random is drawn again as it was, a step later, too."""
+    plan = staged("dropping", (0, 1, 2), micro_batch=2, schedule=ASYNC)
+    plan = replace(plan, stages=tuple(replace(stage, fate="recompute") for stage in plan.stages))
+    found, _ = run(pool, "dropping", plan, "sgd", SIZES[:5])
+    assert_same(found, late("dropping", plan, "sgd", SIZES[:5]))
+
+
+def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
+    """An index that is out of range, behind steps that were right: the loss names stage, operator and worker."""
+    plan = staged("gpt2", (0, 1), micro_batch=2, schedule=ASYNC)
+    case = CASES["gpt2"]
+    model = case.model()
+    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": "none"}
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
+        ((inputs, targets),) = case.batches([4])
+        trainer.step(inputs, targets)
+        wrong = {key: torch.full_like(tensor, 10**6) for key, tensor in inputs.items()}
+        loss = trainer.step(wrong, targets)
+        with pytest.raises(OperatorError, match="embedding") as caught:
+            loss.item()
+        assert (caught.value.worker, caught.value.stage) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"staleness": 2}, "staleness=2"),
+        ({"staleness": 1, "warm_up": -1}, "warm_up=-1"),
+        ({"staleness": 1, "delay": "later"}, "delay='later'"),
+        ({"staleness": 1, "sync": "client"}, "sync='client'"),
+        ({"staleness": 1, "update": "host"}, "update='host'"),
+        ({"staleness": 1, "shard_optimizer": True}, "shared out"),
+        ({"overlap": True, "update": "host"}, "update='host'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str, pool: onebox.Pool) -> None:
+    case = CASES["mlp"]
+    model = case.model()
+    with pytest.raises(UsageError, match=message):
+        onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, **options)
+
+
+def test_a_schedule_that_ends_with_each_step_is_refused(pool: onebox.Pool) -> None:
+    case = CASES["mlp"]
+    model = case.model()
+    for schedule, staleness in (("1f1b", 1), (ASYNC, 0)):
+        with pytest.raises(UsageError, match=schedule):
+            onebox.Trainer(
+                model,
+                case.loss,
+                OPTIMIZERS["sgd"](model),
+                pool=pool,
+                plan=staged("mlp", (0, 1), micro_batch=2, schedule=schedule),
+                staleness=staleness,
+            )
