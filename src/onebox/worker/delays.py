@@ -16,8 +16,9 @@ three treatments bring the two together:
     Parallel Optimization" (arXiv:2505.01099) shows why such a look-ahead makes up for delay. See :func:`correct`.
 ``feedback``
     An update made of a late gradient is off by ``e``; when the gradient that it should have been made of is there, a
-    step later, the difference is made good: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``, in the manner of the error
-    feedback that arXiv:2606.30634 adds to any optimizer. See :func:`correct`.
+    step later, the difference is made good: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``. It is error feedback with
+    the delay in the place of a compressor, as arXiv:2606.30634 uses it with any optimizer; derived here from that idea,
+    so that its coefficients may be others.
 """
 
 from __future__ import annotations
