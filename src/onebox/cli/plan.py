@@ -21,6 +21,7 @@ from onebox.report import candidate_table, plan_device_table, stage_table, summa
 from onebox.report.figure import check_suffix, draw_simulation
 from onebox.report.files import to_json, write_atomically
 from onebox.report.memory_figure import draw_memory
+from onebox.report.nearness import near_line
 from onebox.report.plan_tables import why_not
 
 _STANDARD_OUTPUT = Path("-")
@@ -84,6 +85,8 @@ def print_plan(found: Foreseen, pool: Pool, console: OutputConsole) -> None:
     _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
     if found.plan.schedule == ASYNC:
         _say(console, late_line(found))
+    if line := near_line(found.problem, found.plan):
+        _say(console, line)
     for table in tables[:2]:
         console.print(table)
     _say(console, "schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
