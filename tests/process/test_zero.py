@@ -160,9 +160,15 @@ def test_sums_in_each_host_first_give_the_result_of_one_process() -> None:
     plan = replicas(1.0, 1.0, 1.0, 1.0)("mlp")
     with (
         onebox.open("cpu*4", threads=1, links=links) as pool,
-        trainer_on(pool, plan, "mlp", OPTIMIZERS["adamw"]) as trainer,
+        trainer_on(pool, plan, "mlp", OPTIMIZERS["adamw"], in_flight=1) as trainer,
     ):
         found = steps(trainer, "mlp")
+        raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in range(4)])
+        (batch,) = CASES["mlp"].batches([8])
+        trainer.step(*batch)
+        trainer.wait()
+        peaks = {number: memory.peak_bytes for number, memory in enumerate(trainer.memory())}
+        assert trainer.predicted_memory(*batch) == peaks
         transfers = Counter((event.worker, event.name) for event in trainer.events() if event.step == 0)
     assert [transfers[worker, "broadcast"] for worker in range(4)] == [transfers[0, "broadcast"]] * 4
     reduces = [transfers[worker, "reduce"] for worker in range(4)]

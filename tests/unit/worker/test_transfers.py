@@ -11,7 +11,21 @@ import torch
 
 from onebox.wire import TensorSpec
 from onebox.wire.grouping import EmulatedLink, FormGroup, Retime
-from onebox.wire.messages import Call, Define, Gather, Receive, Reduce, Routine, Run, Send
+from onebox.wire.messages import (
+    Broadcast,
+    Call,
+    Define,
+    Free,
+    Gather,
+    Get,
+    Optimizer,
+    OptimizerStep,
+    Receive,
+    Reduce,
+    Routine,
+    Run,
+    Send,
+)
 from onebox.worker.memory import supported
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise
@@ -197,3 +211,45 @@ def test_ranks_that_disagree_are_a_failure_of_the_protocol() -> None:
         return caught.value.failure.kind
 
     assert run(rank) == ["protocol", "protocol"]
+
+
+@pytest.mark.parametrize("kind", ["sum", "broadcast"])
+def test_who_waits_for_a_rank_that_has_nothing_to_give_hears_of_it(kind: str) -> None:
+    """And keeps what it had besides; the rank itself knows why it left."""
+
+    def rank(number: int, rig: RankRig) -> str:
+        step = Reduce((1,), GROUP, 0) if kind == "sum" else Broadcast((1,), GROUP, 1)
+        if number == 1:
+            rig.do(Call(100, (99,), (1,)), step)
+            assert GROUP in rig.channel.left  # type: ignore[attr-defined]
+            with pytest.raises(Poisoned, match="there is no buffer 99"):
+                rig.get(1)
+            return ""
+        rig.put(b2=torch.ones(2))
+        rig.do(step)
+        with pytest.raises(Poisoned) as caught:
+            rig.get(1)
+        assert rig.get(2).tolist() == [1.0, 1.0]
+        return caught.value.failure.kind
+
+    assert run(rank)[0] == "peer"
+
+
+def test_an_owner_steps_and_all_have_what_it_made_of_the_parameter() -> None:
+    """In the memory that it was in; an answer that is on its way keeps what it said."""
+
+    def rank(number: int, rig: RankRig) -> list[list[float]]:
+        rig.put(b3=torch.tensor([10.0, 20.0]))
+        kept = rig.machine.store.get(3)
+        if number == 1:
+            rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0}),), (3,))))
+        step = [OptimizerStep(7, (1,)), Free((1,))] if number == 1 else []
+        results = rig.do(Get((3,)), Reduce((1,), GROUP, 1), *step, Broadcast((3,), GROUP, 1), Get((3,)))
+        assert rig.failures == []
+        assert len(results) == 2
+        before, after = (torch.frombuffer(bytearray(frame), dtype=torch.float32) for frame in rig.machine.frames_out)
+        assert rig.machine.store.get(3) is kept
+        assert rig.used == kept.nbytes
+        return [before.tolist(), after.tolist()]
+
+    assert run(rank) == [[[10.0, 20.0], [8.0, 19.0]]] * 2
