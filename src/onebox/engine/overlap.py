@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +13,12 @@ from onebox.engine.compiler import Compiled
 from onebox.engine.delays import DELAYS, choose_delay
 from onebox.engine.launch import Settings, Work
 from onebox.engine.remote import RemoteState
+from onebox.engine.results import StepValues, step_values
 from onebox.engine.versions import Versions
 from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
-from onebox.pool import Answer, Pool
+from onebox.pool import Answer, Pool, raise_first
 from onebox.wire.messages import Delay, Free, Run
 from onebox.wire.sayings import Delays
 
@@ -130,39 +130,69 @@ class Overlap:
         """Tell whether a step may overlap with the one after it."""
         return step >= self._settings.warm_up if self._settings.staleness else self._settings.overlap
 
-    def begin(self, step: int) -> None:
-        """Let the workers have versions of their parameters, if they are to and have none yet.
+    def begin(self, work: Work, compiled: Compiled) -> tuple[Open | None, Window]:
+        """Get ready for a step: what it does not follow is drained, and where it needs versions of weights there are.
 
         Args:
-            step: The step that begins.
+            work: The step.
+            compiled: Its routines.
+
+        Returns:
+            The step of which something is left for its window, and which window that is.
 
         Raises:
-            OneboxError: The pool is broken.
+            OneboxError: Something failed on a worker, or the pool is broken.
         """
-        self._next = step if self._next is None else self._next
-        if self._versions.previous and not self._remote.branched:
-            self._remote.branch()
+        if self.open is not None and self.open.compiled is not compiled:
+            self.drain()
+        if compiled.windows:
+            self._next = work.number if self._next is None else self._next
+            if self._versions.previous and not self._remote.branched:
+                self._remote.branch()
+        return self.open, "fill" if self.open is None else "steady"
 
-    def window(self, compiled: Compiled) -> Window:
-        """Return which window of some routines comes next, when all that it does not follow is drained."""
-        assert self.open is None or self.open.compiled is compiled
-        return "fill" if self.open is None else "steady"
+    def begun(self, work: Work, compiled: Compiled, before: Open | None) -> None:
+        """Take note that a step has begun.
 
-    def drain(self, open_: Open) -> dict[int, Future[Answer]]:
-        """Let the workers do what is left of a step.
+        Args:
+            work: The step.
+            compiled: Its routines.
+            before: The step whose gradients it applies.
+        """
+        if before is not None:
+            before.work.loss.expect_update(work.loss.values)
+        if compiled.windows:
+            self.open = Open(work=work, compiled=compiled)
+            if self._settings.max_norm:
+                work.loss.expect_norm()
+
+    def ended(self, values: StepValues, before: Open | None, answers: Sequence[Answer]) -> StepValues:
+        """Return what the answers to a window say of its own step; what they say of the step before is passed on."""
+        if before is not None:
+            before.work.loss.updated(values.gradient_norm)
+            self._applied(before.work.number, answers)
+        return StepValues(loss=values.loss, gradient_norm=None)
+
+    def drain(self) -> None:
+        """Let the workers do what is left of the newest step, and wait for it.
 
         Raises:
-            OneboxError: The pool is broken.
+            OneboxError: Something failed on a worker, or the pool is broken.
         """
-        settings, step = self._settings, open_.work.number + 1
-        return {
-            worker: self._pool.post(
-                worker, [Run(routine.number, (), step, settings.seed, (), settings.trace)], answer=True
-            )
-            for worker, routine in open_.compiled.of("drain").items()
+        open_, self.open = self.open, None
+        if open_ is None:
+            return
+        settings, step, compiled = self._settings, open_.work.number, open_.compiled
+        routines = compiled.of("drain")
+        asked = {
+            worker: Run(routine.number, (), step + 1, settings.seed, (), settings.trace)
+            for worker, routine in routines.items()
         }
+        answers = raise_first([self._pool.post(worker, [run], answer=True) for worker, run in asked.items()])
+        values = step_values(step, compiled.micro_batches, routines, answers, {})
+        self.ended(values, open_, answers)
 
-    def applied(self, step: int, answers: Sequence[Answer]) -> None:
+    def _applied(self, step: int, answers: Sequence[Answer]) -> None:
         """Count the delay of a step's gradients, as workers measured it where they applied them; each step once."""
         found = [result for answer in answers for result in answer.results if isinstance(result, Delays)]
         late = [delay for each in found for delay, _ in each.counts]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, StepRoutine
-from onebox.errors import OperatorError, ReplicasParted
+from onebox.errors import OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action, MicroBatch
 from onebox.pool import Answer, raise_first
 from onebox.wire.messages import Ask
@@ -160,7 +160,12 @@ class StepLoss:
         """
         values = self.values()
         while self._norm_comes:
-            (self._update or self._drain)()
+            if self._update is not None:
+                self._update()
+                continue
+            self._drain()
+            if self._norm_comes and self._update is None:
+                raise UsageError(f"the gradients of step {self.step} have not been applied, and the trainer is closed")
         return values.gradient_norm if self._norm is None else self._norm
 
     def __float__(self) -> float:

@@ -31,7 +31,7 @@ from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
 from onebox.plan import Plan
-from onebox.pool import Answer, Pool, raise_first
+from onebox.pool import Answer, Pool
 
 _T = TypeVar("_T")
 
@@ -131,22 +131,13 @@ class TrainingRun:
         """Begin a step, or begin it again; see :class:`~onebox.engine.guard.Run`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         compiled = ready.compiler.step(work.batch)
-        if overlap.open is not None and overlap.open.compiled is not compiled:
-            self.drain_now()
-        if compiled.windows:
-            overlap.begin(work.number)
-        before, window = overlap.open, overlap.window(compiled)
+        before, window = overlap.begin(work, compiled)
         changed = self._remote.changed_options(work.options)
         given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed
         answers, beside = launch(*given, window=window, optimizer=self._remote.optimizer_number)
         finish = functools.partial(self._finish, work, compiled, window, before, ready, beside)
         work.loss.expect(list(answers.values()), finish)
-        if before is not None:
-            before.work.loss.expect_update(work.loss.values)
-        if compiled.windows:
-            overlap.open = Open(work=work, compiled=compiled)
-            if self._settings.max_norm:
-                work.loss.expect_norm()
+        overlap.begun(work, compiled, before)
         self._leave_groups()
         return answers
 
@@ -167,22 +158,20 @@ class TrainingRun:
         Raises:
             OneboxError: It failed.
         """
-        while self.overlap.open is not None:
+        while self.error is None and self.overlap.open is not None:
             try:
-                self.drain_now()
+                self.overlap.drain()
             except OneboxError as error:
                 self._failed(error)
+            except BaseException:  # such as KeyboardInterrupt
+                self._interrupted("what is left of a step")
+                raise
+        if self.error is not None:
+            raise self.error
 
     def drain_now(self) -> None:
         """Likewise; a loss is raised, too."""
-        open_, self.overlap.open = self.overlap.open, None
-        if open_ is None or self._ready is None:
-            return
-        answers = raise_first(list(self.overlap.drain(open_).values()))
-        step, routines = open_.work.number, open_.compiled.of("drain")
-        values = step_values(step, open_.compiled.micro_batches, routines, answers, {})
-        open_.work.loss.updated(values.gradient_norm)
-        self.overlap.applied(step, answers)
+        self.overlap.drain()
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
@@ -193,12 +182,7 @@ class TrainingRun:
                 self.fail(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self.fail(
-                ReplicasParted(
-                    f"step {work.number} was interrupted when some devices had it and others not; make another "
-                    "trainer, or resume from the last checkpoint"
-                )
-            )
+            self._interrupted(f"step {work.number}")
             raise
 
     def _finish(
@@ -215,10 +199,7 @@ class TrainingRun:
         step, routines = work.number, compiled.of(window)
         values = step_values(step, compiled.micro_batches, routines, answers, ready.checks)
         if compiled.windows:
-            if before is not None:
-                before.work.loss.updated(values.gradient_norm)
-                self.overlap.applied(before.work.number, answers)
-            values = StepValues(loss=values.loss, gradient_norm=None)
+            values = self.overlap.ended(values, before, answers)
         if self.guard is not None:
             self.guard.ended(step)
         if self._settings.trace:
@@ -238,6 +219,15 @@ class TrainingRun:
         """Remember the first failure: the state on the workers is void, and every later call says why."""
         self._locate(error)
         self.error = self.error or error
+
+    def _interrupted(self, what: str) -> None:
+        """Remember that something has been begun by some devices and not by others."""
+        self.fail(
+            ReplicasParted(
+                f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from "
+                "the last checkpoint"
+            )
+        )
 
     def _locate(self, error: Exception) -> None:
         """Let an error say what of a step failed."""
@@ -367,12 +357,7 @@ class TrainingRun:
             self.fail(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self.fail(
-                ReplicasParted(
-                    "a change of plan was interrupted when some devices had it and others not; make another trainer, "
-                    "or resume from the last checkpoint"
-                )
-            )
+            self._interrupted("a change of plan")
             raise
         return moved
 
