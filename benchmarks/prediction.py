@@ -26,7 +26,7 @@ from onebox.engine.planning import pool_links
 from onebox.engine.problem import make_problem
 from onebox.engine.profiling import profile_model
 from onebox.graph import TracedModel, capture
-from onebox.plan import DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict
+from onebox.plan import ASYNC, DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict
 from onebox.pool import Link
 
 BATCH = 64
@@ -204,6 +204,24 @@ def timed(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) ->
     return found
 
 
+def apart(trainer: onebox.Trainer, batch: tuple[Tensor, Tensor], rounds: int) -> list[float]:
+    """Return how far steps that follow one another are apart, in each round: filling and draining cancel out."""
+    for _ in range(3):
+        trainer.step(*batch)
+    trainer.wait()
+    found = []
+    for _ in range(rounds):
+        spent = []
+        for count in (STEPS, 4 * STEPS):
+            start = time.perf_counter()
+            for _ in range(count):
+                trainer.step(*batch)
+            trainer.wait()
+            spent.append(time.perf_counter() - start)
+        found.append((spent[1] - spent[0]) / (3 * STEPS))
+    return found
+
+
 # ---- emulated devices
 
 
@@ -220,10 +238,19 @@ def on_sims(rounds: int) -> list[Row]:
             prediction, _ = predict(problem, plan)
             plan = msgspec.structs.replace(plan, predicted=prediction)  # noqa: PLW2901
             optimizer = torch.optim.SGD(blocks.parameters(), lr=0.01)
+            late = plan.schedule == ASYNC
             with onebox.Trainer(
-                blocks, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, check_every=0
+                blocks,
+                nn.functional.mse_loss,
+                optimizer,
+                pool=pool,
+                plan=plan,
+                check_every=0,
+                staleness=int(late),
+                delay="none",
             ) as trainer:
-                rows.append(Row("emulated", name, prediction.step_s, timed(trainer, batch, rounds), []))
+                measured = (apart if late else timed)(trainer, batch, rounds)
+                rows.append(Row("emulated", name, prediction.step_s, measured, []))
     return rows
 
 
@@ -269,6 +296,7 @@ def sim_plans(names: Sequence[str]) -> list[tuple[str, Plan]]:
     for parts, label in ((even, "even"), (uneven, "uneven")):
         for schedule, size in (("gpipe", 8), ("1f1b", 4), ("zb-h1", 8)):
             found.append((f"4 {label} stages, {schedule}, {size}", staged(parts, (0, 1, 2, 3), schedule, size)))
+        found.append((f"4 {label} stages, {ASYNC}, 4", staged(parts, (0, 1, 2, 3), ASYNC, 4)))
     return found
 
 
