@@ -72,12 +72,10 @@ def run(
     [
         ("cnn", (0, 1), "sgd"),
         ("cnn", (2, 0, 1), "adamw"),
+        ("cnn", ((0, 1), (2, 3)), "sgd"),
         ("gpt2", (0, 1), "adamw"),
-        ("gpt2", (3, 1, 0, 2), "sgd"),
-        ("resnet", ((0, 1), (2, 3)), "sgd"),
-        ("unet", (0, 1, 2), "adam-in-groups"),
+        ("unet", (0, 1, 0, 1), "adam-in-groups"),
         ("dropping", (0, (1, 2), 3), "adamw"),
-        ("vit", (0, 1, 0, 1), "sgd"),
         ("tied", (0, 1, 2), "sgd"),
     ],
 )
@@ -91,7 +89,7 @@ def test_every_gradient_is_applied_one_step_late(
     assert delays == {0: 1, 1: len(SIZES) - 1}
 
 
-@pytest.mark.parametrize("devices", [(0,), (0, 1), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize("devices", [(0,), (2, 0, 1)], ids=str)
 def test_averaging_hides_under_the_next_step(devices: Sequence[int], pool: onebox.Pool) -> None:
     """Plans of one stage: everything of a step is done in its window but the sums and the update."""
     plan = Plan.data_parallel(devices, [1.0] * len(devices), micro_batch=2)
@@ -167,35 +165,26 @@ def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
     assert_same(Outcome(losses=expected.losses, norms=[], tensors=tensors), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"), [("cnn", (0, 1, 2)), ("gpt2", (0, (1, 2), 3)), ("tied", (0, 1, 2)), ("vit", (0, 1, 0, 1))]
-)
-def test_memory_is_what_was_predicted(name: str, devices: Sequence[int | Sequence[int]], pools: Shelf) -> None:
-    """The worker's account of two versions and of what two steps have under way."""
+@pytest.mark.parametrize(("name", "devices"), [("cnn", (0, (1, 2))), ("tied", (0, 1, 0))], ids=str)
+def test_memory_is_what_was_predicted(name: str, devices: Sequence[int | Sequence[int]]) -> None:
+    """The worker's account of two versions and of what two steps have under way, to the byte."""
     plan = staged(name, devices, micro_batch=2, schedule=ASYNC)
     case = CASES[name]
     model = case.model()
+    arguments = {"plan": plan, "staleness": 1, "delay": "none", "check_every": 0}
     with (
-        onebox.open("cpu*4") as pool,
-        onebox.Trainer(
-            model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, plan=plan, staleness=1, delay="none"
-        ) as trainer,
+        onebox.open(f"cpu*{len(plan.devices)}") as pool,
+        onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments) as trainer,
     ):
         (batch,) = case.batches([8])
-        for _ in range(5):
+        for _ in range(4):
             trainer.step(*batch)
         predicted = trainer.predicted_memory(*batch)
         trainer.wait()
-        assert {memory.peak_bytes for memory in trainer.memory()} >= set(predicted.values())
-        assert [trainer.memory()[worker].peak_bytes for worker in plan.devices] == [
-            predicted[worker] for worker in plan.devices
-        ]
+        assert {worker: memory.peak_bytes for worker, memory in enumerate(trainer.memory())} == predicted
 
 
-DELAYS = ("none", "predict", "lookahead", "feedback")
-
-
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("delay", ["predict", "feedback"])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: onebox.Pool, tmp_path: Path) -> None:
     """A checkpoint has the older weights, too, and the expected ones."""
     plan = staged("cnn", (0, (1, 2)), micro_batch=2, schedule=ASYNC)
@@ -218,9 +207,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
     assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("delay", ["none", "predict"])
-def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none(delay: str) -> None:
-    """Snapshots have the older weights, too; the steps since are done again."""
+def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none() -> None:
+    """Snapshots have the older weights, too, and the expected ones; the steps since are done again."""
     plan = staged("cnn", (0, 1, 2), micro_batch=2, schedule=ASYNC)
     outcomes = []
     for killed in (False, True):
@@ -231,7 +219,7 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none(delay: str)
 
         with onebox.open("cpu*3") as pool:
             outcome, delays = run(
-                pool, "cnn", plan, "sgd", between=kill, delay=delay, recover=True, snapshot_every=3, check_every=0
+                pool, "cnn", plan, "sgd", between=kill, delay="predict", recover=True, snapshot_every=3, check_every=0
             )
             outcomes.append(outcome)
             assert delays == {0: 1, 1: len(SIZES) - 1}
@@ -242,14 +230,14 @@ def test_a_run_that_lost_a_worker_has_the_bits_of_one_that_lost_none(delay: str)
 @pytest.mark.parametrize("layout", ["replicas", "stages", "tied", "sharded", "clipped", "folded"])
 def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.Pool) -> None:
     """The update of a step comes in the next one, bucket by bucket, and the result is that of one process."""
-    name = {"tied": "tied", "folded": "gpt2"}.get(layout, "cnn")
+    name = {"tied": "tied", "folded": "tied"}.get(layout, "cnn")
     plan = {
         "replicas": lambda: Plan.data_parallel((0, 1, 2), (1.0, 1.0, 1.0), micro_batch=2),
         "stages": lambda: staged(name, ((0, 1), (2, 3)), micro_batch=2),
         "tied": lambda: staged(name, (0, 1, 2), micro_batch=2, schedule="zb-h1"),
         "sharded": lambda: staged(name, ((0, 1), (2, 3)), micro_batch=2, optimizer="sharded"),
         "clipped": lambda: staged(name, (0, (1, 2)), micro_batch=2),
-        "folded": lambda: staged(name, (0, 1, 0, 1), micro_batch=2, schedule="interleaved"),
+        "folded": lambda: staged(name, (0, 1, 0), micro_batch=2, schedule="interleaved"),
     }[layout]()
     options = {"clip_grad_norm": 0.5} if layout == "clipped" else {}
     plain, _ = run(pool, name, plan, "adamw", staleness=0, **options)

@@ -153,10 +153,8 @@ class Compiled:
 
     def all_of(self, worker: int) -> Sequence[StepRoutine]:
         """Return all routines of a worker."""
-        if worker not in self.windows:
-            return [self.routines[worker]]
-        own = self.windows[worker]
-        return [own.fill, own.steady, own.drain]
+        own = self.windows.get(worker)
+        return [own.fill, own.steady, own.drain] if own else [self.routines[worker]]
 
 
 class Compiler:

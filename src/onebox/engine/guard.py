@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -14,9 +15,11 @@ from typing import Protocol
 from onebox.engine.copies import Copies
 from onebox.engine.history import MOST_APART, Cadence, History, Recovery, Restart
 from onebox.engine.launch import Work
+from onebox.engine.overlap import Overlap
 from onebox.engine.remote import RemoteState
+from onebox.engine.setup import Ready
 from onebox.engine.snapshots import Snapshots
-from onebox.errors import PeerLost, PoolError, WorkerDied, WorkerHung
+from onebox.errors import OneboxError, PeerLost, PoolError, WorkerDied, WorkerHung
 from onebox.pool import Answer, Pool, raise_first
 
 LOSSES = (WorkerDied, WorkerHung, PeerLost)
@@ -45,6 +48,8 @@ class Run(Protocol):
 
     saved: Path | None
     """The last checkpoint."""
+    overlap: Overlap
+    """What is left of a step."""
 
     def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers and get ready for steps; return the new plan where one was needed.
@@ -55,13 +60,6 @@ class Run(Protocol):
 
     def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Begin a step; return what each worker will answer."""
-
-    def drain_now(self) -> None:
-        """Do what is left of the newest step, where steps overlap.
-
-        Raises:
-            OneboxError: Something failed on a worker.
-        """
 
 
 class Guard:
@@ -120,6 +118,19 @@ class Guard:
             self._wait(_PATIENCE_S)
             self._remote.forget_first()
 
+    def keep(self, ready: Ready) -> None:
+        """Let what has just been brought to the workers be kept; what cannot be is closed.
+
+        Raises:
+            OneboxError: Something failed on a worker.
+        """
+        try:
+            self.ready(reachable=ready.plan.sync == "workers")
+        except BaseException:
+            with contextlib.suppress(OneboxError):
+                ready.close()
+            raise
+
     def moved(self, *, reachable: bool) -> None:
         """Take note that the state is spread in another way now; the newest snapshot still counts.
 
@@ -154,7 +165,7 @@ class Guard:
         if not history.due(self.cadence.every):
             return
         start_s = time.monotonic()
-        self._run.drain_now()
+        self._run.overlap.drain()
         for worker, future in self._snapshots.ask(_SPREAD * self.cadence.apart_s).items():
             future.add_done_callback(functools.partial(self._ended, "snapshot", worker))
         self._cost_s, self._asking_s = 0.0, time.monotonic() - start_s

@@ -169,10 +169,6 @@ class TrainingRun:
         if self.error is not None:
             raise self.error
 
-    def drain_now(self) -> None:
-        """Likewise; a loss is raised, too."""
-        self.overlap.drain()
-
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
         try:
@@ -343,6 +339,7 @@ class TrainingRun:
         moved = Moved()
         try:
             self.drain()
+            migration.after.compiler.windows = self.overlap.windows(self.steps_done)
             migration.after.compiler.step(self._first)  # the programs are at the workers before they are needed
             moved = migration.make()
             self._over.update(moved.over)
@@ -376,21 +373,12 @@ class TrainingRun:
             given = self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm
             ready = set_up(*given, steps=steps)
             if self.guard is not None:
-                self._keep(self.guard, ready)
+                self.guard.keep(ready)
             self._ready = ready
             self._first, self.plan = self._first or batch, self._ready.plan
             self._request = dataclasses.replace(self._request, plan=self.plan)
             self.uploads.use(ready)
         return self._ready
-
-    def _keep(self, guard: Guard, ready: Ready) -> None:
-        """Let what has just been brought to the workers be kept."""
-        try:
-            guard.ready(reachable=ready.plan.sync == "workers")
-        except BaseException:
-            with contextlib.suppress(OneboxError):
-                ready.close()
-            raise
 
     def close(self) -> None:
         """Free everything on the workers."""
