@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,3 +173,21 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
     other = staged("mlp", (1, 0), schedule="async-1f1b")
     changes = {2: other, 3: plan, 5: other}
     assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)
+
+
+def test_a_checkpoint_has_the_plan_that_took_over_also_where_it_did_before_the_first_step(
+    pool: onebox.Pool, tmp_path: Path
+) -> None:
+    case, plan, other = CASES["mlp"], staged("mlp", (0, 1)), staged("mlp", (1, 0))
+    model, batch = case.model(), case.batches([8])[0]
+    with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan) as trainer:
+        trainer._run.adopt(other)
+        trainer.step(*batch).item()
+        assert trainer.plan == other
+        trainer._run.adopt(plan)
+        trainer.save(tmp_path)
+        going_on = float(trainer.step(*batch))
+    again = case.model()
+    with onebox.Trainer.resume(tmp_path, again, case.loss, OPTIMIZERS["sgd"](again), pool=pool) as resumed:
+        assert float(resumed.step(*batch)) == going_on
+        assert resumed.plan == plan
