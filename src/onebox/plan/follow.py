@@ -223,7 +223,7 @@ class Follower:
     def _judge(self, trial: _Trial, step_s: float, changes: list[Change]) -> Decision | None:
         """Judge a decision once enough steps were seen: keep it or take it back."""
         trial.steps_s.append(step_s)
-        if any(not change.touches(trial.devices) for change in changes):
+        if any(change.plain and not change.touches(trial.devices) for change in changes):
             self._close(trial, kept=None)
             return None
         if len(trial.steps_s) < self._options.trial:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 
 from onebox.plan.costs import Costs
-from onebox.plan.follow_pace import in_flight
 from onebox.plan.follow_types import DecisionKind
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout
@@ -31,6 +30,7 @@ class Proposal(NamedTuple):
         cost_s: Seconds that it costs once.
         moved: Bytes that go over each link.
         simulation: Of a step.
+        in_flight: Micro-batches in flight, where the plan is to say so.
     """
 
     layout: Layout
@@ -39,6 +39,7 @@ class Proposal(NamedTuple):
     cost_s: float
     moved: Mapping[tuple[int, int], int]
     simulation: Simulation
+    in_flight: tuple[int, ...] = ()
 
 
 def kind_of(before: Layout, after: Layout) -> DecisionKind:
@@ -90,7 +91,7 @@ def changed_plan(plan: Plan, problem: Problem, proposal: Proposal) -> Plan:
         stages=stages,
         schedule=schedule,
         table=table,
-        in_flight=in_flight(plan, len(stages)),
+        in_flight=proposal.in_flight,
         memory_bytes=(),
         predicted=None,
     )

@@ -206,6 +206,8 @@ class Moves:
         """Return a layout in the order of actions that is best for it: its own unless another is plainly better."""
         best = self._proposal(layout, None)
         own = self._plan.schedule
+        if own == ASYNC and layout == self._now:
+            return self._deeper(best)
         if own == ASYNC or layout.blocks == 1:
             return best
         names = [name for name in self._problem.schedules if name not in ("auto", own)]
@@ -214,6 +216,18 @@ class Moves:
             found.append(self._proposal(layout._replace(schedule="auto"), self._pace.made(layout)))
         other = min(found, key=lambda one: one.step_s, default=best)
         return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
+
+    def _deeper(self, now: Proposal) -> Proposal:
+        """Return the plan as it is with other numbers of micro-batches in flight, if that is plainly better."""
+        in_flight = self._pace.in_flight(self._now)
+        if in_flight == self._plan.in_flight or self._barred(self._now):
+            return now
+        found = self._judge.judge(self._now)
+        better = found.simulation.step_s < now.step_s * (1 - NAMED_BIAS)
+        if not better or found.over_bytes > sum(self._before.over_bytes.values()):
+            return now
+        step_s, pause_s = found.simulation.step_s, self._terms.pause_s
+        return now._replace(step_s=step_s, cost_s=pause_s, simulation=found.simulation, in_flight=in_flight)
 
     def _proposal(self, layout: Layout, table: Schedule | None) -> Proposal:
         """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
@@ -224,7 +238,8 @@ class Moves:
         step_s = float("inf") if barred or over_bytes > before_bytes else simulation.step_s
         if changed and not moved:
             cost_s = self._terms.pause_s
-        return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved, simulation)
+        in_flight = self._pace.in_flight(layout) if changed else self._plan.in_flight
+        return Proposal(layout, table or self._pace.order(layout), step_s, cost_s, moved, simulation, in_flight)
 
     def _value(self, layout: Layout) -> float:
         """Return seconds that a step takes, with its part of the cost; infinite where it may not be.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
+from functools import cached_property
 
 from onebox.errors import UsageError
 from onebox.plan.endless import simulate_endless
@@ -35,7 +35,6 @@ class Pace:
         now = layout_of(problem, plan)
         self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order is told apart
         self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
-        self._endless: dict[Layout, Simulation] = {}
 
     @property
     def spent(self) -> bool:
@@ -52,19 +51,21 @@ class Pace:
         Raises:
             UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
         """
-        if layout.schedule == ASYNC:
-            return self._of_many(layout)
+        if layout.schedule == ASYNC and layout == self.now:
+            return self._unchanged
         return self.judge.judge(layout, table or self.order(layout)).simulation
 
     def bound_s(self, layout: Layout) -> float:
         """Return seconds that a step takes at least; infinite for a layout that cannot be.
 
-        Of a pipeline that never runs empty it is what the busiest device or link has to do, or half of a step from end
-        to end, as no more than two are under way at a time: about what it takes.
+        Of a pipeline that never runs empty it is also half of a step from end to end, as no more than two are under way
+        at a time: about what it takes.
         """
         try:
             bound_s = self.judge.bound(layout)
-            return bound_s if layout.schedule != ASYNC else max(bound_s / 2, self._busiest_s(layout))
+            if layout.schedule != ASYNC:
+                return bound_s
+            return max(bound_s, self.judge.bound(layout._replace(schedule="1f1b")) / 2)
         except UsageError:  # a value would go to an earlier stage
             return float("inf")
 
@@ -85,36 +86,19 @@ class Pace:
         case = self.judge.case(layout)
         return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
 
-    def _of_many(self, layout: Layout) -> Simulation:
-        """Return what a step takes among many, when the pipeline never runs empty."""
-        if layout not in self._endless:
-            case = self.judge.case(layout)
-            edges = [(edge.source, edge.target) for edge in case.work.edges]
-            window = steady_window(case.routes, edges, in_flight(self.plan, len(layout.parts)))
-            versions = self.problem.versions
-            self._endless[layout] = simulate_endless(
-                window, case.routes, case.work, case.sizes, versions=versions, detail=False
-            )
-        return self._endless[layout]
+    def in_flight(self, layout: Layout) -> tuple[int, ...]:
+        """Return how many micro-batches stages have in flight where the pipeline never runs empty; see the plan's."""
+        return self.judge.judge(layout).in_flight if layout.schedule == ASYNC else ()
 
-    def _busiest_s(self, layout: Layout) -> float:
-        """Return what the busiest device or link has to do for a step."""
-        case = self.judge.case(layout)
-        busy: dict[int, float] = defaultdict(float)
-        for stage, row in zip(case.work.stages, case.routes, strict=True):
-            for (device, *_), size in zip(row, case.sizes, strict=True):
-                each = stage.forward_s[device] + stage.input_s[device] + stage.weight_s[device]
-                busy[device] += each * size + 2 * case.work.call_s
-            for device, update_s in stage.update_s.items():
-                busy[device] += update_s
-        carried: dict[tuple[int, int], float] = defaultdict(float)
-        for edge in case.work.edges:
-            ends = zip(case.routes[edge.source], case.routes[edge.target], case.sizes, strict=True)
-            for (a, *_), (b, *_), size in ends:
-                if a != b:
-                    carried[a, b] += size * edge.forward_bytes / case.work.links.bandwidth_bps[a][b]
-                    carried[b, a] += size * edge.backward_bytes / case.work.links.bandwidth_bps[b][a]
-        return max(*busy.values(), *carried.values(), 0.0)
+    @cached_property
+    def _unchanged(self) -> Simulation:
+        """A step of the plan that is in force, with its own micro-batches in flight."""
+        case = self.judge.case(self.now)
+        window = steady_window(
+            case.routes, [(edge.source, edge.target) for edge in case.work.edges], self.plan.in_flight
+        )
+        versions = self.problem.versions
+        return simulate_endless(window, case.routes, case.work, case.sizes, versions=versions, detail=False)
 
 
 def within_limits(problem: Problem, plan: Plan) -> Problem:
@@ -127,8 +111,3 @@ def within_limits(problem: Problem, plan: Plan) -> Problem:
 
     devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
     return replace(problem, devices=devices)
-
-
-def in_flight(plan: Plan, stages: int) -> tuple[int, ...]:
-    """Return a plan's micro-batches in flight where it is to have so many stages; the rule's where that is new."""
-    return plan.in_flight if len(plan.stages) == stages else ()

@@ -43,6 +43,7 @@ class Change(NamedTuple):
         devices: The devices that have to do with it.
         factor: By what it takes longer than planned.
         since: From which step on.
+        by: By what factor it takes longer than was believed just before.
         hoped: Whether nobody has measured it.
     """
 
@@ -50,6 +51,7 @@ class Change(NamedTuple):
     devices: tuple[int, ...]
     factor: float
     since: int
+    by: float
     hoped: bool = False
 
     @property
@@ -61,6 +63,11 @@ class Change(NamedTuple):
             return f"{self.what} takes as long as planned since step {self.since}"
         times = f"{self.factor:.1f} × as long" if self.factor >= 1 else f"{1 / self.factor:.1f} × less time"
         return f"{self.what} takes {times} {'as' if self.factor >= 1 else 'than'} planned since step {self.since}"
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is more than a better estimate of what was told before."""
+        return not 1 / _AGAIN < self.by < _AGAIN
 
     def touches(self, devices: frozenset[int]) -> bool:
         """Tell whether it is about one of some devices, or about a link of one."""
@@ -136,15 +143,17 @@ class Rates:
         for device, seconds in seen.update_s.items():
             planned = self._update_s(device)
             drift = self._found.updates.setdefault(device, Drift())
+            before, name = drift.factor, f"the update on device {device}"
             changed = bool(planned and seconds) and drift.see(_bounded(seconds / planned), seen.step)
             if changed and not any(device in change.devices for change in changes):
-                changes.append(Change(f"the update on device {device}", (device,), drift.factor, _since(drift)))
+                changes.append(Change(name, (device,), drift.factor, _since(drift), drift.factor / before))
         for link, carried in seen.links.items():
             self._message_bytes[link] = carried.size_bytes / carried.messages
             planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
             drift = self._found.links.setdefault(link, Drift())
+            before = drift.factor
             if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step):
-                changes.append(Change(_link(link), link, drift.factor, _since(drift)))
+                changes.append(Change(_link(link), link, drift.factor, _since(drift), drift.factor / before))
         return changes + self._hope(seen)
 
     @property
@@ -154,9 +163,10 @@ class Rates:
 
     def differing(self) -> list[Change]:
         """Return what is believed not to be as planned."""
-        devices = [Change(f"device {n}", (n,), drift.factor, _since(drift)) for n, drift in self._found.devices.items()]
-        links = [Change(_link(link), link, drift.factor, _since(drift)) for link, drift in self._found.links.items()]
-        return [change for change in (*devices, *links) if not 1 / _AGAIN < change.factor < _AGAIN]
+        devices = ((f"device {number}", (number,), drift) for number, drift in self._found.devices.items())
+        links = ((_link(link), link, drift) for link, drift in self._found.links.items())
+        found = (Change(what, of, one.factor, _since(one), one.factor) for what, of, one in (*devices, *links))
+        return [change for change in found if change.plain]
 
     def problem(self) -> Problem:
         """Return the problem as it is believed to be now."""
@@ -198,7 +208,7 @@ class Rates:
             own = self._found.stages.setdefault((device, stage), Drift())
             if took_s and planned_s and own.see(_bounded(took_s / planned_s * planned / measured), seen.step):
                 what = f"stage {stage} on device {device}"
-                found.append(Change(what, (device,), own.factor, _since(own)))
+                found.append(Change(what, (device,), own.factor, _since(own), own.factor))
                 self._learn((stage,), own.factor)
                 own.believe(1.0)
         return found
@@ -208,10 +218,10 @@ class Rates:
         change, since = drift.factor / before, _since(drift)
         alone = all(len(self._layout.parts[stage].devices) == 1 for stage in stages)
         if not alone or not 1 / _PLAIN < change < _PLAIN:
-            return Change(f"device {device}", (device,), drift.factor, since)
+            return Change(f"device {device}", (device,), drift.factor, since, change)
         self._learn(stages, change)
         drift.believe(before, since)
-        return Change(f"the work of device {device}", (device,), drift.factor * change, since)
+        return Change(f"the work of device {device}", (device,), drift.factor * change, since, change)
 
     def _learn(self, stages: tuple[int, ...], factor: float) -> None:
         """Believe that the segments of some stages take longer than was believed by a factor, wherever they are."""
@@ -230,11 +240,12 @@ class Rates:
             if drift.factor > _AGAIN and silent >= self._patience.get(what, self._probe):
                 self._patience[what] = 2 * self._patience.get(what, self._probe)
                 self._silent[what] = 0
+                by = 1.0 / drift.factor
                 drift.believe(1.0)
                 if isinstance(what, int):
-                    found.append(Change(f"device {what}", (what,), 1.0, seen.step, hoped=True))
+                    found.append(Change(f"device {what}", (what,), 1.0, seen.step, by, hoped=True))
                 else:
-                    found.append(Change(_link(what), what, 1.0, seen.step, hoped=True))
+                    found.append(Change(_link(what), what, 1.0, seen.step, by, hoped=True))
         return found
 
     def _learned(self, index: int) -> Segment:

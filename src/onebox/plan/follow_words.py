@@ -30,6 +30,9 @@ def told_change(before: Plan, after: Plan, names: Sequence[str], batch: int) -> 
     if (before.schedule, before.table) != (after.schedule, after.table) and not parts:
         named = "a new order" if after.schedule == "table" else f"the order of {after.schedule}"
         parts.append(f"actions go in {named}")
+    if before.in_flight != after.in_flight and not parts:
+        depth = ", ".join(map(str, after.in_flight)) or "as few as can be"
+        parts.append(f"stages have other numbers of micro-batches in flight ({depth})")
     return "; ".join(parts)
 
 

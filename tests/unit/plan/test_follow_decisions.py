@@ -218,6 +218,17 @@ def test_an_order_of_actions_is_all_that_changes_where_cuts_cannot() -> None:
     assert run.steps_s[60] < 0.95 * run.steps_s[51]
 
 
+def test_more_is_in_flight_where_a_slow_link_would_keep_an_asynchronous_pipeline_waiting() -> None:
+    problem = cluster(2, segments=2)
+    plan = pipeline(problem, schedule=ASYNC)
+    run = follow(problem, plan, 70, changing(State(), (50, State(links={(0, 1): 30.0}))))
+    assert only("reorder")(run), lines_of(run)
+    assert max(run.decisions[0].plan.in_flight) > 2
+    assert "micro-batches in flight" in run.decisions[0].line
+    assert run.steps_s[60] < 0.7 * run.steps_s[51]
+    assert [outcome.kept for outcome in run.follower.outcomes] == [True]
+
+
 @pytest.mark.parametrize("micro_batch", [2, None])
 def test_replicas_get_other_shares(micro_batch: int | None) -> None:
     problem = replace(cluster(4), replicable=True)
