@@ -118,7 +118,7 @@ def test_what_the_client_has_fetched_is_brought_to_a_worker() -> None:
     long = torch.randn(2, PIECE_BYTES // 8 + 3, dtype=torch.float64)
     copies = snapshot_of(rigs, REPLICATE, [0], weight=long)
     starts = {item: places[0].start for item, places in copies.places.items()}
-    runs = join_runs(starts, copies.specs, {"w"})
+    runs = join_runs(starts, copies.specs, lambda item: item.name == "w")
     fetch = Fetch(rigs.pool, 0, 20, runs, over_s=0.0)
     looks = 0
     while not fetch.whole:
@@ -126,7 +126,7 @@ def test_what_the_client_has_fetched_is_brought_to_a_worker() -> None:
         looks += 1
     assert rigs.posted[Read] == -(-len(fetch.buffer) // PIECE_BYTES) > looks > 1
     copies.here[77] = fetch.buffer
-    for item, start in behind_runs(starts, runs, {"w"}).items():
+    for item, start in behind_runs(starts, runs, lambda item: item.name == "w").items():
         copies.add(item, Place(CLIENT, 77, start))
     wanted = everything(copies, REPLICATE, 0, spec_of(long))
     expected = filled(rigs, 0, wanted, list(bring(rigs.pool, copies, 0, wanted)))

@@ -190,3 +190,19 @@ def test_equal_stages_keep_one_each(count: int) -> None:
     circles = {str(worker): [(worker,)] for worker in range(count)}
     found = find_buddies(circles, dict.fromkeys(circles, 8), range(count), dict.fromkeys(range(count), "here"))
     assert sorted(sending.buddy for sending in found.values()) == list(range(count))
+
+
+def test_what_only_an_owner_remembers_is_sent_to_its_buddy() -> None:
+    """The tensors themselves are on all replicas, of one host or of several."""
+    circles, sizes = {"a": [(0, 1)], "b": [(0, 1)]}, {"a": 8, "b": 8}
+    here = {0: "here", 1: "here"}
+    found = find_buddies(circles, sizes, [0, 1], here, owners={"a": (0,), "b": (1,)})
+    assert found == {
+        0: Sending(buddy=1, names=frozenset(), remembered=frozenset("a")),
+        1: Sending(buddy=0, names=frozenset(), remembered=frozenset("b")),
+    }
+    sending = found[0]
+    assert [sending.has(Item("a", key, 0)) for key in ("", "exp_avg")] == [False, True]
+    assert not sending.has(Item("b", "exp_avg", 0))
+    two = find_buddies({"a": [(0,)]}, {"a": 8}, [0, 1], {0: "one", 1: "two"}, owners={"a": (0,)})
+    assert two == {0: Sending(buddy=1, names=frozenset("a"))}, "all of it goes anyway"
