@@ -195,6 +195,7 @@ class Overlap:
     def _applied(self, step: int, answers: Sequence[Answer]) -> None:
         """Count the delay of a step's gradients, as workers measured it where they applied them; each step once."""
         found = [result for answer in answers for result in answer.results if isinstance(result, Delays)]
+        assert not any(each.mixed for each in found), f"step {step} read several versions of a parameter"
         late = [delay for each in found for delay, _ in each.counts]
         if not late or self._next is None or step < self._next or step in self._counted:
             return
