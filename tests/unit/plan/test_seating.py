@@ -116,7 +116,7 @@ def test_no_worse_than_with_eyes_shut(name: str, replicable: bool) -> None:
     found = search(problem, budget_s=HOUR_S, effort=EFFORT).plan.predicted
     other, _ = predict(problem, search(blind(problem), budget_s=HOUR_S, effort=EFFORT).plan)
     assert found is not None
-    assert found.step_s <= 1.05 * other.step_s  # neither search sees everything with so little effort
+    assert found.step_s <= (1.1 if replicable else 1.05) * other.step_s  # neither sees everything with so little effort
 
 
 def even(problem: Problem, order: tuple[int, ...]) -> Layout:
