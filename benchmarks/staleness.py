@@ -92,9 +92,10 @@ def _report(found: Found, tasks: Sequence[str], *, as_json: bool) -> None:
     result: dict[str, Any] = {}
     for task in tasks:
         for rule in RULES:
-            runs = {side: [one for key, one in found.items() if key[:3] == (task, rule, side)] for side in SIDES}
-            if not all(runs.values()):
+            seeds = [seed for seed in {key[3] for key in found} if all((task, rule, s, seed) in found for s in SIDES)]
+            if not seeds:  # sides are compared over the same seeds
                 continue
+            runs = {side: [found[task, rule, side, seed] for seed in seeds] for side in SIDES}
             chosen = auto(rule)[0]
             for side, each in runs.items():
                 losses, right = ([float(one[what]) for one in each] for what in ("loss", "accuracy"))
