@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onebox.plan.plan import Plan, Stage
 from onebox.plan.shares import apportion
 
-_FEW_NAMES = 4
+_FEW_NAMES = 3
 """More segments than this are told by the first, the last and their number."""
 
 _FEW_WAYS = 3

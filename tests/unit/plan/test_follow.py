@@ -117,7 +117,7 @@ def test_noise_moves_nothing(uneven: bool, seed: int, even: bool) -> None:
     assert not run.decisions, run.lines
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), victim=st.integers(0, 3), begin=st.integers(4, 60))
 def test_a_third_of_the_speed_is_found_within_five_steps_under_noise(seed: int, victim: int, begin: int) -> None:
     problem, plan = planned(uneven=False)

@@ -103,7 +103,7 @@ def test_moved_work_that_runs_slower_than_believed_is_taken_back() -> None:
     assert follower.outcomes[0].after_s > follower.outcomes[0].before_s
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**32), schedule=st.sampled_from(["1f1b", ASYNC]))
 def test_wrong_times_of_segments_are_learned_in_a_few_decisions(seed: int, schedule: str) -> None:
     problem, plan = planned(uneven=False, schedule=schedule)
