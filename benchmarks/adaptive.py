@@ -41,6 +41,8 @@ from adaptive_sides import SCHEDULES, Ours, Theirs, World, in_turn
 from adaptive_world import EACH, Scenario, State, even_cuts, planned, scenarios
 from common import finish, show, spread
 
+from onebox.plan import Plan
+
 EXACT = ("gpipe", "1f1b")
 """Even cuts, by onebox."""
 
@@ -63,14 +65,19 @@ def main() -> None:
         "--many", type=int, default=4, help="micro-batches for each device in the second table; 0: none"
     )
     parser.add_argument("--shorter", type=int, default=1, help="divides the steps of all cases, to try it out")
+    parser.add_argument("--quick", action="store_true", help="one short case on 4 devices, to see that all of it runs")
     options = parser.parse_args()
+    if options.quick:
+        quick = {"devices": "4", "cases": "2", "rounds": 1, "steps": 1, "many": 0, "shorter": 10}
+        options = argparse.Namespace(**{**vars(options), **quick})
+        world_of.coarsen()
     cases = [int(case) for case in options.cases.split(",")]
     found: list[Outcome] = []
     for devices in map(int, options.devices.split(",")):
         chosen = [scenarios(devices, options.shorter)[case] for case in cases]
         with ExitStack() as stack:
             theirs = Theirs(devices, stack)
-            measured = Measured(theirs, devices * EACH, options.rounds, options.steps)
+            measured = Measured(theirs, devices * EACH, options.rounds, options.steps, quick=options.quick)
             found += [measured.outcome(scenario) for scenario in chosen]
             if options.many:
                 many = Measured(theirs, devices * options.many, 1, 2)
@@ -121,7 +128,7 @@ class Outcome:
         found, begin = [], 0
         for place, (_, steps) in enumerate(self.scenario.phases):
             if place:
-                mean_s = statistics.fmean(self.adaptive[begin + SETTLED : begin + steps])
+                mean_s = statistics.fmean(self.adaptive[begin + min(SETTLED, steps // 2) : begin + steps])
                 found.append(mean_s / statistics.median(self.phases[place]["best static"]))
             begin += steps
         return found
@@ -148,10 +155,13 @@ class Measured:
         count: Micro-batches of a step.
         rounds: How often the sides take turns.
         steps: Of a side in each.
+        quick: Whether to try one exact schedule of each only, and to plan in a hurry.
     """
 
-    def __init__(self, theirs: Theirs, count: int, rounds: int, steps: int) -> None:
+    def __init__(self, theirs: Theirs, count: int, rounds: int, steps: int, *, quick: bool = False) -> None:
         self.count = count
+        self._exact, self._schedules = (EXACT[:1], SCHEDULES[:1]) if quick else (EXACT, SCHEDULES)
+        self._budget_s = 0.5 if quick else 60.0
         self._theirs, self._rounds, self._steps = theirs, rounds, steps
         self._known: dict[tuple[State, State], Seconds] = {}
 
@@ -161,27 +171,32 @@ class Measured:
         start = scenario.phases[0][0]
         with ExitStack() as stack:
             world = World(start, stack)
-            adaptive = Ours(world, planned(start, self.count), self.count, stack, staleness=1, adaptive=True)
+            adaptive = Ours(world, self._planned(start), self.count, stack, staleness=1, adaptive=True)
             adaptive.times(3)
             seconds = adaptive.through(scenario, world)
             lines = [decision.line for decision in adaptive.trainer.decisions]
         return Outcome(scenario, phases, seconds, lines, self.count)
+
+    def _planned(self, state: State) -> Plan:
+        return planned(state, self.count, self._budget_s)
 
     def states(self, scenario: Scenario) -> list[tuple[State, Seconds]]:
         """Return the seconds of a step of each side in each state of a case."""
         start = scenario.phases[0][0]
         with ExitStack() as stack:
             world = World(start, stack)
-            sides = {name: Ours(world, even_cuts(start, self.count, name), self.count, stack).run for name in EXACT}
-            sides |= {f"torch {name}": self._theirs.runner(name, self.count) for name in SCHEDULES}
-            sides["static"] = Ours(world, planned(start, self.count), self.count, stack, staleness=1).run
+            sides = {
+                name: Ours(world, even_cuts(start, self.count, name), self.count, stack).run for name in self._exact
+            }
+            sides |= {f"torch {name}": self._theirs.runner(name, self.count) for name in self._schedules}
+            sides["static"] = Ours(world, self._planned(start), self.count, stack, staleness=1).run
             for state, _ in scenario.phases:
                 if (start, state) not in self._known:
                     world.change(state)
                     self._theirs.change(state)
                     own = dict(sides)
                     if state != start:
-                        own["best static"] = Ours(world, planned(state, self.count), self.count, stack, staleness=1).run
+                        own["best static"] = Ours(world, self._planned(state), self.count, stack, staleness=1).run
                     found = in_turn(own, self._rounds, self._steps)
                     found.setdefault("best static", found["static"])
                     self._known[start, state] = found

@@ -11,10 +11,9 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
+import adaptive_world as world_of
 from adaptive_world import (
     MESSAGE_BYTES,
-    PART_S,
-    PARTS,
     Scenario,
     State,
     case_of,
@@ -133,7 +132,7 @@ class Theirs:
             port = str(probe.getsockname()[1])
         self._ranks = []
         for rank in range(size):
-            arguments = (str(rank), str(size), port, str(PARTS), repr(PART_S))
+            arguments = (str(rank), str(size), port, str(world_of.PARTS), repr(world_of.PART_S))
             self._ranks.append(Peer(*arguments, script="adaptive_torch.py"))
             stack.callback(self._ranks[-1].close)
 

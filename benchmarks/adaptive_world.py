@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
@@ -118,6 +119,12 @@ def scenarios(devices: int, shorter: int = 1) -> list[Scenario]:
     ]
 
 
+def coarsen() -> None:
+    """Let there be a quarter of the segments, each four times as long, so that to try it out takes less."""
+    global PARTS, PART_S
+    PARTS, PART_S = PARTS // 4, 4 * PART_S
+
+
 def case_of(count: int) -> Case:
     """Return the model, with batches of so many micro-batches of one sample."""
     return Linears(parts=PARTS, count=count, micro_batch=1, tokens=TOKENS, width=WIDTH).case()
@@ -168,9 +175,16 @@ def problem_of(state: State, count: int, *, staleness: int = 1) -> Problem:
     )
 
 
-def planned(state: State, count: int) -> Plan:
-    """Return the plan for a state that the planner finds, of the asynchronous schedule."""
-    return search(problem_of(state, count), budget_s=10.0).plan
+@functools.cache
+def planned(state: State, count: int, budget_s: float = 60.0) -> Plan:
+    """Return the plan for a state that the planner finds, of the asynchronous schedule.
+
+    Args:
+        state: Devices and links.
+        count: Micro-batches of a step.
+        budget_s: The most seconds that the search may take; it ends by itself long before, where there is time.
+    """
+    return search(problem_of(state, count), budget_s=budget_s).plan
 
 
 def even_cuts(state: State, count: int, schedule: str) -> Plan:
