@@ -61,7 +61,13 @@ def main() -> None:
 def _settings(name: str, rule: str) -> dict[str, Any]:
     """Return what a run in the log must have been made with."""
     task = TASKS[name]
-    return {"steps": task.steps, "batch": task.batch, "rate": task.rates[rule], "warm_up": warm_up(task)}
+    return {
+        "steps": task.steps,
+        "batch": task.batch,
+        "rate": task.rates[rule],
+        "warm_up": warm_up(task),
+        "clip": task.clip,
+    }
 
 
 def _read(log: Path) -> dict[Key, Mapping[str, Any]]:

@@ -18,6 +18,7 @@ import onebox
 from onebox.engine.delays import choose_delay
 from onebox.engine.state import options_of
 from onebox.wire.messages import Optimizer
+from onebox.worker import AHEAD
 from onebox.worker.optimizer import NativeOptimizer
 
 RULES: Mapping[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ RULES: Mapping[str, dict[str, Any]] = {
 }
 """The optimizers, with what is not their default."""
 
-SIDES = ("sync", "none", "predict", "lookahead", "feedback")
+SIDES = ("sync", "none", "predict", "lookahead", "both", "feedback")
 """Synchronous, stale without treatment, and with each."""
 
 RISE = 0.05
@@ -95,7 +96,7 @@ def alone(name: str, rule: str, side: str, seed: int) -> Outcome:
         stale = side != "sync" and step >= first
         if stale and not previous:
             previous = [tensor.clone() for tensor in newest]
-            ahead = [torch.empty_like(tensor) for tensor in newest] if delay == "predict" else []
+            ahead = [torch.empty_like(tensor) for tensor in newest] if delay in AHEAD else []
             _expect(native, ahead)
         with torch.no_grad():
             for weight, value in zip(weights, previous or newest, strict=True):
@@ -105,7 +106,7 @@ def alone(name: str, rule: str, side: str, seed: int) -> Outcome:
         with torch.inference_mode():
             native.set_options(options_of(optimizer))
             was = [tensor.clone() for tensor in newest] if stale and not ahead else []
-            native.step(list(gradients), 0.0, late=stale)
+            native.step(list(gradients), task.clip, late=stale)
             if stale:
                 previous, ahead = (ahead, previous) if ahead else (was, ahead)
                 _expect(native, ahead)
@@ -126,6 +127,7 @@ def through(pool: onebox.Pool, name: str, rule: str, side: str, seed: int) -> Ou
     model, optimizer, scheduler = make(task, rule, seed)
     start = time.perf_counter()
     options: dict[str, Any] = {} if side == "sync" else {"staleness": 1, "delay": side, "warm_up": warm_up(task)}
+    options["clip_grad_norm"] = task.clip or None
     plan = onebox.Plan.data_parallel([0], [1.0])
     trainer = onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan, seed=seed, **options)
     with trainer:

@@ -48,6 +48,7 @@ class Task:
         batch: Samples of a batch.
         steps: Steps of a run.
         rates: The learning rate of each optimizer, good ones for the synchronous run.
+        clip: The most that the norm of all gradients may be, as is usual for language models; 0 for any.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     batch: int
     steps: int
     rates: dict[str, float]
+    clip: float = 0.0
 
 
 # ---- MNIST
@@ -252,8 +254,9 @@ TASKS = {
         train=lambda: _windows(_text()[0]),
         test=lambda: tuple(part[:1000] for part in _windows(_text()[1])),
         batch=16,
-        steps=800,
+        steps=1600,
         rates={"SGD": 0.1, "AdamW": 3e-3, "Muon": 0.01},
+        clip=1.0,
     ),
 }
 """The tasks; see :class:`Task`."""

@@ -35,7 +35,7 @@ def trained(device: Device, delay: Any, *, host: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
 def test_versions_are_those_of_a_cpu(delay: str, host: bool) -> None:
     ours = trained(Device("cuda:0", 1), delay, host=host)
     theirs = trained(Device("cpu", 1), delay, host=False)

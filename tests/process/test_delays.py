@@ -44,7 +44,7 @@ def train_by_hand(name: str, rule: str, delay: str, plan: Plan) -> Outcome:
     model = case.model()
     weights = list(model.parameters())
     optimizer = RULES[rule](weights)
-    factor = {"lookahead": MOMENTUM[rule], "feedback": 1.0}.get(delay, 0.0)
+    factor = {"lookahead": MOMENTUM[rule], "both": MOMENTUM[rule], "feedback": 1.0}.get(delay, 0.0)
     losses = []
     newest = [weight.detach().clone() for weight in weights]
     read, ahead, last = newest, newest, None
@@ -73,7 +73,7 @@ def train_by_hand(name: str, rule: str, delay: str, plan: Plan) -> Outcome:
             _become(weights, newest)
         if not late:
             read = newest
-        elif delay == "predict":
+        elif delay in ("predict", "both"):
             read, ahead = ahead, [expected_next(optimizer, weight) for weight in weights]
         else:
             read = before
@@ -93,7 +93,7 @@ def pool(pools: Shelf) -> onebox.Pool:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize("delay", ["predict", "lookahead", "feedback"])
+@pytest.mark.parametrize("delay", ["predict", "lookahead", "both", "feedback"])
 def test_a_pipeline_treats_late_gradients_as_by_hand(delay: str, rule: str, pool: onebox.Pool) -> None:
     """Two stages, one of them on two replicas; state is looked at in between, which changes nothing."""
     plan = staged("cnn", (0, (1, 2)), micro_batch=2, schedule=ASYNC)

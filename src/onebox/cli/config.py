@@ -130,7 +130,7 @@ class LateConfig(JobConfig):
     """
 
     staleness: int = 0
-    delay: Literal["auto", "none", "predict", "lookahead", "feedback"] = "auto"
+    delay: Literal["auto", "none", "predict", "lookahead", "both", "feedback"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

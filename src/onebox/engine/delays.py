@@ -8,7 +8,7 @@ import torch
 
 from onebox.errors import UsageError
 from onebox.wire.messages import Delay
-from onebox.worker import PREDICTS, momentum_of
+from onebox.worker import AHEAD, CORRECTS, PREDICTS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
 """What may be asked for."""
@@ -45,22 +45,20 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Delay
     Example:
         >>> parameter = torch.nn.Parameter(torch.zeros(2, 2))
         >>> choose_delay(torch.optim.AdamW([parameter], lr=0.1)).delay
-        'predict'
+        'both'
     """
     name = type(optimizer).__name__
     if asked == "auto":
         return _auto(name, optimizer.param_groups)
     if asked not in DELAYS:
         raise UsageError(f"delay={asked!r}; allowed: {', '.join(DELAYS)}")
-    if asked == "predict" and name not in PREDICTS:
+    if asked in AHEAD and name not in PREDICTS:
         raise UsageError(
-            f"delay='predict' needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and "
+            f"delay={asked!r} needs an optimizer whose momentum says what it does next ({', '.join(PREDICTS)}), and "
             f"this is {name}; allowed for it are 'none' and 'feedback'"
         )
-    if asked == "lookahead" and any(momentum_of(name, group) is None for group in optimizer.param_groups):
-        raise UsageError(
-            f"delay='lookahead' needs an optimizer with momentum, and {name} has none; allowed: 'feedback'"
-        )
+    if asked in ("lookahead", "both") and any(momentum_of(name, group) is None for group in optimizer.param_groups):
+        raise UsageError(f"delay={asked!r} needs an optimizer with momentum, and {name} has none; allowed: 'feedback'")
     delay: Delay = next(known for known in get_args(Delay) if known == asked)
     return DelayChoice(delay, "asked for", _fears(name, delay, optimizer.param_groups))
 
@@ -69,29 +67,26 @@ def extra_copies(delay: Delay) -> int:
     """Return how many times the trained parameters a treatment takes, beside the version before.
 
     Args:
-        delay: The treatment: ``predict`` has weights that are ahead, the corrections remember the last update.
+        delay: The treatment: predictions have weights that are ahead, corrections remember the last update.
     """
-    return 0 if delay == "none" else 1
+    return (delay in AHEAD) + (delay in CORRECTS)
 
 
 def _auto(name: str, groups: list[dict[str, Any]]) -> DelayChoice:
     """Return the treatment that was the best in benchmarks/staleness.py, or whose kind was."""
-    if name in ADAMS and name in PREDICTS and all(momentum_of(name, group) for group in groups):
-        why = f"the momentum of {name} says well where the weights will be"
-        return DelayChoice("predict", why, _fears(name, "predict", groups))
-    if name in ("Muon", "SGD"):
-        why = f"for {name} taking back what a late update was off by is better than to predict"
-        return DelayChoice("feedback", why, _fears(name, "feedback", groups))
+    if name in PREDICTS and all(momentum_of(name, group) for group in groups):
+        why = f"the momentum of {name} says well where the weights will be, and looking further along it helps besides"
+        return DelayChoice("both", why, _fears(name, "both", groups))
     why = f"{name} has no momentum that would say where the weights will be"
     return DelayChoice("feedback", why, _fears(name, "feedback", groups))
 
 
 def _fears(name: str, delay: Delay, groups: list[dict[str, Any]]) -> str | None:
     """Return what is known to go wrong."""
-    if delay == "predict" and not all(momentum_of(name, group) for group in groups):
+    if delay in AHEAD and not all(momentum_of(name, group) for group in groups):
         return f"{name} has no momentum in some of its groups: nothing is predicted for them"
     if name in ADAMS and delay == "none":
-        return f"{name} loses accuracy by gradients that are a step late; 'predict' makes up for most of it"
+        return f"{name} loses accuracy by gradients that are a step late; 'both' makes up for most of it"
     if name == "SGD" and any(momentum_of(name, group) for group in groups):
         return (
             "SGD with momentum diverges by late gradients at rates that are well below what exact steps allow: compare "

@@ -21,6 +21,7 @@ from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
 from onebox.wire.messages import Delay
+from onebox.worker import AHEAD
 
 
 class Nowhere:
@@ -153,7 +154,7 @@ def _ready(
     if plan.schedule == ASYNC:
         remote.versions = Versions(
             previous={name: nowhere.new_number() for name in remote.wanted},
-            ahead={name: nowhere.new_number() for name in remote.wanted} if delay == "predict" else {},
+            ahead={name: nowhere.new_number() for name in remote.wanted} if delay in AHEAD else {},
             delay=delay,
         )
     ready = Ready(plan, nowhere, captures, remote, batch, max_norm)

@@ -21,6 +21,7 @@ from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire.messages import Delay, Free, Run
 from onebox.wire.sayings import Delays
+from onebox.worker import AHEAD
 
 
 def treatment(optimizer: torch.optim.Optimizer, asked: str) -> Delay:
@@ -119,7 +120,7 @@ class Overlap:
         self._settings = settings
         self._counted: set[int] = set()  # steps from the next one on whose delays are known
         self._next: int | None = None
-        stale, ahead = settings.staleness > 0, settings.delay == "predict"
+        stale, ahead = settings.staleness > 0, settings.delay in AHEAD
         remote.versions = self._versions = Versions(
             previous={name: pool.new_number() for name in remote.wanted} if stale else {},
             ahead={name: pool.new_number() for name in remote.wanted} if stale and ahead else {},

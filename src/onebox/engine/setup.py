@@ -10,7 +10,6 @@ from onebox.engine.calibrate import resolve_shares
 from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
-from onebox.engine.delays import extra_copies
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
 from onebox.engine.packing import Packing
@@ -23,6 +22,7 @@ from onebox.graph.placements import Shard
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.messages import Ask
+from onebox.worker import CORRECTS
 
 
 class Ready:
@@ -302,8 +302,8 @@ class Ready:
                 self.holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self.holdings.stepped_by(worker, self.trained)
             ]
-            corrects = train and self.compiler.windows and not versions.ahead
-            factor = self._factor + (extra_copies(versions.delay) if corrects else 0)
+            corrects = train and self.compiler.windows and versions.delay in CORRECTS
+            factor = self._factor + (1 if corrects else 0)
             remembered_bytes = int(factor * sum(trained)) + self._fixed_bytes * len(trained)
             copied_bytes = 0 if self._pool.devices[worker].kind == "cpu" else sum(trained)  # stepped, and sent back
             found[worker] = Contents(

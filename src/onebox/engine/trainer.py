@@ -106,8 +106,8 @@ class Trainer(Observed):
             the next step begins while the gradients of this one are still on their way: a pipeline is never empty, and
             averaging hides under the next step. A plan of several stages needs the schedule ``async-1f1b`` for that,
             and that needs staleness 1.
-        delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``feedback``
-            (see docs/staleness.md), or ``auto``, which goes by the optimizer and logs which it is, and why.
+        delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``both``,
+            ``feedback`` (see docs/staleness.md), or ``auto``, which goes by the optimizer, and logs which and why.
         warm_up: So many steps are exact at the beginning, whatever ``staleness`` is.
         overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
             one, just before its parameters are read. The result has the same bits.

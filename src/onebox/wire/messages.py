@@ -17,10 +17,10 @@ from onebox.wire.state import SlotInstruction, StateEntry
 PROTOCOL = 8
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
-Delay = Literal["none", "predict", "lookahead", "feedback"]
+Delay = Literal["none", "predict", "lookahead", "both", "feedback"]
 """What is done about gradients that are a step late: nothing; forward and backward are computed on weights that the
-optimizer's momentum expects; steps look further ahead along the momentum; or what a step was too far off is taken back
-with the next one."""
+optimizer's momentum expects; steps look further ahead along the momentum; both of these; or what a step was too far
+off is taken back with the next one."""
 
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 

@@ -9,15 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onebox.worker.delays import PREDICTS, momentum_of
+    from onebox.worker.delays import AHEAD, CORRECTS, PREDICTS, momentum_of
     from onebox.worker.faults import Fault
     from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
     from onebox.worker.serve import Ports, WorkerConfig
 
-__all__ = ["OPTIMIZERS", "PREDICTS", "Fault", "Ports", "WorkerConfig", "momentum_of"]
+__all__ = ["AHEAD", "CORRECTS", "OPTIMIZERS", "PREDICTS", "Fault", "Ports", "WorkerConfig", "momentum_of"]
 
 _HOMES = {
     "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
+    "AHEAD": ("onebox.worker.delays", "AHEAD"),
+    "CORRECTS": ("onebox.worker.delays", "CORRECTS"),
     "PREDICTS": ("onebox.worker.delays", "PREDICTS"),
     "Fault": ("onebox.worker.faults", "Fault"),
     "Ports": ("onebox.worker.serve", "Ports"),

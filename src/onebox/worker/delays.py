@@ -2,7 +2,7 @@
 
 Notation: ``w(t)`` are the weights after ``t`` updates, and ``u(t)``, which is added to them next, is what the
 optimizer's own rule makes of the gradient that it gets then. That gradient is of ``w(t - 1)`` instead of ``w(t)``;
-three treatments bring the two together:
+these treatments bring the two together:
 
 ``predict``
     Forward and backward of a step are computed on ``a(t) = w(t) + v(t)`` instead of on ``w(t)``, where ``v(t)`` is the
@@ -14,6 +14,8 @@ three treatments bring the two together:
     alone would bring them one step later: ``w(t + 1) = w(t) + u(t) + m (u(t) - u(t - 1))`` with the momentum ``m``. For
     SGD with momentum that is Nesterov's rule, for Adam that of NAdam; "Nesterov Method for Asynchronous Pipeline
     Parallel Optimization" (arXiv:2505.01099) shows why such a look-ahead makes up for delay. See :func:`correct`.
+``both``
+    The first two together: the weights go as ``lookahead`` says, and forward and backward are computed on ``a(t)``.
 ``feedback``
     An update made of a late gradient is off by ``e``; when the gradient that it should have been made of is there, a
     step later, the difference is made good: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``. It is error feedback with
@@ -37,6 +39,12 @@ LAST_UPDATE = "late_update"
 
 PREDICTS = ("Adam", "AdamW", "Muon", "NAdam", "SGD")
 """Optimizers whose next update can be expected."""
+
+AHEAD = ("predict", "both")
+"""Treatments that compute on weights that are ahead."""
+
+CORRECTS = ("lookahead", "both", "feedback")
+"""Treatments that correct updates, and remember the last one for that."""
 
 _BETAS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 
@@ -67,7 +75,7 @@ def correct(parameter: Tensor, before: Tensor, last: Tensor | None, factor: floa
         parameter: What the optimizer's own rule has made of ``before``; becomes ``before + u + factor (u - last)``.
         before: What the parameter was.
         last: ``u`` of the step before; ``None`` in the first one, which is left as it is. Becomes ``u``.
-        factor: The momentum for ``lookahead``, 1 for ``feedback``.
+        factor: The momentum for ``lookahead`` and ``both``, 1 for ``feedback``.
 
     Returns:
         ``u``, which is ``last`` where there is one.

@@ -12,7 +12,7 @@ from onebox.errors import WireError
 from onebox.wire.messages import Delay, Optimizer, Options
 from onebox.wire.state import StateEntry
 from onebox.wire.tensors import spec_of
-from onebox.worker.delays import LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
+from onebox.worker.delays import AHEAD, CORRECTS, LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
 from onebox.worker.host import HostMemory
 from onebox.worker.masters import Masters, runs
 
@@ -138,7 +138,7 @@ class NativeOptimizer:
         if max_norm > 0:
             norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        late = late and self.delay in ("lookahead", "feedback")
+        late = late and self.delay in CORRECTS
         self._update(chosen, gradients, factor, late)
         stepped = {(index, late) for index in chosen}
         if not stepped <= self._counted:
@@ -286,14 +286,14 @@ class NativeOptimizer:
         Raises:
             WireError: The class cannot have it.
         """
-        if delay == "predict" and self._name not in PREDICTS:
+        if delay in AHEAD and self._name not in PREDICTS:
             raise WireError(
-                f"delay 'predict' needs one of these optimizers: {', '.join(PREDICTS)}; this is {self._name}"
+                f"delay {delay!r} needs one of these optimizers: {', '.join(PREDICTS)}; this is {self._name}"
             )
-        if delay == "lookahead" and any(
+        if delay in ("lookahead", "both") and any(
             momentum_of(self._name, group) is None for group in self.optimizer.param_groups
         ):
-            raise WireError(f"delay 'lookahead' needs an optimizer with momentum; {self._name} has none")
+            raise WireError(f"delay {delay!r} needs an optimizer with momentum; {self._name} has none")
         return delay
 
     def _choose_kernel(self, group: dict[str, Any]) -> None:

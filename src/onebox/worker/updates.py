@@ -12,6 +12,7 @@ from onebox.errors import WireError
 from onebox.wire import spec_of
 from onebox.wire.messages import Branch, OptimizerStep, Options, Rename, Run
 from onebox.wire.sayings import Result, Scalars
+from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
@@ -174,7 +175,7 @@ class Updates:
             raise WireError(f"an age of {step.age} steps; allowed is 0 or more")
         if not previous and not ahead:
             return
-        predicts = optimizer.delay == "predict"
+        predicts = optimizer.delay in AHEAD
         if len(previous) != len(chosen) or len(ahead) != (len(chosen) if predicts else 0):
             raise _wrong_versions(len(previous), len(ahead), len(chosen), optimizer.delay)
         numbers = [optimizer.numbers[index] for index in chosen]
@@ -184,7 +185,7 @@ class Updates:
             self.versions.check(step.optimizer, chosen, [(number, self._store.get(number)) for number in buffers])
 
     def _check_branch(self, branch: Branch, optimizer: NativeOptimizer, buffers: Sequence[int]) -> None:
-        parameters, predicts = len(optimizer.numbers), optimizer.delay == "predict"
+        parameters, predicts = len(optimizer.numbers), optimizer.delay in AHEAD
         if len(branch.previous) != parameters or len(branch.ahead) != (parameters if predicts else 0):
             raise _wrong_versions(len(branch.previous), len(branch.ahead), parameters, optimizer.delay)
         if branch.behind < 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.engine.state import options_of
 from onebox.errors import WireError
 from onebox.wire.messages import Optimizer
-from onebox.worker.delays import LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
+from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
 from onebox.worker.optimizer import NativeOptimizer
 
 
@@ -245,7 +245,7 @@ def descend(kind: str, delay: Any, steps: int, **options: Any) -> list[Tensor]:
         native.step([CURVATURES * read], 0.0, late=delay != "sync")
         if delay == "sync":
             read = weight.clone()
-        elif delay == "predict":
+        elif delay in AHEAD:
             read = ahead.clone()
             native.expect(0, ahead)
         else:
@@ -254,7 +254,7 @@ def descend(kind: str, delay: Any, steps: int, **options: Any) -> list[Tensor]:
     return path
 
 
-@pytest.mark.parametrize("delay", ["predict", "lookahead", "feedback"])
+@pytest.mark.parametrize("delay", ["predict", "lookahead", "both", "feedback"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -27,6 +27,7 @@ from onebox.wire.messages import (
     Step,
 )
 from onebox.wire.sayings import Delays, OptimizerState
+from onebox.worker import delays
 from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise
@@ -556,10 +557,10 @@ def test_renaming_any_buffers_keeps_every_byte(data: st.DataObject) -> None:
 # ---- other devices
 
 
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
 @pytest.mark.parametrize(("kind", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {}), ("Muon", {})])
 def test_a_sim_device_takes_the_same_bytes(kind: str, options: dict[str, Any], delay: Any) -> None:
-    ahead = delay == "predict"
+    ahead = delay in delays.AHEAD
     used = []
     for device in (None, SimDevice(1.0)):
         rig = Rig(device=device)
@@ -575,9 +576,9 @@ def test_a_sim_device_takes_the_same_bytes(kind: str, options: dict[str, Any], d
     assert used[0] == used[1]
 
 
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
 def test_an_optimizer_on_the_host_does_the_same(delay: Any) -> None:
-    ahead = delay == "predict"
+    ahead = delay in delays.AHEAD
     found = []
     for host in (False, True):
         rig = rig_with("AdamW", delay, host=host)
