@@ -21,8 +21,8 @@ from onebox.plan.inputs import Problem
 from onebox.pool import Pool, open_pool
 from tests.process.shelf import Shelf
 
-LAYERS, WIDTH, BATCH, MICRO_BATCH = 6, 256, 32, 8
-COST_S = 0.0003
+LAYERS, WIDTH, BATCH, MICRO_BATCH = 6, 512, 64, 16
+COST_S = 0.00015
 """Of a segment's forward, or half of its backward, for a sample."""
 
 MOST = 120

@@ -195,7 +195,8 @@ class Problem:
         updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
         staleness: How many steps late gradients may be applied: 0, or 1, with which ``schedules`` may have
             :data:`~onebox.plan.ASYNC`.
-        versions: How many versions of its weights a device has where they are.
+        versions: How many versions of its weights a device has where they are; what the treatment of late gradients
+            remembers of each weight counts as one.
         sharded: Whether the replicas of a stage share out what the optimizer remembers, instead of each having it all.
     """
 
@@ -227,10 +228,10 @@ class Problem:
             raise UsageError(
                 f"batch={self.batch} with micro-batches of {list(self.micro_batches)}: allowed are 1 to the batch"
             )
-        if self.staleness not in (0, 1) or self.versions not in (2, 3):
+        if self.staleness not in (0, 1) or self.versions not in (2, 3, 4):
             raise UsageError(
                 f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
-                "2 or 3 versions"
+                "2 to 4 versions"
             )
         if self.sharded and self.staleness:
             raise UsageError("sharded=True with staleness=1: versions of weights need the whole optimizer everywhere")

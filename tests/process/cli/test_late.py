@@ -41,7 +41,7 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     name = two_stages(folder, ASYNC)
     done = command(["plan", *JOB, "--check", name], folder)
     assert done.returncode == 0, done.stderr
-    assert "1 step late; 3 versions of the weights" in done.stdout
+    assert "1 step late; 4 versions of the weights" in done.stdout
     assert "in flight, stage by stage: 2, 1;" in done.stdout
     assert f"onebox train --staleness 1 --model mlp --pool 'cpu*2' --threads 1 --plan {name}" in done.stdout
     late = ("--staleness", "1", "--delay", "predict", "--warm-up", "2")
