@@ -29,20 +29,8 @@ import torch
 import torch.distributed as dist
 from pipeline_models import STAGES_PER_DEVICE, place, wake_on_time
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
-
-SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
-}
+from torch.distributed.pipelining import PipelineStage
+from torch_pipeline import SCHEDULES
 
 _WIDTH = 2
 """Elements of a message: when it arrives, and one that makes a loss of two classes possible."""
