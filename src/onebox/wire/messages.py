@@ -14,7 +14,7 @@ from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvou
 from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
 Delay = Literal["none", "predict", "lookahead", "both", "feedback"]
@@ -57,22 +57,44 @@ class Free(Message, frozen=True, tag="free"):
 
 
 class Send(Message, frozen=True, tag="send"):
-    """Send a buffer to a rank of a group, without waiting for its arrival."""
+    """Send a buffer to a rank of a group, without waiting for its arrival.
+
+    Args:
+        buffer: Which.
+        group: The group.
+        peer: The rank.
+        channel: What is sent on one is received in the same order.
+        whole: What is received, where the buffer is only some of its rows (indices of the first dimension); the parts
+            of one are sent in order.
+        first: The first of these rows.
+    """
 
     buffer: int
     group: int
     peer: int
     channel: int = 0
+    whole: TensorSpec | None = None
+    first: int = 0
 
 
 class Receive(Message, frozen=True, tag="receive"):
-    """Receive a buffer from a rank of a group; a later reader waits for it."""
+    """Receive a buffer from a rank of a group; a later reader waits for it.
+
+    Args:
+        buffer: Which.
+        spec: What it becomes.
+        group: The group.
+        peer: The rank.
+        channel: What is sent on one is received in the same order.
+        rows: How many rows each part has that it is sent in; empty where it is sent whole.
+    """
 
     buffer: int
     spec: TensorSpec
     group: int
     peer: int
     channel: int = 0
+    rows: tuple[int, ...] = ()
 
 
 class Reduce(Message, frozen=True, tag="reduce"):

@@ -42,8 +42,16 @@ class Done(Protocol):
 class Carrier(Protocol):
     """Copies between a device and shared memory."""
 
-    def out(self, tensor: Tensor, memory: Memory, offset: int) -> Done:
-        """Begin to copy a tensor, as it is now, to a block that begins there."""
+    def out(self, tensor: Tensor, memory: Memory, offset: int, start: int, size_bytes: int) -> Done:
+        """Begin to copy a tensor, as it is now, to a block.
+
+        Args:
+            tensor: The tensor.
+            memory: Where the block is.
+            offset: Where it begins.
+            start: The byte of it where the tensor begins.
+            size_bytes: Bytes of the block.
+        """
 
     def into(self, memory: Memory, offset: int, spec: TensorSpec) -> tuple[Tensor, Done]:
         """Begin to copy a tensor of the device from a block; what the device does with it comes behind that."""
@@ -71,12 +79,12 @@ class CudaCarrier:
         self._registered: dict[int, Memory] = {}  # blocks by their addresses
         self._refused = False
 
-    def out(self, tensor: Tensor, memory: Memory, offset: int) -> Done:
+    def out(self, tensor: Tensor, memory: Memory, offset: int, start: int, size_bytes: int) -> Done:
         """Begin to copy a tensor, behind what the device has been given to do so far."""
         dense = tensor.contiguous()
         if dense.data_ptr() == tensor.data_ptr():
             dense = tensor.clone()  # it may be written to meanwhile; this takes a fraction of the way to the host
-        host = self._block(memory, offset, dense.nbytes)
+        host = self._block(memory, offset, size_bytes)[start : start + dense.nbytes]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
             host.copy_(dense.view(-1).view(torch.uint8), non_blocking=True)

@@ -25,7 +25,7 @@ from onebox.worker.joint import JointGroup
 from onebox.worker.links import Wires
 from onebox.worker.meeting import meet
 from onebox.worker.memory import PeerLost, supported
-from onebox.worker.peers import Arrived, Begun, ClientChannel, Finish, Group
+from onebox.worker.peers import Arrived, Begun, ClientChannel, Finish, Group, Within
 from onebox.worker.shared import SharedGroup
 from onebox.worker.tape import Progress
 from onebox.worker.torchgroup import TorchGroup
@@ -179,11 +179,11 @@ class ClientGroup:
         """Raise: the client does not hand tensors on."""
         raise WireError("a group at the client only sums")
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+    def send(self, tensor: Tensor, peer: int, channel: int, within: Within | None = None) -> int:
         """Raise: the client does not hand tensors on."""
         raise WireError("a group at the client has no way from worker to worker")
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Raise: the client does not hand tensors on."""
         raise WireError("a group at the client has no way from worker to worker")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onebox.wire import TensorSpec
 from onebox.wire.sayings import Joined
-from onebox.worker.peers import Begun, Finish
+from onebox.worker.peers import Begun, Finish, Within
 from onebox.worker.shared import SharedGroup
 from onebox.worker.torchgroup import TorchGroup
 
@@ -54,13 +54,13 @@ class JointGroup:
         """Start to put the ranks' tensors together along a dimension."""
         return self._all.gather(tensor, spec, dim)
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
-        """Send a tensor to a rank."""
-        return self._way(peer).send(tensor, peer, channel)
+    def send(self, tensor: Tensor, peer: int, channel: int, within: Within | None = None) -> int:
+        """Send a tensor, or a part of one, to a rank."""
+        return self._way(peer).send(tensor, peer, channel, within)
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
         """Start to receive a tensor from a rank."""
-        return self._way(peer).receive(spec, peer, channel)
+        return self._way(peer).receive(spec, peer, channel, rows)
 
     def interrupt(self) -> None:
         """Let nobody wait here any longer; callable from any thread."""

@@ -7,9 +7,11 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire import TensorSpec
 from onebox.worker.arena import ALIGN, Arena, Block
 from onebox.worker.letters import (
@@ -26,6 +28,50 @@ from onebox.worker.letters import (
     lane_start,
 )
 from onebox.worker.memory import Memory
+from onebox.worker.peers import Within
+
+
+class Place(NamedTuple):
+    """Where a tensor, or a part of one, is in the block that its reader gets.
+
+    Args:
+        whole: What the reader gets.
+        start: Its first byte in the block.
+        end: The byte behind its last one.
+        block: The block, where there is one already.
+    """
+
+    whole: TensorSpec
+    start: int
+    end: int
+    block: Block | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether the whole is complete with it."""
+        return self.end == self.whole.size_bytes
+
+
+def place_of(spec: TensorSpec, within: Within | None, before: Place | None) -> Place:
+    """Return where a tensor is to be.
+
+    Args:
+        spec: What it is.
+        within: What it is a part of, if it is one.
+        before: The part before it, of what is not complete yet.
+
+    Raises:
+        WireError: It is not the part that is due.
+    """
+    if within is None and before is None:
+        return Place(spec, 0, spec.size_bytes)
+    whole, first = within or Within(spec, 0)
+    due = before or Place(whole, 0, 0)
+    rows = spec.shape[0] if spec.shape else 0
+    fits = rows > 0 and spec == TensorSpec(whole.dtype, (rows, *whole.shape[1:])) and rows + first <= whole.shape[0]
+    if not fits or due.whole != whole or due.end != first * (spec.size_bytes // max(1, rows)):
+        raise WireError(f"{spec} is sent as the part of {whole} from row {first} on, where byte {due.end} is due")
+    return Place(whole, due.end, due.end + spec.size_bytes, due.block)
 
 
 class _Lane:
@@ -75,18 +121,29 @@ class Outbox:
 
     def write(self, tensors: Sequence[Tensor], size_bytes: int) -> Block:
         """Copy tensors of one type into a block, one behind the other; it is held until each reader has returned it."""
-        memory = self.memory
         block = self.take(size_bytes)
         offset = block.offset
         for tensor in tensors:
-            count = tensor.nbytes
-            if tensor.is_contiguous():
-                ctypes.memmove(memory.address + offset, tensor.data_ptr(), count)
-            else:
-                target = memory.bytes[offset : offset + count].view(tensor.dtype).view(tensor.shape)
-                target.copy_(tensor)
-            offset += count
+            self._copy(tensor, offset)
+            offset += tensor.nbytes
         return block
+
+    def write_part(self, tensor: Tensor, place: Place) -> Place:
+        """Copy a tensor to its place; return that with its block, which is a new one for the first of several parts.
+
+        The block is held until its reader has returned it.
+        """
+        block = place.block or self.take(place.whole.size_bytes)
+        self._copy(tensor, block.offset + place.start)
+        return place._replace(block=block)
+
+    def _copy(self, tensor: Tensor, offset: int) -> None:
+        memory = self.memory
+        if tensor.is_contiguous():
+            ctypes.memmove(memory.address + offset, tensor.data_ptr(), tensor.nbytes)
+        else:
+            target = memory.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor)
 
     def post(
         self, peer: int, channel: int, block: Block | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0

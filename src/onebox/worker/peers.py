@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from onebox.errors import WireError
 from onebox.wire import TensorSpec
 from onebox.wire.grouping import Reduced, Rendezvous
 from onebox.wire.sayings import Contribution, Joined, Left, Lookup
@@ -36,6 +37,18 @@ Begun = Finish | int
 monotonic nanoseconds."""
 
 
+class Within(NamedTuple):
+    """Where some rows of a tensor belong that is sent in parts.
+
+    Args:
+        whole: What all parts are together.
+        first: The first row, an index of the first dimension.
+    """
+
+    whole: TensorSpec
+    first: int
+
+
 class Group(Protocol):
     """A group that this worker is in.
 
@@ -62,11 +75,25 @@ class Group(Protocol):
     def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
         """Start to put the ranks' tensors together along a dimension; what comes is specified."""
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
-        """Send a tensor to a rank without waiting for it; return when it can be had there, in monotonic nanoseconds."""
+    def send(self, tensor: Tensor, peer: int, channel: int, within: Within | None = None) -> int:
+        """Send a tensor to a rank without waiting for it; return when it can be had there, in monotonic nanoseconds.
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
-        """Start to receive a tensor from a rank: the next of a channel that nobody has asked for."""
+        Args:
+            tensor: The tensor.
+            peer: The rank.
+            channel: What is sent on one is received in the same order.
+            within: What it is a part of; all parts of one tensor are sent in order.
+        """
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Start to receive a tensor from a rank: the next of a channel that nobody has asked for.
+
+        Args:
+            spec: What it is.
+            peer: The rank.
+            channel: The channel.
+            rows: The rows of each part that it is sent in; empty where it is sent whole.
+        """
 
     def interrupt(self) -> None:
         """Let nobody wait here for other ranks any longer, as far as shutting down sockets does not do it.
@@ -76,6 +103,16 @@ class Group(Protocol):
 
     def close(self) -> None:
         """Leave the group. What was sent can still be received; who waits for more hears of it at once."""
+
+
+def check_rows(spec: TensorSpec, rows: Sequence[int]) -> None:
+    """Require that parts of so many rows are a whole tensor.
+
+    Raises:
+        WireError: They are not.
+    """
+    if rows and (not spec.shape or min(rows) < 1 or sum(rows) != spec.shape[0]):
+        raise WireError(f"parts of {', '.join(map(str, rows))} rows are not {spec}: they are its first dimension's")
 
 
 class ClientChannel(Protocol):

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onebox.wire import TensorSpec, spec_of
+from onebox.wire import TensorSpec
 from onebox.worker.arena import Block
 from onebox.worker.carriers import Carrier, Done
 from onebox.worker.inbox import Expected
 from onebox.worker.letters import Letter
 from onebox.worker.memory import Memory, PeerLost
-from onebox.worker.outbox import Outbox
+from onebox.worker.outbox import Outbox, Place
 
 _CLOSE_S = 30.0
 """How long a worker that leaves waits for what it has begun to send: for the accelerator to come to it."""
@@ -26,7 +26,7 @@ class _Waiting(NamedTuple):
     peer: int
     channel: int
     block: Block
-    spec: TensorSpec
+    spec: TensorSpec | None  # none where more parts of it come
 
 
 class Poster:
@@ -49,8 +49,8 @@ class Poster:
         self._thread = threading.Thread(target=self._post, name="onebox-post", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> None:
-        """Begin to send a tensor.
+    def send(self, tensor: Tensor, peer: int, channel: int, place: Place) -> Place:
+        """Begin to send a tensor, or a part of one; return its place, with the block that it comes to be in.
 
         Raises:
             PeerLost: One before could not be copied; the group has been left.
@@ -58,10 +58,10 @@ class Poster:
         self.settle()
         if self._failure:
             raise PeerLost(f"the group has been left: {self._failure}")
-        spec = spec_of(tensor)
-        block = self._outbox.take(spec.size_bytes)
-        done = self._carrier.out(tensor, self._outbox.memory, block.offset)
-        self._queue.put(_Waiting(done, peer, channel, block, spec))
+        block = place.block or self._outbox.take(place.whole.size_bytes)
+        done = self._carrier.out(tensor, self._outbox.memory, block.offset, place.start, place.whole.size_bytes)
+        self._queue.put(_Waiting(done, peer, channel, block, place.whole if place.last else None))
+        return place._replace(block=block)
 
     def receive(self, expected: Expected, letter: Letter, memory: Memory) -> Tensor:
         """Return a tensor of the device with the elements of a letter, which is given back when they are there."""
@@ -90,5 +90,6 @@ class Poster:
                 self._failure = str(error) or type(error).__name__
                 self._outbox.leave()
                 return
-            self._outbox.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
+            if waiting.spec is not None:
+                self._outbox.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
             del waiting

@@ -35,8 +35,8 @@ from onebox.worker.letters import Letter, check_dimensions
 from onebox.worker.links import Ring, Wires
 from onebox.worker.meeting import Met, note_speed, speed_in
 from onebox.worker.memory import PeerLost, sleep_until, wake_on_time
-from onebox.worker.outbox import Outbox
-from onebox.worker.peers import Arrived, Begun, Finish
+from onebox.worker.outbox import Outbox, Place, place_of
+from onebox.worker.peers import Arrived, Begun, Finish, Within, check_rows
 from onebox.worker.poster import Poster
 from onebox.worker.tape import Progress
 
@@ -79,6 +79,7 @@ class SharedGroup:
         self._timed = 0  # collectives whose end on the ring is known
         self._running: WeakValueDictionary[int, Collective] = WeakValueDictionary()
         self._interrupted = False
+        self._begun: dict[tuple[int, int], Place] = {}  # the last part of what is not complete yet, by rank and channel
         self._outbox: Outbox | None = Outbox(met.memories[self._rank], self._size, paged=met.paged)
         self._poster = None if carrier is None else Poster(self._outbox, carrier)
         ranks = sorted(met.memories)
@@ -96,26 +97,36 @@ class SharedGroup:
         """With whom memory is shared."""
         return Joined(tuple(self._inboxes), self._apart)
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
+    def send(self, tensor: Tensor, peer: int, channel: int, within: Within | None = None) -> int:
         """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds.
 
-        An accelerator's is there when its copy is made, which is not known here.
+        An accelerator's is there when its copy is made, which is not known here. Parts of one come to be in one block,
+        which the reader gets with the last of them.
+
+        Raises:
+            WireError: It is not the part that is due.
         """
         outbox = self._member(peer)
         begin_ns = time.monotonic_ns()
         spec = spec_of(tensor)
-        check_dimensions(spec)
+        place = place_of(spec, within, self._begun.pop((peer, channel), None))
+        check_dimensions(place.whole)
         if self._poster is not None:
-            self._poster.send(tensor, peer, channel)
-            return begin_ns
-        block = None if tensor.is_meta else outbox.write([tensor], spec.size_bytes)
-        due_ns = 0
+            place = self._poster.send(tensor, peer, channel, place)
+        elif not tensor.is_meta:
+            place = outbox.write_part(tensor, place)
+        if not place.last:
+            self._begun[peer, channel] = place
+        due_ns = begin_ns
         if peer in self._links:
             due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns)
-        return outbox.post(peer, channel, block, spec, at_ns=due_ns)
+        if self._poster is not None or not place.last:
+            return due_ns
+        return outbox.post(peer, channel, place.block, place.whole, at_ns=due_ns)
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
-        """Start to receive a tensor from a rank."""
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Start to receive a tensor from a rank; it comes whole, in whatever parts it is sent."""
+        check_rows(spec, rows)
 
         def check(letter: Letter) -> None:
             if letter.spec != spec:
@@ -172,6 +183,7 @@ class SharedGroup:
                 self._poster = None
             self._outbox.leave()
             self._outbox = None
+            self._begun.clear()
             for inbox in self._inboxes.values():
                 inbox.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -23,7 +24,7 @@ from onebox.wire.sayings import Joined
 from onebox.worker.agreement import MARKS, check_marks, marks, meaning
 from onebox.worker.interfaces import bind_nccl
 from onebox.worker.memory import PeerLost
-from onebox.worker.peers import Arrived, Begun, Finish
+from onebox.worker.peers import Arrived, Begun, Finish, Within, check_rows
 from onebox.worker.tape import Progress
 
 _CLOSE_S = 5.0
@@ -81,7 +82,7 @@ class TorchGroup:
         meant = self._meant(specs)
         flat = self._flat(tensors, meant)
         work = self._guard(lambda: self._group.allreduce([flat]))
-        return self._finish(work, self._checked(flat, specs, meant, self._size))
+        return self._finish([work], self._checked(flat, specs, meant, self._size))
 
     def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
         """Start to sum tensors of one type for one rank."""
@@ -93,7 +94,7 @@ class TorchGroup:
         options.rootRank = root
         work = self._guard(lambda: self._group.reduce([flat], options))
         if self.rank == root:
-            return self._finish(work, self._checked(flat, specs, meant, self._size))
+            return self._finish([work], self._checked(flat, specs, meant, self._size))
         self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
@@ -110,7 +111,7 @@ class TorchGroup:
         options.rootRank, options.rootTensor = root, 0
         work = self._guard(lambda: self._group.broadcast([flat], options))
         if self.rank != root:
-            return self._finish(work, self._checked(flat, specs, meant, 1))
+            return self._finish([work], self._checked(flat, specs, meant, 1))
         self._outgoing.add(work, flat)
         return time.monotonic_ns()
 
@@ -161,21 +162,30 @@ class TorchGroup:
         mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self._size)]
         work = self._guard(lambda: self._group.allgather([parts], [mine]))
-        return self._finish(work, lambda: _join(parts, own, spec, dim, meant).to(self._device))
+        return self._finish([work], lambda: _join(parts, own, spec, dim, meant).to(self._device))
 
-    def send(self, tensor: Tensor, peer: int, channel: int) -> int:
-        """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone."""
+    def send(self, tensor: Tensor, peer: int, channel: int, within: Within | None = None) -> int:
+        """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone.
+
+        A part of one goes as any tensor; the reader knows the parts.
+        """
         dense = tensor.to(self._staged).contiguous()
         if dense.data_ptr() == tensor.data_ptr():
             dense = dense.clone()
         self._outgoing.add(self._guard(lambda: self._group.send([dense], peer, channel)), dense)
         return time.monotonic_ns()
 
-    def receive(self, spec: TensorSpec, peer: int, channel: int) -> Finish:
-        """Start to receive a tensor from a rank."""
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Start to receive a tensor from a rank; its parts come to be in their places.
+
+        Raises:
+            WireError: The parts are not the whole.
+        """
+        check_rows(spec, rows)
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
-        work = self._guard(lambda: self._group.recv([tensor], peer, channel))
-        return self._finish(work, lambda: tensor.to(self._device))
+        parts = tensor.split(list(rows)) if rows else [tensor]
+        works = [self._guard(functools.partial(self._group.recv, [part], peer, channel)) for part in parts]
+        return self._finish(works, lambda: tensor.to(self._device))
 
     def interrupt(self) -> None:
         """Nothing: waits end when the group's sockets are shut down (:mod:`onebox.worker.sockets`)."""
@@ -191,10 +201,11 @@ class TorchGroup:
         self._outgoing.close()
         self._group = None
 
-    def _finish(self, work: Any, made: Callable[[], Tensor]) -> Finish:
+    def _finish(self, works: Sequence[Any], made: Callable[[], Tensor]) -> Finish:
         def finish() -> Arrived:
             with self._progress.wait():
-                self._guard(work.wait)
+                for work in works:
+                    self._guard(work.wait)
             return Arrived(made(), time.monotonic_ns())
 
         return finish

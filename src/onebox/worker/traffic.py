@@ -11,7 +11,7 @@ from onebox.wire import TensorSpec, spec_of
 from onebox.wire.messages import Broadcast, Gather, Receive, Reduce, Send
 from onebox.worker.groups import Bucket
 from onebox.worker.membership import Memberships
-from onebox.worker.peers import Finish
+from onebox.worker.peers import Finish, Within
 from onebox.worker.store import BufferStore
 from onebox.worker.trace import Trace
 
@@ -54,9 +54,10 @@ class Traffic:
             case Send():
                 tensor = self._store.get(resolve(what.buffer))
                 trace.ready()
-                trace.until(self._groups.get(what.group).send(tensor, what.peer, what.channel))
+                within = None if what.whole is None else Within(what.whole, what.first)
+                trace.until(self._groups.get(what.group).send(tensor, what.peer, what.channel, within))
             case Receive():
-                finish = self._groups.get(what.group).receive(what.spec, what.peer, what.channel)
+                finish = self._groups.get(what.group).receive(what.spec, what.peer, what.channel, what.rows)
                 self._promise(resolve(what.buffer), what.spec, finish, trace)
             case Reduce():
                 self._reduce(what, resolve, trace)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire import TensorSpec, to_frame
+from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.grouping import FormGroup, Reduced, Rendezvous
 from onebox.wire.sayings import Contribution
 from onebox.worker.groups import Bucket, ChannelStore, ClientGroup, Group, PeerLost, Wires, form_group
-from onebox.worker.peers import Arrived
+from onebox.worker.peers import Arrived, Within
 from onebox.worker.tape import Progress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub
@@ -166,6 +166,31 @@ def test_tensors_go_from_rank_to_rank_by_channels(shared: bool) -> None:
         return found
 
     assert run(2, rank, shared=shared)[1] == [[[1, 3], [2, 4]], [[5, 6], [7, 8]]]
+
+
+@both
+def test_a_tensor_that_is_sent_in_parts_comes_whole(shared: bool) -> None:
+    whole, rows = torch.arange(28, dtype=torch.float64).view(7, 4), (3, 1, 3)
+    other, spec = -whole, spec_of(whole)
+
+    def rank(number: int, group: Group, progress: Progress) -> list[Tensor]:
+        if number == 0:
+            first = 0
+            for part in whole.split(rows):
+                group.send(part, 1, 5, Within(spec, first))
+                group.send(other[first : first + len(part)].t().contiguous().t(), 1, 6, Within(spec, first))
+                first += len(part)
+            group.send(whole, 1, 5)
+            group.receive(TensorSpec("bool", (1,)), 1, 0)()
+            return []
+        finishes = [group.receive(spec, 0, 5, rows), group.receive(spec, 0, 6, rows), group.receive(spec, 0, 5)]
+        found = [finish().tensor for finish in finishes]
+        with pytest.raises(WireError, match="parts of 3, 3 rows are not"):
+            group.receive(spec, 0, 5, (3, 3))
+        group.send(torch.tensor([True]), 0, 0)
+        return found
+
+    assert all(map(torch.equal, run(2, rank, shared=shared)[1], (whole, other, whole)))
 
 
 @both

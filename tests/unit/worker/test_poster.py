@@ -17,6 +17,7 @@ from torch import Tensor
 from onebox.wire import DTYPES, TensorSpec
 from onebox.worker.carriers import Done, carrier_for
 from onebox.worker.memory import Memory, PeerLost, supported
+from onebox.worker.peers import Within
 from onebox.worker.shared import SharedGroup
 from tests.unit.ranks import run_ranks
 
@@ -63,9 +64,10 @@ class LateCarrier:
         self._chance = at_once
         self._timers: list[threading.Timer] = []
 
-    def out(self, tensor: Tensor, memory: Memory, offset: int) -> Done:
+    def out(self, tensor: Tensor, memory: Memory, offset: int, start: int, size_bytes: int) -> Done:
         source, size = tensor.contiguous().clone(), tensor.nbytes
-        target = memory.bytes[offset : offset + size]
+        assert start + size <= size_bytes
+        target = memory.bytes[offset + start : offset + start + size]
         return self._begin(self.outs, offset, lambda: target.copy_(source.view(-1).view(torch.uint8)))
 
     def into(self, memory: Memory, offset: int, spec: TensorSpec) -> tuple[Tensor, Done]:
@@ -117,6 +119,27 @@ def test_letters_leave_when_their_copies_are_made_and_in_their_order() -> None:
     run_ranks(2, rank, carriers={0: carrier})
     assert carrier.released
     assert all(offset % mmap.PAGESIZE == 0 for offset in carrier.offsets)
+
+
+def test_a_tensor_leaves_when_all_of_its_parts_are_copied() -> None:
+    carrier = LateCarrier()
+
+    def rank(which: int, group: SharedGroup) -> None:
+        whole, rows = number(0, 0), (5_000, 15_000)
+        if which == 1:
+            assert torch.equal(group.receive(LARGE, 0, 0, rows)().tensor, whole)
+            return
+        first, second = whole.split(rows)
+        group.send(first, 1, 0, Within(LARGE, 0))
+        carrier.outs[0].make()
+        group.send(second, 1, 0, Within(LARGE, rows[0]))
+        time.sleep(0.05)
+        assert group._outbox is not None
+        assert group._outbox._lanes[1].sent == 0, "one part is still on its way"
+        carrier.outs[1].make()
+
+    run_ranks(2, rank, carriers={0: carrier})
+    assert len(carrier.offsets) == 1, "both are copied into one block"
 
 
 def test_what_is_read_is_given_back_when_its_copy_is_made() -> None:

@@ -19,7 +19,8 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.grouping import EmulatedLink
 from onebox.worker.memory import LEAST_BYTES, PeerLost, supported
-from onebox.worker.peers import Finish
+from onebox.worker.outbox import place_of
+from onebox.worker.peers import Finish, Within
 from onebox.worker.shared import SharedGroup
 from onebox.worker.whereabouts import whereabouts
 from tests import leaks
@@ -517,6 +518,26 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_allowed() -> None:
             done.set()
 
     run_ranks(2, rank, timeout_s=0.3)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+@settings(max_examples=25)
+def test_what_is_not_the_part_that_is_due_is_not_sent(rows: list[int], data: st.DataObject) -> None:
+    whole = TensorSpec("int16", (sum(rows), 3))
+    place, first = None, 0
+    for count in rows:
+        part = TensorSpec("int16", (count, 3))
+        wrong = data.draw(st.integers(0, sum(rows)).filter(lambda row, first=first: row != first))
+        with pytest.raises(WireError, match="is due"):
+            place_of(part, Within(whole, wrong), place)
+        with pytest.raises(WireError, match="is due"):
+            place_of(TensorSpec("int16", (count, 2)), Within(whole, first), place)
+        place = place_of(part, Within(whole, first), place)
+        first += count
+        assert (place.start, place.end, place.last) == (6 * (first - count), 6 * first, first == sum(rows))
+    if len(rows) > 1:
+        with pytest.raises(WireError, match="is due"):
+            place_of(whole, None, place_of(TensorSpec("int16", (rows[0], 3)), Within(whole, 0), None))
 
 
 # ---- emulated links, and devices that do not compute
