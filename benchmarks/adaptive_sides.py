@@ -78,6 +78,7 @@ class Ours:
                 pool=world.pool,
                 plan=plan,
                 costs=costs_of(segments_of(case)),
+                warm_up=0,
                 **options,
             )
         )

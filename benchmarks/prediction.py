@@ -248,6 +248,7 @@ def on_sims(rounds: int) -> list[Row]:
                 check_every=0,
                 staleness=int(late),
                 delay="none",
+                warm_up=0,
             ) as trainer:
                 measured = (apart if late else timed)(trainer, batch, rounds)
                 rows.append(Row("emulated", name, prediction.step_s, measured, []))

@@ -39,10 +39,8 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict"]) -
     """Train some steps; return the most bytes of each of the plan's devices."""
     trained, (inputs, targets) = model(), batch()
     raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
-    staleness = int(plan.schedule == ASYNC)
-    with onebox.Trainer(
-        trained, nn.functional.cross_entropy, sgd(trained), pool=pool, plan=plan, staleness=staleness, delay=delay
-    ) as trainer:
+    late = {"staleness": int(plan.schedule == ASYNC), "delay": delay, "warm_up": 0}
+    with onebox.Trainer(trained, nn.functional.cross_entropy, sgd(trained), pool=pool, plan=plan, **late) as trainer:
         losses = [float(trainer.step(inputs, targets)) for _ in range(6)]
         answers = raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
     assert losses[-1] < losses[0]

@@ -55,7 +55,7 @@ def run(
     """Train a case on a pool; return how it went, and the delays that the workers measured."""
     case = CASES[name]
     model = case.model()
-    arguments = {"seed": SEED, "check_every": 1, "plan": plan, "staleness": 1, "delay": "none", **options}
+    arguments = {"seed": SEED, "check_every": 1, "plan": plan, "staleness": 1, "delay": "none", "warm_up": 0, **options}
     with onebox.Trainer(model, case.loss, OPTIMIZERS[optimizer](model), pool=pool, **arguments) as trainer:
         losses = []
         for step, batch in enumerate(case.batches(list(sizes))):
@@ -157,7 +157,9 @@ def test_a_schedule_of_learning_rates(pool: onebox.Pool) -> None:
     expected = train_late(model, case.loss, optimizer, case.batches(list(SIZES)), cut, after_step=change)
     model = case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rates[0], momentum=0.9)
-    with onebox.Trainer(model, case.loss, optimizer, pool=pool, plan=plan, staleness=1, delay="none") as trainer:
+    with onebox.Trainer(
+        model, case.loss, optimizer, pool=pool, plan=plan, staleness=1, delay="none", warm_up=0
+    ) as trainer:
         for batch, rate in zip(case.batches(list(SIZES)), rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate
             trainer.step(*batch)
@@ -171,7 +173,7 @@ def test_memory_is_what_was_predicted(name: str, devices: Sequence[int | Sequenc
     plan = staged(name, devices, micro_batch=2, schedule=ASYNC)
     case = CASES[name]
     model = case.model()
-    arguments = {"plan": plan, "staleness": 1, "delay": "none", "check_every": 0}
+    arguments = {"plan": plan, "staleness": 1, "delay": "none", "warm_up": 0, "check_every": 0}
     with (
         onebox.open(f"cpu*{len(plan.devices)}") as pool,
         onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments) as trainer,
@@ -193,7 +195,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(delay: str, pool: on
 
     batches = case.batches(list(SIZES))
     model = case.model()
-    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": delay, "seed": SEED}
+    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": delay, "warm_up": 0, "seed": SEED}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
         losses = [float(trainer.step(*batch)) for batch in batches[:5]]
         trainer.save(tmp_path)
@@ -259,7 +261,7 @@ def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
     plan = staged("gpt2", (0, 1), micro_batch=2, schedule=ASYNC)
     case = CASES["gpt2"]
     model = case.model()
-    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": "none"}
+    arguments = {"pool": pool, "plan": plan, "staleness": 1, "delay": "none", "warm_up": 0}
     with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), **arguments) as trainer:
         ((inputs, targets),) = case.batches([4])
         trainer.step(inputs, targets)

@@ -151,7 +151,7 @@ class TrainConfig(LateConfig):
             share.
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
-        warm_up: With --staleness 1, so many steps are exact at the beginning.
+        warm_up: With --staleness 1, so many steps are exact at the beginning; without it 100 are.
         overlap: Let a part of the averaging and of the update of each exact step come under the next one; the result is
             the same.
         sync: Where gradients are averaged: from worker to worker, or at the client.
@@ -181,7 +181,7 @@ class TrainConfig(LateConfig):
     plan: PlanFile = None
     micro_batch: Int = None
     clip_grad_norm: Float = None
-    warm_up: int = 0
+    warm_up: Int = None
     overlap: Flag = False
     sync: Literal["workers", "client"] = "workers"
     update: Literal["device", "host"] = "device"

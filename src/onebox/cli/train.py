@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> None:
         plan, expected = plan_of_run(config, folder, data, say=lambda text: console.print(text, highlight=False))
         if config.staleness and config.plan == "auto" and plan is not None and plan.schedule != ASYNC:
             console.print("being late gains nothing here: the plan is exact, and so are the steps", highlight=False)
-            config = dataclasses.replace(config, staleness=0, delay="auto", warm_up=0)
+            config = dataclasses.replace(config, staleness=0, delay="auto", warm_up=None)
         pool = stack.enter_context(open_pool(config.pool, threads=config.threads, memory=config.memory))
         _check_shares(config, pool)
         print_devices(pool, console)

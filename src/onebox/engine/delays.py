@@ -18,6 +18,11 @@ ADAMS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
 """Optimizers of Adam's kind."""
 
 
+WARM_UP = 100
+"""So many steps are exact at the beginning where nothing else is said: with 10 of them the loss of a small GPT was
+7.9 % above that of exact steps, with 80 of them 2.0 % (docs/staleness.md)."""
+
+
 class DelayChoice(NamedTuple):
     """What is done about gradients that are a step late.
 

@@ -11,21 +11,19 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from onebox.engine.adaptive import Adaptive
+from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read
-from onebox.engine.compiler import Captures, Recipe
-from onebox.engine.emulated import SegmentCosts, check_costs
+from onebox.engine.compiler import Captures
+from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
-from onebox.engine.following import check_adaptive, problem_maker
-from onebox.engine.launch import Settings
+from onebox.engine.following import check_adaptive
 from onebox.engine.observed import Observed
-from onebox.engine.overlap import check_overlap, treatment
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, versions
 from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
-from onebox.engine.settings import Request, check_settings, recovers, steps_in_flight
+from onebox.engine.settings import check_settings, recovers, steps_in_flight
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
@@ -108,7 +106,8 @@ class Trainer(Observed):
             and that needs staleness 1.
         delay: What is done about gradients that are a step late: ``none``, ``predict``, ``lookahead``, ``both``,
             ``feedback`` (see docs/staleness.md), or ``auto``, which goes by the optimizer, and logs which and why.
-        warm_up: So many steps are exact at the beginning, whatever ``staleness`` is.
+        warm_up: With ``staleness`` 1, so many steps are exact at the beginning, where weights move fastest; ``None``
+            for 100, which is said in the log.
         overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
             one, just before its parameters are read. The result has the same bits.
 
@@ -156,76 +155,28 @@ class Trainer(Observed):
         costs: SegmentCosts | None = None,
         staleness: int = 0,
         delay: str = "auto",
-        warm_up: int = 0,
+        warm_up: int | None = None,
         overlap: bool = False,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
-        check_costs(costs or {})
-        recover = recovers(pool, recover, snapshot_every)
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.pool = pool
-        self.seed = seed
+        self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
+        self.seed, self.fuse, self.clip_grad_norm = seed, fuse, clip_grad_norm
         self.precision: Precision = precision
-        self.fuse = fuse
-        self.clip_grad_norm = clip_grad_norm
-        self.staleness, self.delay, self.warm_up = staleness, delay, warm_up
         self.extra: dict[str, Any] = {}
-        self._in_flight = in_flight
-        given = Plan.read(plan) if isinstance(plan, str | Path) else plan
-        request = Request(
-            plan=given,
-            shares=shares,
-            micro_batch=micro_batch,
-            sync=sync,
-            update=update,
-            optimizer="sharded" if shard_optimizer else "replicated",
-        )
-        request.check(pool)
-        check_adaptive(adaptive, given, pool, trace=trace)
         self._metrics = dict(metrics or {})
+        given = Plan.read(plan) if isinstance(plan, str | Path) else plan
+        request = requested(pool, given, shares, micro_batch, sync, update, shard=shard_optimizer)
+        check_adaptive(adaptive, given, pool, trace=trace)
+        settings = exact_settings(seed, check_every, in_flight, clip_grad_norm, trace=trace)
+        settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
+        self.staleness, self.delay, self.warm_up = staleness, delay, settings.warm_up
+        self._in_flight = in_flight
         remote = RemoteState(model, loss, optimizer, pool)
-        kinds = {device.kind for device in pool.devices}
-        recipe = Recipe(
-            model=model,
-            loss=loss,
-            metrics=self._metrics,
-            precision=precision,
-            device_type="cuda" if "cuda" in kinds else "cpu",
-            trained=frozenset(remote.wanted),
-            on_device=on_device,
-            fuse=fuse,
-            costs=costs,
-        )
-        settings = Settings(
-            seed=seed,
-            trace=trace,
-            check_every=check_every,
-            in_flight=in_flight,
-            max_norm=clip_grad_norm or 0.0,
-            staleness=staleness,
-            delay=treatment(optimizer, delay) if staleness else "none",
-            warm_up=warm_up,
-            overlap=overlap,
-        )
-        check_overlap(settings, delay, given or request.sample())
-        uploads = Uploads(pool, ahead_bytes, cache_bytes(cache))
-        run = TrainingRun(
-            pool,
-            request,
-            Captures(recipe),
-            remote,
-            settings,
-            uploads,
-            recover=recover,
-            snapshot_every=snapshot_every,
-        )
-        if adaptive:
-            known = adaptive if isinstance(adaptive, Problem) else None
-            make = problem_maker(pool, lambda: run.captures, optimizer, run.first_batch, known)
-            run.adaptive = Adaptive(run, make, run.samples)
+        recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
+        parts = pool, request, Captures(recipe), remote, settings, Uploads(pool, ahead_bytes, cache_bytes(cache))
+        run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
+        follow(run, adaptive, pool, optimizer)
         super().__init__(run, remote)
 
     def __enter__(self) -> Self:
