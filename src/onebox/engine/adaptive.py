@@ -263,13 +263,13 @@ class _Work:
         self._last = None
 
     def _take(self, step: _Step) -> None:
-        """Take a step; it is looked at when the one after it has ended."""
+        """Take a step that has another one before it, or the pace of steps is not known."""
         last, self._last = self._last, step
         if last is None or last.plan != step.plan:
             return
-        if sum(part.size for part in last.whole.micro_batches) != self._owner.samples():
+        if sum(part.size for part in step.whole.micro_batches) != self._owner.samples():
             return
-        seen = see(last.whole, step.whole.trace)
+        seen = see(step.whole, last.whole.trace)
         if self._follower is None or self._problem is None:
             self._passed += 1
             if self._passed > _FIRST:

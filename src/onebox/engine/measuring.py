@@ -70,13 +70,13 @@ def whole_of(trace: StepTrace, micro_batches: Sequence[MicroBatch], plan: Plan, 
     )
 
 
-def see(step: Whole, following: StepTrace | None = None) -> Seen:
+def see(step: Whole, before: StepTrace | None = None) -> Seen:
     """Return the measurements of a step.
 
     Args:
         step: The step.
-        following: The step after it. From begin to begin is the pace at which steps go; where the user did something
-            else in between, the step itself took less, and that counts.
+        before: The step before it. From end to end is the pace at which steps go; where the user did something else in
+            between, the step itself took less, and that counts.
     """
     actions: dict[Task, list[float]] = {}
     updates: dict[int, float] = {}
@@ -90,11 +90,13 @@ def see(step: Whole, following: StepTrace | None = None) -> Seen:
         for each in times:
             if each[0].target >= 0 and step.timed(worker, each[0].target):
                 links.setdefault((worker, each[0].target), []).append(each)
-    step_s = _step_s(step, following)
+    step_s = _step_s(step, before)
     return Seen(
         step=step.trace.step,
         step_s=step_s,
-        actions={task: Took(fmean(seconds), len(seconds)) for task, seconds in actions.items()},
+        actions={
+            task: Took(fmean(seconds), len(seconds), min(seconds), max(seconds)) for task, seconds in actions.items()
+        },
         links={pair: _carried(sends) for pair, sends in links.items()},
         update_s={worker: seconds for worker, seconds in updates.items() if seconds >= LEAST * step_s},
     )
@@ -112,11 +114,19 @@ def without_jitter(seen: Seen, links: Links) -> Seen:
     """
     found = {}
     for (a, b), carried in seen.links.items():
-        known_s = carried.messages * links.latency_s[a][b] + carried.size_bytes / links.bandwidth_bps[a][b]
-        off_s = carried.seconds - known_s
-        off_s = math.copysign(max(0.0, abs(off_s) - carried.messages * JITTER_S), off_s)
-        found[a, b] = carried._replace(seconds=known_s + off_s)
+        known_s = links.latency_s[a][b] + carried.size_bytes / carried.messages / links.bandwidth_bps[a][b]
+        found[a, b] = carried._replace(
+            seconds=_calmed(carried.seconds / carried.messages, known_s) * carried.messages,
+            least_s=_calmed(carried.least_s, known_s) if carried.least_s else 0.0,
+            most_s=_calmed(carried.most_s, known_s),
+        )
     return replace(seen, links=found)
+
+
+def _calmed(seconds: float, known_s: float) -> float:
+    """Return the seconds of a message, nearer to those that are known by what threads wake late."""
+    off_s = seconds - known_s
+    return known_s + math.copysign(max(0.0, abs(off_s) - JITTER_S), off_s)
 
 
 def _times(trace: StepTrace) -> dict[int, list[Times]]:
@@ -141,23 +151,24 @@ def _actions(worker: int, times: Sequence[Times], step: Whole) -> Iterator[tuple
 
 def _carried(sends: Sequence[Times]) -> Carried:
     """Return what went over a link: each message from when the link was free for it."""
-    seconds, free = 0, 0
+    seconds, free = [], 0
     for _, begin, end in sorted(sends, key=lambda each: each[1]):
-        seconds += max(0, end - max(begin, free))
+        seconds.append(max(0, end - max(begin, free)) / 1e9)
         free = max(free, end)
-    return Carried(sum(label.size_bytes for label, _, _ in sends), seconds / 1e9, len(sends))
+    size_bytes = sum(label.size_bytes for label, _, _ in sends)
+    return Carried(size_bytes, math.fsum(seconds), len(sends), min(seconds), max(seconds))
 
 
-def _step_s(step: Whole, following: StepTrace | None) -> float:
+def _step_s(step: Whole, before: StepTrace | None) -> float:
     """Return the seconds of a step."""
     spans = _spans(step.trace)
     hosts: dict[str, list[tuple[int, int]]] = {}
     for worker, span in spans.items():
         hosts.setdefault(step.hosts[worker], []).append(span)
     took = max((max(end for _, end in own) - min(begin for begin, _ in own) for own in hosts.values()), default=0)
-    if following is not None:
-        later = _spans(following)
-        apart = [later[worker][0] - span[0] for worker, span in spans.items() if worker in later]
+    if before is not None:
+        earlier = _spans(before)
+        apart = [span[1] - earlier[worker][1] for worker, span in spans.items() if worker in earlier]
         took = min([took, *([max(apart)] if apart else [])])
     return max(0, took) / 1e9
 

@@ -151,8 +151,9 @@ class Rates:
             self._message_bytes[link] = carried.size_bytes / carried.messages
             planned = carried.messages * self._latency_s(link) + carried.size_bytes / self._bandwidth_bps(link)
             drift = self._found.links.setdefault(link, Drift())
-            before = drift.factor
-            if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step):
+            before, each_s = drift.factor, planned / carried.messages
+            parts = (carried.least_s / each_s, carried.most_s / each_s) if planned else (0.0, math.inf)
+            if planned and carried.seconds and drift.see(_bounded(carried.seconds / planned), seen.step, parts):
                 changes.append(Change(_link(link), link, drift.factor, _since(drift), drift.factor / before))
         return changes + self._hope(seen)
 
@@ -202,7 +203,7 @@ class Rates:
             return []
         drift = self._found.devices.setdefault(device, Drift())
         before, found = drift.factor, []
-        if drift.see(_bounded(measured / planned), seen.step):
+        if drift.see(_bounded(measured / planned), seen.step, self._parts(seen, device)):
             found.append(self._attributed(device, drift, before, tuple(by_stage)))
         for stage, (took_s, planned_s) in by_stage.items() if len(by_stage) > 1 else ():
             own = self._found.stages.setdefault((device, stage), Drift())
@@ -212,6 +213,12 @@ class Rates:
                 self._learn((stage,), own.factor)
                 own.believe(1.0)
         return found
+
+    def _parts(self, seen: Seen, device: int) -> tuple[float, float]:
+        """Return the least and the most factor of any action of a device that is expected to take some time."""
+        known = ((self._expected[task], took) for task, took in seen.actions.items() if task.device == device)
+        pairs = [(took.least_s / planned, took.most_s / planned) for planned, took in known if planned]
+        return min(least for least, _ in pairs), max(most for _, most in pairs)
 
     def _attributed(self, device: int, drift: Drift, before: float, stages: tuple[int, ...]) -> Change:
         """Return a change of what a device's actions take, and attribute it to the device or to what it computes."""

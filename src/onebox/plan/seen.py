@@ -32,10 +32,14 @@ class Took(NamedTuple):
         mean_s: Mean seconds of one, for a micro-batch of the plan's size or, where the plan sets none, of the replica's
             own share. Waiting for inputs is not in it.
         actions: How many there were, at least one.
+        least_s: Seconds of the one that took least; 0 where nobody knows.
+        most_s: Seconds of the one that took most; infinite where nobody knows.
     """
 
     mean_s: float
     actions: int
+    least_s: float = 0.0
+    most_s: float = math.inf
 
 
 class Carried(NamedTuple):
@@ -47,11 +51,15 @@ class Carried(NamedTuple):
             send and the message before it on this link having arrived, until it was there. Waiting for a receiver
             that had not asked yet is not in it.
         messages: How many there were, at least one.
+        least_s: Seconds of the one that took least; 0 where nobody knows.
+        most_s: Seconds of the one that took most; infinite where nobody knows.
     """
 
     size_bytes: int
     seconds: float
     messages: int
+    least_s: float = 0.0
+    most_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ class Seen:
 
     Args:
         step: Its number.
-        step_s: Seconds from its begin to the begin of the next one.
+        step_s: Seconds from the end of the one before it to its own end.
         actions: How long actions took; those that nobody timed are left out.
         links: What went from a source to a target, by the two numbers of devices; links without traffic are left out.
         update_s: Seconds of the optimizer's step on each device that timed it.

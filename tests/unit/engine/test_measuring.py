@@ -66,20 +66,20 @@ def test_actions_links_and_updates_are_as_the_times_say() -> None:
     seen = see(whole(STEP))
     assert seen.step == 7
     assert seen.actions == {
-        Task(0, 0, "F"): Took(2.0, 2),  # the smaller micro-batch counts as one of the plan's size
-        Task(0, 0, "B"): Took(8.0, 1),
-        Task(1, 1, "F"): Took(2.0, 1),
+        Task(0, 0, "F"): Took(2.0, 2, 2.0, 2.0),  # the smaller micro-batch counts as one of the plan's size
+        Task(0, 0, "B"): Took(8.0, 1, 8.0, 8.0),
+        Task(1, 1, "F"): Took(2.0, 1, 2.0, 2.0),
     }
-    assert seen.links == {(0, 1): Carried(150, 4.0, 2)}
+    assert seen.links == {(0, 1): Carried(150, 4.0, 2, 1.0, 3.0)}
     assert seen.update_s == {0: 2.0, 1: 1.0}
 
 
-@pytest.mark.parametrize(("begin", "seconds"), [(29, 19.0), (100, 24.0)])
-def test_a_step_lasts_until_the_next_one_begins_unless_something_else_was_done_before(
-    begin: int, seconds: float
+@pytest.mark.parametrize(("end", "seconds"), [(15, 19.0), (3, 24.0)])
+def test_a_step_lasts_from_the_end_of_the_one_before_unless_something_else_was_done_in_between(
+    end: int, seconds: float
 ) -> None:
-    following = trace(8, {0: [(action(0, "F", 0), begin, begin + 1)]})
-    assert see(whole(STEP), following).step_s == seconds
+    before = trace(6, {1: [(action(1, "F", 0), end - 1, end)]})
+    assert see(whole(STEP), before).step_s == seconds
     assert see(whole(STEP)).step_s == 24.0
 
 

@@ -80,7 +80,7 @@ def test_a_slow_device_is_relieved_and_later_as_busy_as_before(devices: int, une
     run = follow(problem, plan, 170, changing(usual, (50, slow), (150, usual)), noise=even_noise(1, 0.03))
     assert within(run, 60, problem, slow) < 1.1
     assert run.steps_s[160] < 1.05 * run.steps_s[49]
-    assert [decision.step for decision in run.decisions][:2] == [52, 152][: len(run.decisions)], run.lines
+    assert [decision.step for decision in run.decisions][:2] == [51, 151][: len(run.decisions)], run.lines
     assert len(run.decisions) <= 2, run.lines
     assert all(f"device {victim}" in decision.why for decision in run.decisions)
     assert all(outcome.kept for outcome in run.follower.outcomes)
@@ -96,14 +96,14 @@ def test_a_slow_link_is_left_to_who_needs_it_least(devices: int, uneven: bool, s
     run = follow(problem, plan, 70, changing(usual, (50, slow)), noise=even_noise(2, 0.03))
     assert run.steps_s[50] > 1.3 * run.steps_s[49]
     assert within(run, 60, problem, slow) < 1.1
-    assert [decision.step for decision in run.decisions] == [52], run.lines
+    assert [decision.step for decision in run.decisions] == [51], run.lines
 
 
 def test_changes_are_followed_under_noise() -> None:
     problem, plan = planned(uneven=False)
     usual, slow = State(), State(slow={2: 3.0})
     run = follow(problem, plan, 120, changing(usual, (50, slow)), noise=even_noise(3))
-    assert 51 <= run.decisions[0].step <= 55, run.lines
+    assert 51 <= run.decisions[0].step <= 53, run.lines
     assert within(run, 70, problem, slow) < 1.1
 
 
@@ -119,9 +119,9 @@ def test_noise_moves_nothing(uneven: bool, seed: int, even: bool) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), victim=st.integers(0, 3), begin=st.integers(4, 60))
-def test_a_third_of_the_speed_is_found_within_five_steps_under_noise(seed: int, victim: int, begin: int) -> None:
+def test_a_third_of_the_speed_is_found_within_three_steps_under_noise(seed: int, victim: int, begin: int) -> None:
     problem, plan = planned(uneven=False)
     state = changing(State(), (begin, State(slow={victim: 3.0})))
     run = follow(problem, plan, begin + 6, state, noise=even_noise(seed))
     assert len(run.decisions) == 1
-    assert begin < run.decisions[0].step <= begin + 5
+    assert begin < run.decisions[0].step <= begin + 3

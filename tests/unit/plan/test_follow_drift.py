@@ -35,6 +35,53 @@ def test_a_large_change_is_told_in_three_to_five_samples(seed: int, factor: floa
     assert drift.factor == pytest.approx(factor, rel=0.2)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), factor=st.sampled_from([1 / 4, 1 / 3, 3.0, 10.0]))
+def test_a_large_change_of_all_actions_is_told_by_two_samples(seed: int, factor: float) -> None:
+    random, drift = Random(seed), Drift()
+    for step in range(40):
+        value = random.uniform(0.8, 1.2)
+        assert not drift.see(value, step, (0.8 * value, 1.2 * value))
+    later = [factor * random.uniform(0.8, 1.2) for _ in range(4)]
+    told = [drift.see(value, 40 + n, (0.8 * value, 1.2 * value)) for n, value in enumerate(later)]
+    assert told.index(True) == 1
+    assert drift.since == 40
+    assert drift.factor == pytest.approx(factor, rel=0.35)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_what_lasts_no_longer_than_a_step_is_no_change(data: st.DataObject) -> None:
+    """It covers one step, or the end of one and the begin of the next; three steps as usual lie between two of them."""
+    drift, step = Drift(), 0
+
+    def usual(steps: int) -> None:
+        nonlocal step
+        for _ in range(steps):
+            value = data.draw(st.floats(0.8, 1.2))
+            assert not drift.see(value, step, (0.8 * value, 1.2 * value))
+            step += 1
+
+    usual(10)
+    for _ in range(data.draw(st.integers(1, 6))):
+        slow, part = data.draw(st.floats(1.0, 1000.0)), data.draw(st.floats(0.0, 1.0))
+        for share in (1.0,) if data.draw(st.booleans()) else (part, 1 - part):
+            value = 1 + share * (slow - 1)
+            assert not drift.see(value, step, (slow if share == 1 else 1.0, slow))
+            step += 1
+        usual(3)
+    assert drift.factor == 1.0
+
+
+def test_a_change_in_the_midst_of_a_step_is_told_by_the_next_whole_one_and_exactly() -> None:
+    drift = Drift()
+    for step in range(20):
+        drift.see(1.0, step, (0.95, 1.05))
+    assert not drift.see(2.0, 20, (1.0, 3.0))
+    assert drift.see(3.0, 21, (2.9, 3.1))
+    assert drift.factor == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("factor", [0.85, 1.15, 1.3])
 def test_a_small_change_is_told_where_there_is_little_noise(factor: float) -> None:
     random, drift = Random(1), Drift()

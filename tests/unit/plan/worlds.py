@@ -79,13 +79,25 @@ def measured(problem: Problem, state: State, plan: Plan) -> Seen:
     return Seen(step=0, step_s=step_s(true, plan) + state.hidden(plan), actions=actions, links=links, update_s=updates)
 
 
+APART = 0.2
+"""By this part the quickest and the slowest action of a step differ from their mean."""
+
+
 def noisy(seen: Seen, step: int, noise: Noise) -> Seen:
     """Return a step's measurements with noise on each; a step sums up much, so its own is a quarter."""
+    actions, links = {}, {}
+    for task, took in seen.actions.items():
+        mean_s = took.mean_s * noise()
+        actions[task] = Took(mean_s, took.actions, mean_s * (1 - APART), mean_s * (1 + APART))
+    for link, carried in seen.links.items():
+        seconds = carried.seconds * noise()
+        each_s = seconds / carried.messages
+        links[link] = carried._replace(seconds=seconds, least_s=each_s * (1 - APART), most_s=each_s * (1 + APART))
     return Seen(
         step=step,
         step_s=seen.step_s * (1 + (noise() - 1) / 4),
-        actions={task: took._replace(mean_s=took.mean_s * noise()) for task, took in seen.actions.items()},
-        links={link: carried._replace(seconds=carried.seconds * noise()) for link, carried in seen.links.items()},
+        actions=actions,
+        links=links,
         update_s={device: seconds * noise() for device, seconds in seen.update_s.items()},
     )
 
