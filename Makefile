@@ -16,6 +16,8 @@ demo: $(VENV)/.stamp-run
 
 # Three at a time on two cores: tests with processes wait a good deal. Those of tests/net skip where there is no root
 # or no iproute2, those of tests/gpu where there is no GPU.
+# Bytecode is kept, whatever the environment says: dozens of processes import the same files.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit
 	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/net tests/process tests/gpu

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def test_who_listens_everywhere_is_reached_by_its_way_out(bind: str, monkeypatch
         _advertised(bind)
 
 
+@pytest.fixture
+def in_a_terminal() -> Iterator[None]:
+    """Heed the signals that nohup and the background of a shell ignore."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("in_a_terminal")
 def test_signals_end_it_however_often_they_come() -> None:
     ended: list[int] = []
     before = signal.getsignal(signal.SIGTERM)
