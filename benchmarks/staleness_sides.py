@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import onebox
 from onebox.engine.delays import choose_delay
-from onebox.engine.state import options_of
+from onebox.engine.optimizers import options_of
 from onebox.wire.messages import Optimizer
 from onebox.worker import AHEAD
 from onebox.worker.optimizer import NativeOptimizer

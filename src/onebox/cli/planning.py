@@ -14,7 +14,7 @@ from onebox.cli.begin import make_model, make_optimizer
 from onebox.cli.config import JobConfig, LateConfig, TrainConfig
 from onebox.cli.stored import read_config
 from onebox.engine.batch import as_batch
-from onebox.engine.delays import choose_delay, extra_copies
+from onebox.engine.delays import delays_of, extra_copies
 from onebox.engine.forecast import forecast_memory
 from onebox.engine.planning import make_plan, pool_links
 from onebox.engine.problem import make_problem
@@ -100,7 +100,7 @@ def search_plan(
         fates: What may become of activations.
         update: Where the optimizer's state may be.
         preparing: Cores of this machine that the preparation of batches keeps busy.
-        budget_s: The most seconds that the search may take.
+        budget_s: About how many seconds the search may take.
         fresh: Measure even what is known.
 
     Raises:
@@ -171,7 +171,7 @@ def predict_plan(
         fresh=fresh,
     )
     links = pool_links(pool, fresh=fresh)
-    late = choose_delay(optimizer, config.delay).delay
+    late = delays_of(optimizer, config.delay)
     problem = make_problem(
         profile,
         pool.devices,

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from typing import Any
 
-import torch
 from torch import nn
 
 from onebox.engine.adaptive import Adaptive
@@ -15,6 +14,7 @@ from onebox.engine.delays import WARM_UP
 from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.following import problem_maker
 from onebox.engine.launch import Settings
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.overlap import check_overlap, treatment
 from onebox.engine.remote import RemoteState
 from onebox.engine.run import TrainingRun
@@ -59,7 +59,7 @@ def exact_settings(
 
 def with_lateness(
     settings: Settings,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     request: Request,
     staleness: int,
     delay: str,
@@ -123,7 +123,7 @@ def recipe_of(
     )
 
 
-def follow(run: TrainingRun, adaptive: bool | Problem, pool: Pool, optimizer: torch.optim.Optimizer) -> None:
+def follow(run: TrainingRun, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:
     """Let a run follow its devices if that is wanted, from the problem that its plan was made for if it is known."""
     if adaptive:
         known = adaptive if isinstance(adaptive, Problem) else None

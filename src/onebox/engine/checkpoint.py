@@ -69,9 +69,9 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         precision: ``fp32``, ``bf16`` or ``auto``.
         clip_grad_norm: For clipping.
         plan: The plan; none before the first step.
-        optimizer: Class in ``torch.optim``.
-        groups: Its parameter groups.
-        numbers: Entries of its state that are no tensors.
+        optimizer: Class in ``torch.optim`` of each parameter group; in checkpoints of earlier days one for all.
+        groups: The parameter groups, those of several optimizers one behind the other.
+        numbers: Entries of the optimizer's state that are no tensors.
         extra: What the user added, such as the position in the data.
         files: The other files.
         fuse: Whether activations that are written out become single operators.
@@ -88,7 +88,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision
     clip_grad_norm: float | None
     plan: Plan | None
-    optimizer: str
+    optimizer: str | tuple[str, ...]
     groups: tuple[GroupEntry, ...]
     numbers: tuple[NumberEntry, ...]
     extra: dict[str, Any]
@@ -97,6 +97,11 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     staleness: int = 0
     delay: str = "auto"
     warm_up: int = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Class in ``torch.optim`` of each parameter group."""
+        return (self.optimizer,) * len(self.groups) if isinstance(self.optimizer, str) else self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +237,11 @@ def _read_manifest(path: Path) -> Manifest:
     if manifest.version != VERSION:
         raise CheckpointError(
             f"{file} is of version {manifest.version}; this onebox reads version {VERSION}", path=file
+        )
+    if len(manifest.kinds) != len(manifest.groups):
+        raise CheckpointError(
+            f"{file} has optimizers of {len(manifest.kinds)} parameter groups, but {len(manifest.groups)} groups",
+            path=file,
         )
     if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
         raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)

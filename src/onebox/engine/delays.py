@@ -6,8 +6,9 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from onebox.engine.optimizers import Optimizers, each_of
 from onebox.errors import UsageError
-from onebox.wire.messages import Delay
+from onebox.wire.messages import Delay, GroupDelays
 from onebox.worker import AHEAD, CORRECTS, PREDICTS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
@@ -68,13 +69,36 @@ def choose_delay(optimizer: torch.optim.Optimizer, asked: str = "auto") -> Delay
     return DelayChoice(delay, "asked for", _fears(name, delay, optimizer.param_groups))
 
 
-def extra_copies(delay: Delay) -> int:
-    """Return how many times the trained parameters a treatment takes, beside the version before.
+def choose_delays(optimizers: Optimizers, asked: str = "auto") -> list[tuple[DelayChoice, int]]:
+    """Return what is done about late gradients for each of one or several optimizers, and how many groups it has.
+
+    Raises:
+        UsageError: There is no such treatment, or one of them cannot have it.
+    """
+    return [(choose_delay(each, asked), len(each.param_groups)) for each in each_of(optimizers)]
+
+
+def delays_of(optimizers: Optimizers, asked: str = "auto") -> GroupDelays:
+    """Return what is done about late gradients in each parameter group.
+
+    Raises:
+        UsageError: There is no such treatment, or one of the optimizers cannot have it.
+    """
+    return tuple(choice.delay for choice, groups in choose_delays(optimizers, asked) for _ in range(groups))
+
+
+def predicts(delay: GroupDelays) -> bool:
+    """Tell whether there are weights that are ahead: of all parameters, where those of any group are."""
+    return any(each in AHEAD for each in (delay if isinstance(delay, tuple) else (delay,)))
+
+
+def extra_copies(delay: GroupDelays) -> int:
+    """Return how many times the trained parameters treatments take at most, beside the version before.
 
     Args:
         delay: The treatment: predictions have weights that are ahead, corrections remember the last update.
     """
-    return (delay in AHEAD) + (delay in CORRECTS)
+    return predicts(delay) + any(each in CORRECTS for each in (delay if isinstance(delay, tuple) else (delay,)))
 
 
 def _auto(name: str, groups: list[dict[str, Any]]) -> DelayChoice:

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-import torch
-
 from onebox.cost import PoolProfile, Speeds, load
 from onebox.cost.estimate import Rates, program_s
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.forecast import Nowhere
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
@@ -40,7 +39,7 @@ def profile_unseen(
     captures: Captures,
     batch: Batch,
     sizes: Sequence[int],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     devices: Sequence[DeviceInfo],
     rates: Rates | None = None,
 ) -> tuple[ModelProfile, str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import torch
 from torch import nn
 
 from onebox.cost.estimate import Rates
@@ -19,6 +18,7 @@ from onebox.engine.curve import Curve, Peak, curve_of, peak_at
 from onebox.engine.estimated import links_unseen, profile_unseen
 from onebox.engine.forecast import Nowhere, count_memory, forecast_contents, forecast_memory
 from onebox.engine.largest import Largest, largest
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.remote import RemoteState
 from onebox.engine.within import Exact, search_within
@@ -101,7 +101,7 @@ class Fit:
 def fit(
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     inputs: Any,
     targets: Any,
     *,
@@ -140,7 +140,7 @@ def fit(
         fuse: Likewise.
         clip_grad_norm: Likewise.
         rates: How fast each device is; ``None`` for what was measured at an earlier time, else a guess.
-        budget_s: The most seconds that the search for ways to fit may take.
+        budget_s: About how many seconds the search for ways to fit may take.
 
     Raises:
         UsageError: An argument is wrong.
@@ -176,7 +176,7 @@ def fit(
 def _captures(
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     devices: Sequence[DeviceInfo],
     precision: Precision,
     *,
@@ -203,7 +203,7 @@ class _Question:
         self,
         model: nn.Module,
         loss: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         devices: Sequence[DeviceInfo],
         captures: Captures,
         max_norm: float,

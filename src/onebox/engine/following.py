@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from onebox.engine.adaptive import MakeProblem
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.estimated import links_unseen, profile_unseen
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import make_problem
 from onebox.engine.scaled import scaled, with_measured_links
 from onebox.errors import UsageError
@@ -24,7 +23,7 @@ from onebox.pool import Pool
 def problem_maker(
     pool: Pool,
     captures: Callable[[], Captures],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     first: Callable[[], Batch | None],
     given: Problem | None,
 ) -> MakeProblem:

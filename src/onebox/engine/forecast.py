@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
+from onebox.engine.delays import predicts
 from onebox.engine.ledger import Contents, peaks_of
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import host_lack
 from onebox.engine.setup import Ready
@@ -20,8 +21,7 @@ from onebox.engine.versions import Versions
 from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
-from onebox.wire.messages import Delay
-from onebox.worker import AHEAD
+from onebox.wire.messages import GroupDelays
 
 
 class Nowhere:
@@ -66,13 +66,13 @@ def count_memory(
     plan: Plan,
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     batch: Batch,
     *,
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
-    delay: Delay = "none",
+    delay: GroupDelays = "none",
 ) -> Count:
     """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
 
@@ -88,14 +88,14 @@ def forecast_memory(
     plan: Plan,
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     batch: Batch,
     *,
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
     ahead: int = 0,
-    delay: Delay = "none",
+    delay: GroupDelays = "none",
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
 
@@ -123,13 +123,13 @@ def forecast_contents(
     plan: Plan,
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     batch: Batch,
     *,
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float = 0.0,
-    delay: Delay = "none",
+    delay: GroupDelays = "none",
 ) -> dict[int, Contents]:
     """Return what each device of a plan will have when a step begins, from which its memory can be followed.
 
@@ -142,19 +142,19 @@ def _ready(
     plan: Plan,
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     batch: Batch,
     devices: Sequence[DeviceInfo],
     captures: Captures,
     max_norm: float,
-    delay: Delay,
+    delay: GroupDelays,
 ) -> Ready:
     nowhere = cast(Pool, Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
     if plan.schedule == ASYNC:
         remote.versions = Versions(
             previous={name: nowhere.new_number() for name in remote.wanted},
-            ahead={name: nowhere.new_number() for name in remote.wanted} if delay in AHEAD else {},
+            ahead={name: nowhere.new_number() for name in remote.wanted} if predicts(delay) else {},
             delay=delay,
         )
     ready = Ready(plan, nowhere, captures, remote, batch, max_norm)

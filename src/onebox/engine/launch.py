@@ -14,7 +14,7 @@ from onebox.engine.results import StepLoss
 from onebox.engine.upload import Uploads
 from onebox.engine.windows import Window
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, Delay, Options, Run
+from onebox.wire.messages import Ask, GroupDelays, Options, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Settings:
         in_flight: Steps that may be under way at once.
         max_norm: For clipping; 0 for none.
         staleness: How many steps old the weights may be that a step is computed with.
-        delay: What is done about gradients that are late because of it.
+        delay: What is done about gradients that are late because of it, in all parameter groups or in each.
         warm_up: So many steps come before the first that is computed with older weights.
         overlap: Whether exact steps overlap: what is left of the update of one comes in the next, where it is needed.
     """
@@ -63,7 +63,7 @@ class Settings:
     in_flight: int
     max_norm: float
     staleness: int = 0
-    delay: Delay = "none"
+    delay: GroupDelays = "none"
     warm_up: int = 0
     overlap: bool = False
 

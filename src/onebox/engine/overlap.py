@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from onebox.engine.compiler import Compiled
-from onebox.engine.delays import DELAYS, choose_delay
+from onebox.engine.delays import DELAYS, choose_delays, delays_of, predicts
 from onebox.engine.launch import Settings, Work
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepValues, step_values
 from onebox.engine.versions import Versions
@@ -19,23 +18,22 @@ from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire.messages import Delay, Free, Run
+from onebox.wire.messages import Free, GroupDelays, Run
 from onebox.wire.sayings import Delays
-from onebox.worker import AHEAD
 
 
-def treatment(optimizer: torch.optim.Optimizer, asked: str) -> Delay:
+def treatment(optimizer: Optimizers, asked: str) -> GroupDelays:
     """Return what is done about gradients that are a step late, and log why, and what is to be feared.
 
     Raises:
-        UsageError: The optimizer cannot have what is asked for.
+        UsageError: An optimizer cannot have what is asked for.
     """
-    choice = choose_delay(optimizer, asked)
-    if asked == "auto":
-        _LOG.info("delay=%r: %s", choice.delay, choice.why)
-    if choice.warning is not None:
-        _LOG.warning("staleness=1, delay=%r: %s", choice.delay, choice.warning)
-    return choice.delay
+    for choice, _ in choose_delays(optimizer, asked):
+        if asked == "auto":
+            _LOG.info("delay=%r: %s", choice.delay, choice.why)
+        if choice.warning is not None:
+            _LOG.warning("staleness=1, delay=%r: %s", choice.delay, choice.warning)
+    return delays_of(optimizer, asked)
 
 
 def check_overlap(settings: Settings, delay: str, plan: Plan | None) -> None:
@@ -120,7 +118,7 @@ class Overlap:
         self._settings = settings
         self._counted: set[int] = set()  # steps from the next one on whose delays are known
         self._next: int | None = None
-        stale, ahead = settings.staleness > 0, settings.delay in AHEAD
+        stale, ahead = settings.staleness > 0, predicts(settings.delay)
         remote.versions = self._versions = Versions(
             previous={name: pool.new_number() for name in remote.wanted} if stale else {},
             ahead={name: pool.new_number() for name in remote.wanted} if stale and ahead else {},

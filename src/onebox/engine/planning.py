@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 
 from onebox.cost.model import ModelProfile
 from onebox.engine.batch import as_batch
-from onebox.engine.delays import choose_delay, extra_copies
+from onebox.engine.delays import delays_of, extra_copies
 from onebox.engine.forecast import Count, count_memory
 from onebox.engine.formats import with_formats
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
 from onebox.engine.within import search_sharing, search_within
@@ -23,7 +23,7 @@ from onebox.graph import Loss, Precision
 from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
 from onebox.plan.inputs import Problem
 from onebox.plan.prices import FATES, ChainFate
-from onebox.plan.search import SearchResult
+from onebox.plan.results import SearchResult
 from onebox.pool import DeviceInfo, Pool
 from onebox.sizes import Memory, parse_budgets
 
@@ -48,7 +48,7 @@ class Planned:
 def make_plan(
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     inputs: Any,
     targets: Any,
     *,
@@ -88,7 +88,8 @@ def make_plan(
             workers of it and that need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
-        budget_s: The most seconds that the search may take.
+        budget_s: About how many seconds the search may take, counted in what it simulates: the same input gives the same
+            plan, on a busy machine, too.
         fresh: Measure anew what is known from an earlier time.
         staleness: How many steps late gradients may be applied. With 1 there are asynchronous plans, too, whose
             schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains
@@ -116,7 +117,7 @@ def make_plan(
     batch = as_batch(inputs, targets)
     allowed = allowed_sizes(batch.size, micro_batches)
     budgets = parse_budgets("memory", memory).of(len(pool))
-    late = choose_delay(optimizer, delay).delay
+    late = delays_of(optimizer, delay)
     names = tuple(schedules) if schedules is not None else (*SCHEDULES, ASYNC) if staleness else SCHEDULES
     profile, captures = profile_model(
         model,

@@ -11,8 +11,9 @@ from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
+from onebox.engine.optimizers import Optimizers, kinds_of
 from onebox.engine.segment_bytes import model_bytes
-from onebox.engine.state import optimizer_factor
+from onebox.engine.state import footprints, named_state
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, Precision
 from onebox.plan import SCHEDULES, Links, UpdateAt
@@ -35,9 +36,7 @@ class KnownTimes(Struct, frozen=True, forbid_unknown_fields=True):
     times: dict[str, SegmentTimes]
 
 
-def times_key(
-    graph: str, devices: Sequence[DeviceInfo], optimizer: torch.optim.Optimizer, size: int, precision: Precision
-) -> str:
+def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, size: int, precision: Precision) -> str:
     """Return under what the times of a model are kept: all that they depend on.
 
     Args:
@@ -51,11 +50,11 @@ def times_key(
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
     )
     more = precision == "auto"
-    return key_of("segments in all ways", graph, found, str(torch.__version__), type(optimizer).__name__, size, more)
+    return key_of("segments in all ways", graph, found, str(torch.__version__), kinds_of(optimizer), size, more)
 
 
 def divided_bytes(
-    captures: Captures, batch: Batch, size: int, optimizer: torch.optim.Optimizer
+    captures: Captures, batch: Batch, size: int, optimizer: Optimizers
 ) -> tuple[ModelPrograms, ModelBytes]:
     """Return the programs of a model whose every segment is a stage, and what follows from them.
 
@@ -67,13 +66,14 @@ def divided_bytes(
     """
     traced = captures.traced(batch, size, train=True, halves=True)
     programs = traced.divide([[name] for name in traced.segments])
+    named = named_state(captures.recipe.model, captures.recipe.loss, lambda: 0)
     return programs, model_bytes(
         programs,
         traced.segments,
         size,
         state=captures.state_specs(),
         trained=captures.trained,
-        optimizer_factor=optimizer_factor(optimizer)[0],
+        factors={name: found.factor for name, found in footprints(optimizer, named).items()},
     )
 
 

@@ -24,6 +24,7 @@ from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentTimes, Way
 from onebox.engine.batch import as_batch
 from onebox.engine.compiler import Captures
 from onebox.engine.formats import compared, ways_of
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
 from onebox.engine.results import Event
 from onebox.engine.trainer import Trainer
@@ -51,7 +52,7 @@ _LEAST_S = 1e-7
 def profile_model(
     model: nn.Module,
     loss: Loss,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     inputs: Any,
     targets: Any,
     *,
@@ -151,7 +152,7 @@ class _Runs:
         self,
         model: nn.Module,
         loss: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         small: tuple[Any, Any],
         size: int,
         precision: Precision,

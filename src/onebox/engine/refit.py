@@ -14,14 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from onebox.cost import PoolProfile, load
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.forecast import Count, forecast_memory
 from onebox.engine.formats import with_precisions_of
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import (
     KnownTimes,
     allowed_sizes,
@@ -65,7 +64,7 @@ class Workload:
     """
 
     captures: Captures
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     batch: Batch
     max_norm: float
     in_flight: int

@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from onebox.engine.bringing import Wanted, bring, wanted_spec
 from onebox.engine.copies import Copies, Item, Part
 from onebox.engine.holdings import Holdings, Members
+from onebox.engine.optimizers import Optimizers, each_of, options_of
 from onebox.engine.reading import Reading
 from onebox.engine.state import (
     OptimizerEntries,
     local_optimizer_state,
     named_state,
     optimizer_definition,
-    options_of,
     state_entries,
     trained_names,
 )
@@ -40,15 +39,15 @@ class RemoteState:
     Args:
         model: The user's model.
         loss: The user's loss, which may be a module with tensors of its own.
-        optimizer: The user's optimizer; what it remembers is taken over.
+        optimizer: The user's optimizer, or several; what they remember is taken over.
         pool: The pool.
 
     Raises:
-        UsageError: The optimizer is none that workers run, or holds other tensors than the model's.
+        UsageError: An optimizer is none that workers run, or holds other tensors than the model's, or those of another.
     """
 
-    def __init__(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer, pool: Pool) -> None:
-        self.optimizer = optimizer
+    def __init__(self, model: nn.Module, loss: Any, optimizer: Optimizers, pool: Pool) -> None:
+        self.optimizer = optimizer = each_of(optimizer)
         self.remembered: OptimizerEntries
         self._pool = pool
         self._ledger: list[int] = []

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, NumberEntry
+from onebox.engine.optimizers import Optimizers, each_of, groups_of
 from onebox.engine.remote import RemoteState
-from onebox.engine.state import NamedState, OptimizerEntries, named_state, options_of
+from onebox.engine.state import NamedState, OptimizerEntries, named_state
 from onebox.engine.versions import KEYS
 from onebox.errors import CheckpointError
 from onebox.plan import Plan
 from onebox.wire import spec_of
 
 
-def group_entries(optimizer: torch.optim.Optimizer, state: NamedState) -> tuple[GroupEntry, ...]:
-    """Describe the parameter groups of an optimizer by the names of their parameters."""
+def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry, ...]:
+    """Describe the parameter groups of optimizers by the names of their parameters."""
     names = {id(tensor): name for name, tensor in state.tensors.items()}
     return tuple(
-        GroupEntry(tuple(names[id(parameter)] for parameter in group["params"]), options)
-        for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True)
+        GroupEntry(tuple(names[id(parameter)] for parameter in group.parameters), group.options)
+        for group in groups_of(optimizer)
     )
 
 
@@ -39,7 +40,7 @@ def take(remote: RemoteState, **settings: Any) -> Checkpoint:
         format="onebox-checkpoint",
         version=VERSION,
         torch=str(torch.__version__),
-        optimizer=type(remote.optimizer).__name__,
+        optimizer=tuple(group.kind for group in groups_of(remote.optimizer)),
         groups=group_entries(remote.optimizer, remote.named),
         numbers=tuple(NumberEntry(n, k, value) for n, k, value in entries if not isinstance(value, Tensor)),
         **settings,
@@ -90,8 +91,8 @@ def versions(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
     return {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Overwrite a model's weights and an optimizer's options with those of a checkpoint.
+def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Optimizers) -> None:
+    """Overwrite a model's weights and the options of its optimizers with those of a checkpoint.
 
     Raises:
         CheckpointError: It belongs to another model or optimizer; nothing has been overwritten then.
@@ -102,7 +103,8 @@ def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: torc
     with torch.no_grad():
         for name, tensor in checkpoint.state.items():
             state.tensors[name].copy_(tensor)
-    for group, entry in zip(optimizer.param_groups, checkpoint.manifest.groups, strict=True):
+    groups = [group for each in each_of(optimizer) for group in each.param_groups]
+    for group, entry in zip(groups, checkpoint.manifest.groups, strict=True):
         for key, value in entry.options.items():
             group[key] = tuple(value) if isinstance(value, list) else value
 
@@ -121,12 +123,13 @@ def _check_state(checkpoint: Checkpoint, state: NamedState) -> None:
             )
 
 
-def _check_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, state: NamedState) -> None:
-    manifest = checkpoint.manifest
-    if type(optimizer).__name__ != manifest.optimizer:
+def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizers, state: NamedState) -> None:
+    written = list(zip(checkpoint.manifest.kinds, checkpoint.manifest.groups, strict=True))
+    given = list(zip((group.kind for group in groups_of(optimizer)), group_entries(optimizer, state), strict=True))
+    theirs, ours = (" and ".join(dict.fromkeys(kind for kind, _ in groups)) for groups in (written, given))
+    if theirs != ours:
         raise CheckpointError(
-            f"the checkpoint was written with {manifest.optimizer}, but the optimizer is a {type(optimizer).__name__}"
+            f"the checkpoint was written with {theirs}, but the optimizer is {ours}; give the same, in the same order"
         )
-    ours = [entry.parameters for entry in group_entries(optimizer, state)]
-    if ours != [entry.parameters for entry in manifest.groups]:
+    if [(kind, entry.parameters) for kind, entry in given] != [(kind, entry.parameters) for kind, entry in written]:
         raise CheckpointError("the checkpoint has other parameter groups than the optimizer")

@@ -20,13 +20,13 @@ from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
+from onebox.engine.optimizers import options_of
 from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, locate, step_values
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
-from onebox.engine.state import options_of
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted

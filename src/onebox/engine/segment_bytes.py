@@ -23,7 +23,7 @@ def model_bytes(
     *,
     state: Mapping[str, TensorSpec],
     trained: frozenset[str],
-    optimizer_factor: float,
+    factors: Mapping[str, float],
 ) -> ModelBytes:
     """Return the bytes of a model's segments.
 
@@ -33,7 +33,7 @@ def model_bytes(
         size: Samples of the micro-batch that the programs are for.
         state: What each parameter and buffer is.
         trained: Parameters that have gradients.
-        optimizer_factor: Bytes of an optimizer's state, as a multiple of those of its parameters.
+        factors: For each of these the bytes of its optimizer's state, as a multiple of its own.
     """
     table = _Table(model)
     readers: dict[str, set[int]] = defaultdict(set)
@@ -42,11 +42,12 @@ def model_bytes(
             if port.kind in ("parameter", "rounded", "buffer", "gradient", "update"):
                 readers[str(port.name)].add(phase.stage)
 
-    def held(name: str) -> tuple[int, int]:
+    def held(name: str) -> tuple[int, int, int]:
         size_bytes = state[name].size_bytes
         if name not in trained:
-            return 0, size_bytes
-        return size_bytes, int(size_bytes * (2 + optimizer_factor))
+            return 0, size_bytes, 0
+        remembered_bytes = int(size_bytes * factors[name])
+        return size_bytes, 2 * size_bytes + remembered_bytes, remembered_bytes
 
     segments = []
     for index, name in enumerate(names):
@@ -54,9 +55,9 @@ def model_bytes(
         segments.append(
             SegmentBytes(
                 name=name,
-                parameter_bytes=sum(parameter for parameter, _ in own),
-                state_bytes=sum(total for _, total in own),
-                optimizer_bytes=sum(int(parameter * optimizer_factor) for parameter, _ in own),
+                parameter_bytes=sum(parameter for parameter, _, _ in own),
+                state_bytes=sum(total for _, total, _ in own),
+                optimizer_bytes=sum(remembered for _, _, remembered in own),
                 saved_bytes=table.saved(index),
                 late_bytes=table.late(index),
                 forward_work_bytes=_work(table.part(index, "F")),
@@ -69,7 +70,7 @@ def model_bytes(
             segments=tuple(sorted(found)),
             parameter_bytes=held(key)[0],
             state_bytes=held(key)[1],
-            optimizer_bytes=int(held(key)[0] * optimizer_factor),
+            optimizer_bytes=held(key)[2],
         )
         for key, found in sorted(readers.items())
         if len(found) > 1

@@ -12,17 +12,17 @@ from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
+from onebox.engine.optimizers import groups_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import IN_EVALUATION, host_lack, no_room
 from onebox.engine.settings import Request
-from onebox.engine.state import optimizer_factor
+from onebox.engine.state import footprints
 from onebox.errors import OneboxError, UsageError
 from onebox.graph.placements import Shard
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.messages import Ask
-from onebox.worker import CORRECTS
 
 
 class Ready:
@@ -63,7 +63,7 @@ class Ready:
         self.plan = plan
         self._remote = remote
         self._on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
-        self._factor, self._fixed_bytes = optimizer_factor(remote.optimizer)
+        self._footprints = footprints(remote.optimizer, remote.named, remote.versions.delay)
         self._made: list[int] = []
         self.compiler = Compiler(pool, plan, captures, self._new_number)
         self._pool = pool
@@ -298,14 +298,14 @@ class Ready:
                 }
             sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)
             held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
-            trained = [
-                self.holdings.spec(worker, name, state.spec(name)).size_bytes
+            trained = {
+                name: self.holdings.spec(worker, name, state.spec(name)).size_bytes
                 for name in self.holdings.stepped_by(worker, self.trained)
-            ]
-            corrects = train and self.compiler.windows and versions.delay in CORRECTS
-            factor = self._factor + (1 if corrects else 0)
-            remembered_bytes = int(factor * sum(trained)) + self._fixed_bytes * len(trained)
-            copied_bytes = 0 if self._pool.devices[worker].kind == "cpu" else sum(trained)  # stepped, and sent back
+            }
+            late = train and self.compiler.windows
+            remembered_bytes = sum(self._footprints[name].size_bytes(own, late=late) for name, own in trained.items())
+            cpu = self._pool.devices[worker].kind == "cpu"
+            copied_bytes = 0 if cpu else sum(trained.values())  # stepped, and sent back
             found[worker] = Contents(
                 routine=routine,
                 held=held,
@@ -338,13 +338,15 @@ _BY_ELEMENT = frozenset(
 
 def _check_split(remote: RemoteState, holdings: Holdings) -> None:
     """Refuse to split a parameter whose optimizer looks at it as a whole."""
-    name = type(remote.optimizer).__name__
-    split = [key for key in remote.wanted if isinstance(holdings.placement(key), Shard)]
-    if split and name not in _BY_ELEMENT:
-        raise UsageError(
-            f"the plan splits {split[0]}, but {name} looks at a parameter as a whole; split layers with one of "
-            f"{', '.join(sorted(_BY_ELEMENT))}"
-        )
+    names = {id(remote.named.tensors[name]): name for name in remote.wanted}
+    for group in groups_of(remote.optimizer):
+        own = (names[id(parameter)] for parameter in group.parameters if id(parameter) in names)
+        split = [name for name in own if isinstance(holdings.placement(name), Shard)]
+        if split and group.kind not in _BY_ELEMENT:
+            raise UsageError(
+                f"the plan splits {split[0]}, but {group.kind} looks at a parameter as a whole; split layers with one "
+                f"of {', '.join(sorted(_BY_ELEMENT))}"
+            )
 
 
 def set_up(

@@ -1,20 +1,21 @@
-"""The training state: names, numbers and tensors of parameters and buffers, and the optimizer's description."""
+"""The training state: names, numbers and tensors of parameters and buffers, and the description of optimizers."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from onebox.engine.optimizers import Group, Optimizers, groups_of, remembered_of
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import Delay, Optimizer, Options
+from onebox.wire.messages import GroupDelays, Optimizer
 from onebox.wire.state import StateEntry
-from onebox.worker import OPTIMIZERS
+from onebox.worker import CORRECTS, for_each_group
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
 """What an optimizer remembers: (parameter, key, value)."""
@@ -59,65 +60,51 @@ def named_state(model: nn.Module, loss: Any, new_number: Callable[[], int]) -> N
     )
 
 
-def trained_names(state: NamedState, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the parameters that an optimizer updates, in the order of its groups.
+def trained_names(state: NamedState, optimizer: Optimizers) -> tuple[str, ...]:
+    """Return the names of the parameters that optimizers update, in the order of their groups.
 
     Raises:
-        UsageError: The optimizer is not a plain one of ``torch.optim``, or holds tensors that are not the model's.
+        UsageError: An optimizer is not a plain one of ``torch.optim``, or holds tensors that are not the model's, or
+            two hold the same.
     """
-    kind = type(optimizer)
-    if kind.__name__ not in OPTIMIZERS or kind is not getattr(torch.optim, kind.__name__, None):
-        raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} is no optimizer that workers run; they know these classes of "
-            f"torch.optim: {', '.join(OPTIMIZERS)}"
-        )
     names = {id(state.tensors[name]): name for name in state.parameters}
     found: list[str] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
+    kinds: dict[str, str] = {}
+    for kind, parameters, _ in groups_of(optimizer):
+        for parameter in parameters:
+            name = names.get(id(parameter))
+            if name is None:
                 raise UsageError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that is neither the model's nor "
                     "the loss's: make the optimizer after the model has its final parameters"
                 )
+            if name in kinds:
+                raise UsageError(
+                    f"{name} of shape {list(parameter.shape)} is in two optimizers, {kinds[name]} and {kind}; allowed "
+                    "is one: leave it out of the other's parameters"
+                )
+            kinds[name] = kind
             if parameter.requires_grad:
-                found.append(names[id(parameter)])
+                found.append(name)
     if not found:
         raise UsageError("the optimizer has no parameter that requires a gradient")
     return tuple(found)
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> tuple[Options, ...]:
-    """Return the options of each parameter group, as they are now."""
-    return tuple(
-        {key: _plain(key, group[key]) for key in optimizer.defaults if key in group} for group in optimizer.param_groups
-    )
-
-
-def _plain(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, list | tuple):
-        return tuple(None if item is None else float(item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
-
-
 def optimizer_definition(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     state: NamedState,
     trained: tuple[str, ...],
     entries: tuple[StateEntry, ...],
     *,
     host: bool = False,
-    delay: Delay = "none",
+    delay: GroupDelays = "none",
     succeeds: bool = False,
 ) -> Optimizer:
-    """Describe an optimizer for a worker.
+    """Describe what a worker steps its parameters with: one optimizer, whose groups may be of several classes.
 
     Args:
-        optimizer: The user's optimizer.
+        optimizer: The user's optimizer, or several.
         state: Parameters and buffers.
         trained: The parameters that the worker steps.
         entries: What it remembers of them.
@@ -127,22 +114,21 @@ def optimizer_definition(
     """
     position = {name: index for index, name in enumerate(trained)}
     names = {id(state.tensors[name]): name for name in state.parameters}
-    groups = []
-    for group, options in zip(optimizer.param_groups, options_of(optimizer), strict=True):
-        members = tuple(position[name] for p in group["params"] if (name := names[id(p)]) in position)
-        groups.append((members, options))
-    numbers = tuple(state.numbers[name] for name in trained)
-    return Optimizer(
-        type(optimizer).__name__, tuple(groups), numbers, entries, host=host, delay=delay, succeeds=succeeds
+    groups = groups_of(optimizer)
+    held = tuple(
+        (tuple(position[name] for p in group.parameters if (name := names[id(p)]) in position), group.options)
+        for group in groups
     )
+    kinds, numbers = tuple(group.kind for group in groups), tuple(state.numbers[name] for name in trained)
+    return Optimizer(kinds, held, numbers, entries, host=host, delay=delay, succeeds=succeeds)
 
 
-def local_optimizer_state(optimizer: torch.optim.Optimizer, state: NamedState) -> OptimizerEntries:
-    """Return what an optimizer that has stepped before remembers, as (parameter, key, value)."""
+def local_optimizer_state(optimizer: Optimizers, state: NamedState) -> OptimizerEntries:
+    """Return what optimizers that have stepped before remember, as (parameter, key, value)."""
     return [
         (name, key, value)
         for name in state.tensors
-        for key, value in sorted(optimizer.state.get(state.tensors[name], {}).items())
+        for key, value in sorted(remembered_of(optimizer, state.tensors[name]).items())
     ]
 
 
@@ -159,17 +145,51 @@ def state_entries(
     return entries, [value for _, _, value in known if isinstance(value, Tensor)]
 
 
-def optimizer_factor(optimizer: torch.optim.Optimizer) -> tuple[float, int]:
-    """Return what an optimizer's state takes, by trying it on a parameter.
+class Footprint(NamedTuple):
+    """What an optimizer's state takes of a parameter.
 
-    Returns:
-        Its bytes as a multiple of those of its parameters, and the bytes that each parameter adds whatever its size.
+    Args:
+        factor: Its bytes as a multiple of those of the parameter.
+        fixed_bytes: The bytes that it adds whatever the parameter's size.
+        corrected: Whether updates of it are corrected when gradients are late, which takes the parameter's bytes again.
     """
+
+    factor: float
+    fixed_bytes: int
+    corrected: bool = False
+
+    def size_bytes(self, parameter_bytes: int, *, late: bool = False) -> int:
+        """Return the bytes of the state of a parameter, with or without what late gradients take."""
+        return int((self.factor + (late and self.corrected)) * parameter_bytes) + self.fixed_bytes
+
+
+def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "none") -> dict[str, Footprint]:
+    """Return what optimizers' state takes of each of their parameters, by trying each kind of group on a parameter.
+
+    Args:
+        optimizer: One or several.
+        state: Parameters and buffers.
+        delay: What is done about gradients that are late.
+    """
+    names = {id(state.tensors[name]): name for name in state.parameters}
+    groups = groups_of(optimizer)
+    known: dict[tuple[object, ...], tuple[float, int]] = {}
+    found = {}
+    for group, treatment in zip(groups, for_each_group(delay, len(groups)), strict=True):
+        key = (group.kind, *sorted((key, value) for key, value in group.options.items() if key != "lr"))
+        if key not in known:
+            known[key] = _tried(group)
+        for parameter in group.parameters:
+            found[names[id(parameter)]] = Footprint(*known[key], treatment in CORRECTS)
+    return found
+
+
+def _tried(group: Group) -> tuple[float, int]:
+    """Return the bytes of the state of a parameter as a multiple of its own, and what comes to these."""
     parameter = nn.Parameter(torch.zeros(1 << 6, 1 << 6))  # Muon wants matrices
-    group = optimizer.param_groups[0]
-    known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach"}
-    options = {key: group[key] for key in optimizer.defaults if key in group and key in known}
-    tried = type(optimizer)([parameter], **options)
+    kind = getattr(torch.optim, group.kind)
+    known = set(inspect.signature(kind).parameters) - {"fused", "foreach"}
+    tried = kind([parameter], **{key: value for key, value in group.options.items() if key in known})
     parameter.grad = torch.zeros_like(parameter)
     tried.step()
     state: Mapping[str, Any] = tried.state[parameter]

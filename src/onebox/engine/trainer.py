@@ -19,6 +19,7 @@ from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive
 from onebox.engine.observed import Observed
+from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, versions
 from onebox.engine.results import Evaluation, StepLoss
@@ -44,9 +45,10 @@ class Trainer(Observed):
         model: Any module that ``torch.export`` can capture. A tuple of inputs is spread over its arguments, a dict
             over its keyword arguments.
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
-        optimizer: An optimizer of ``torch.optim`` over the model's parameters. Its class, groups and options are
-            taken over by the workers; learning rates and other options are read anew with each step, so a scheduler
-            that changes them takes effect.
+        optimizer: An optimizer of ``torch.optim`` over the model's parameters, or several in a list, each over its own,
+            such as Muon for matrices and AdamW for the rest; a parameter that is in none is not trained. Class, groups
+            and options are taken over by the workers; learning rates and other options are read anew with each step, so
+            schedulers that change them take effect.
         pool: From :func:`onebox.open`.
         plan: A :class:`onebox.Plan`, or the path of a plan file; ``None`` for data parallel over all devices. A plan
             says itself what ``micro_batch``, ``sync``, ``shares`` and ``update`` are. Where it has stages recomputed or
@@ -129,7 +131,7 @@ class Trainer(Observed):
         self,
         model: nn.Module,
         loss: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         pool: Pool,
         plan: Plan | str | Path | None = None,
@@ -246,7 +248,8 @@ class Trainer(Observed):
             result = self._run.step(inputs.parcel.batch, inputs)
         else:
             result = self._run.step(as_batch(inputs, targets, samples))
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it has stepped
+        for each in self._remote.optimizer:  # schedulers ask whether they have stepped
+            each._opt_called = True  # type: ignore[attr-defined]
         return result
 
     # ---- evaluation
@@ -295,7 +298,7 @@ class Trainer(Observed):
         path: str | Path,
         model: nn.Module,
         loss: Loss,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         pool: Pool,
         **options: Any,

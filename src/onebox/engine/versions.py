@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onebox.wire.messages import Branch, Delay
+from onebox.wire.messages import Branch, GroupDelays
 
 PREVIOUS, AHEAD = "previous", "ahead"
 """What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""
@@ -20,12 +20,12 @@ class Versions:
     Args:
         previous: Of trained parameters as they were before the newest update, by name; none where steps are exact.
         ahead: Of what they are expected to be after the next one; none where nothing is expected.
-        delay: What is done about gradients that are late.
+        delay: What is done about gradients that are late, in all parameter groups or in each.
     """
 
     previous: Mapping[str, int] = field(default_factory=dict)
     ahead: Mapping[str, int] = field(default_factory=dict)
-    delay: Delay = "none"
+    delay: GroupDelays = "none"
 
     @property
     def keys(self) -> dict[str, Mapping[str, int]]:

@@ -22,6 +22,9 @@ Delay = Literal["none", "predict", "lookahead", "both", "feedback"]
 optimizer's momentum expects; steps look further ahead along the momentum; both of these; or what a step was too far
 off is taken back with the next one."""
 
+GroupDelays = Delay | tuple[Delay, ...]
+"""The same for all parameter groups, or that of each."""
+
 Options = dict[str, bool | int | float | str | tuple[float | None, ...] | None]
 
 
@@ -288,24 +291,24 @@ class Optimizer(Message, frozen=True, tag="optimizer"):
     """A native optimizer.
 
     Args:
-        name: Class in ``torch.optim``.
-        groups: For each parameter group, positions in ``parameters`` and its options.
+        name: Class in ``torch.optim``, of all groups or of each.
+        groups: For each parameter group, positions in ``parameters``, each in one group, and its options.
         parameters: Buffers of the parameters, updated in place.
         state: State to start from; the elements of its tensors are in frames, in order.
         cost_s: Seconds that a step takes on a ``sim`` device of speed 1; other devices take what it takes.
         host: Whether its state is in the host's memory, and its steps are computed there.
-        delay: What is done about gradients that are a step late.
+        delay: What is done about gradients that are a step late, in all groups or in each.
         succeeds: Whether it takes the place of the optimizer that has its number now, if there is one, with what that
             remembers of buffers that both have.
     """
 
-    name: str
+    name: str | tuple[str, ...]
     groups: tuple[tuple[tuple[int, ...], Options], ...]
     parameters: tuple[int, ...]
     state: tuple[StateEntry, ...] = ()
     cost_s: float = 0.0
     host: bool = False
-    delay: Delay = "none"
+    delay: GroupDelays = "none"
     succeeds: bool = False
 
 

@@ -12,9 +12,20 @@ if TYPE_CHECKING:
     from onebox.worker.delays import AHEAD, CORRECTS, PREDICTS, momentum_of
     from onebox.worker.faults import Fault
     from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
+    from onebox.worker.optimizer import for_each_group
     from onebox.worker.serve import Ports, WorkerConfig
 
-__all__ = ["AHEAD", "CORRECTS", "OPTIMIZERS", "PREDICTS", "Fault", "Ports", "WorkerConfig", "momentum_of"]
+__all__ = [
+    "AHEAD",
+    "CORRECTS",
+    "OPTIMIZERS",
+    "PREDICTS",
+    "Fault",
+    "Ports",
+    "WorkerConfig",
+    "for_each_group",
+    "momentum_of",
+]
 
 _HOMES = {
     "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
@@ -24,6 +35,7 @@ _HOMES = {
     "Fault": ("onebox.worker.faults", "Fault"),
     "Ports": ("onebox.worker.serve", "Ports"),
     "WorkerConfig": ("onebox.worker.serve", "WorkerConfig"),
+    "for_each_group": ("onebox.worker.optimizer", "for_each_group"),
     "momentum_of": ("onebox.worker.delays", "momentum_of"),
 }
 

@@ -1,9 +1,9 @@
-"""The optimizer of a worker: a class of ``torch.optim`` by name, over buffers."""
+"""The optimizer of a worker: classes of ``torch.optim`` by name, over buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,30 +26,45 @@ ALLOWED = (
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Options that choose a kernel; they stay as they were decided when the optimizer was made."""
 
+T = TypeVar("T", bound=str)
+
+
+def for_each_group(value: T | tuple[T, ...], groups: int) -> tuple[T, ...]:
+    """Return something that is one for all parameter groups, or one of each, as one of each.
+
+    Raises:
+        WireError: There are not as many as groups.
+    """
+    found = value if isinstance(value, tuple) else (value,) * groups
+    if len(found) != groups:
+        raise WireError(f"{len(found)} for {groups} parameter groups; allowed is one for all, or one for each")
+    return found
+
 
 class NativeOptimizer:
-    """An optimizer that updates buffers in place.
+    """An optimizer that updates buffers in place, each parameter group by a class of its own where they differ.
 
     One that steps on the host keeps its state there, and copies of parameters that are elsewhere; parameters that are
     in the host's memory already, those of a CPU worker, are stepped where they are. Either way its steps have the bits
     that they would have on a CPU.
 
     Args:
-        spec: Class, groups and options.
-        parameters: The buffers, in the order of ``spec.parameters``.
+        spec: Classes, groups and options.
+        parameters: The buffers, in the order of ``spec.parameters``, each in one group.
         state: Tensors for the entries of ``spec.state`` that have one, in order.
         host: The account of the host's memory, for one that steps there.
 
     Raises:
-        WireError: The class is not allowed or this torch has not got it, or the options are not its.
+        WireError: A class is not allowed or this torch has not got it, options are not its, or a parameter is not in
+            one group.
         QuotaExceeded: The account has no room.
     """
 
     def __init__(
         self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor], host: HostMemory | None = None
     ) -> None:
-        if spec.name not in ALLOWED or not hasattr(torch.optim, spec.name):
-            raise WireError(f"optimizer {spec.name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
+        self._names = for_each_group(spec.name, len(spec.groups))
+        _check(spec, self._names)
         self.numbers = spec.parameters
         self.cost_s = spec.cost_s
         self._host = (host or HostMemory(0)) if spec.host else None
@@ -58,28 +73,14 @@ class NativeOptimizer:
         self.parameters = parameters = (
             self._masters.tensors if self._masters else [parameter.detach() for parameter in parameters]
         )
-        groups = [
-            {"params": [parameters[index] for index in members], **self._options(options)}
-            for members, options in spec.groups
-        ]
-        kind = getattr(torch.optim, spec.name)
-        try:
-            self.optimizer: Any = kind(groups)
-        except (TypeError, ValueError) as error:
-            raise WireError(f"optimizer {spec.name} refuses its options: {error}") from None
-        unknown = {key for _, options in spec.groups for key in options} - set(self.optimizer.defaults)
-        if unknown:
-            raise WireError(f"optimizer {spec.name} has no option {sorted(unknown)[0]!r}")
-        for group in self.optimizer.param_groups:
+        self.groups = self._made(spec)
+        """The options of each group, and its parameters."""
+        for group in self.groups:
             self._choose_kernel(group)
-        self._name = spec.name
         self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
-        self.delay = self._checked(spec.delay)
-        self._group_of = {
-            index: group
-            for (members, _), group in zip(spec.groups, self.optimizer.param_groups, strict=True)
-            for index in members
-        }
+        self.delays = tuple(map(self._checked, self._names, self.groups, for_each_group(spec.delay, len(spec.groups))))
+        """What is done about late gradients of each group."""
+        self._group_of = {index: place for place, (members, _) in enumerate(spec.groups) for index in members}
         self._counted: set[tuple[int, bool]] = (
             set()
         )  # positions that have been stepped, and whether with late gradients
@@ -92,19 +93,18 @@ class NativeOptimizer:
         for entry in entries:
             plain = isinstance(entry.value, bool | int | float | None)
             value = entry.value if plain else self._place(entry, next(left))
-            self.optimizer.state[self.parameters[entry.parameter]][entry.key] = value
+            self._remembered(entry.parameter)[entry.key] = value
         self._count()
 
     def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
         """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""
-        parameter = self.parameters[entry.parameter]
-        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        group = self.groups[self._group_of[entry.parameter]]
         on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
-        return tensor.to(parameter.device) if on_device else tensor
+        return tensor.to(self.parameters[entry.parameter].device) if on_device else tensor
 
     def set_options(self, options: tuple[Options, ...]) -> None:
         """Set options of each group, such as the learning rate of this step."""
-        for group, changed in zip(self.optimizer.param_groups, options, strict=True):
+        for group, changed in zip(self.groups, options, strict=True):
             group.update({key: value for key, value in self._options(changed).items() if key not in KERNEL_OPTIONS})
 
     def step(
@@ -138,7 +138,7 @@ class NativeOptimizer:
         if max_norm > 0:
             norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        late = late and self.delay in CORRECTS
+        late = late and self.corrects(chosen)
         self._update(chosen, gradients, factor, late)
         stepped = {(index, late) for index in chosen}
         if not stepped <= self._counted:
@@ -177,23 +177,32 @@ class NativeOptimizer:
 
     def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
         """Step some parameters; the others, which have no gradient, stay as they are."""
-        before = [self.parameters[index].clone() for index in members] if late else []
+        before = {index: self.parameters[index].clone() for index in members if late and self.corrects((index,))}
         for index, gradient in zip(members, gradients, strict=True):
             # fused kernels take for granted that it lies as the parameter does
             self.parameters[index].grad = gradient.contiguous()
-        self.optimizer.step()
+        for optimizer in {self._names[self._group_of[index]]: self._of(index) for index in members}.values():
+            optimizer.step()
         for index in members:
             self.parameters[index].grad = None
-        for index, old in zip(members, before, strict=False):
+        for index, old in before.items():
             self._correct(index, old)
 
     def _correct(self, index: int, before: Tensor) -> None:
         """Treat an update that was made of a late gradient."""
-        parameter = self.parameters[index]
-        group, state = self._group_of.get(index), self.optimizer.state[parameter]
-        if group is not None:
-            factor = 1.0 if self.delay == "feedback" else momentum_of(self._name, group) or 0.0
-            state[LAST_UPDATE] = correct(parameter, before, state.get(LAST_UPDATE), factor)
+        place, state = self._group_of[index], self._remembered(index)
+        feedback = self.delays[place] == "feedback"
+        factor = 1.0 if feedback else momentum_of(self._names[place], self.groups[place]) or 0.0
+        state[LAST_UPDATE] = correct(self.parameters[index], before, state.get(LAST_UPDATE), factor)
+
+    def corrects(self, chosen: Sequence[int]) -> bool:
+        """Tell whether updates of some parameters are corrected where their gradients are late."""
+        return any(self.delays[self._group_of[index]] in CORRECTS for index in chosen)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there are versions of parameters that are ahead."""
+        return any(delay in AHEAD for delay in self.delays)
 
     def updates(self, index: int, tensor: Tensor) -> bool:
         """Tell whether a tensor lies where a parameter is."""
@@ -220,14 +229,11 @@ class NativeOptimizer:
             self.parameters[index].data = place
 
     def expect(self, index: int, into: Tensor) -> None:
-        """Let a tensor become what a parameter is expected to be one step later.
-
-        Raises:
-            WireError: Nothing can be expected of this class.
-        """
-        own, group = self.parameters[index], self._group_of.get(index)
-        known = self.optimizer.state.get(own, {})
-        update = None if group is None else expected_update(self._name, group, known, own)
+        """Let a tensor become what a parameter is expected to be one step later: what it is, where nothing is."""
+        own, place = self.parameters[index], self._group_of[index]
+        update = None
+        if self.delays[place] in AHEAD:
+            update = expected_update(self._names[place], self.groups[place], self._of(index).state.get(own, {}), own)
         into.copy_(own if update is None else update.add_(own))
 
     def state(self) -> tuple[list[StateEntry], list[Tensor]]:
@@ -235,7 +241,7 @@ class NativeOptimizer:
         entries: list[StateEntry] = []
         tensors: list[Tensor] = []
         for index, parameter in enumerate(self.parameters):
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(self._of(index).state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
                     entries.append(StateEntry(index, key, spec_of(value)))
                     tensors.append(value)
@@ -263,7 +269,8 @@ class NativeOptimizer:
 
     def _count(self) -> None:
         """Count the state anew, and what is kept of the parameters."""
-        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
+        values = [value for state in states for value in state.values()]
         size_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
         if self._host is None:
             self._charged_bytes = size_bytes
@@ -280,20 +287,48 @@ class NativeOptimizer:
         """Return options as the class takes them."""
         return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
 
-    def _checked(self, delay: Delay) -> Delay:
+    def _made(self, spec: Optimizer) -> list[dict[str, Any]]:
+        """Make one optimizer of each class; return the groups of all, in the order of the specification.
+
+        Raises:
+            WireError: A class refuses its options or parameters.
+        """
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for name, (members, options) in zip(self._names, spec.groups, strict=True):
+            of_class = {"params": [self.parameters[index] for index in members], **self._options(options)}
+            groups.setdefault(name, []).append(of_class)
+        self._optimizers: dict[str, Any] = {}
+        for name, own in groups.items():
+            try:
+                self._optimizers[name] = made = getattr(torch.optim, name)(own)
+            except (TypeError, ValueError) as error:
+                raise WireError(f"optimizer {name} refuses its options: {error}") from None
+            unknown = {key for group in own for key in group} - {"params", *made.defaults}
+            if unknown:
+                raise WireError(f"optimizer {name} has no option {sorted(unknown)[0]!r}")
+        left = {name: iter(made.param_groups) for name, made in self._optimizers.items()}
+        return [next(left[name]) for name in self._names]
+
+    def _of(self, index: int) -> Any:
+        """Return what steps a parameter."""
+        return self._optimizers[self._names[self._group_of[index]]]
+
+    def _remembered(self, index: int) -> dict[str, Any]:
+        """Return what is remembered of a parameter, to be written to."""
+        found: dict[str, Any] = self._of(index).state[self.parameters[index]]
+        return found
+
+    @staticmethod
+    def _checked(name: str, group: dict[str, Any], delay: Delay) -> Delay:
         """Return a treatment of late gradients.
 
         Raises:
             WireError: The class cannot have it.
         """
-        if delay in AHEAD and self._name not in PREDICTS:
-            raise WireError(
-                f"delay {delay!r} needs one of these optimizers: {', '.join(PREDICTS)}; this is {self._name}"
-            )
-        if delay in ("lookahead", "both") and any(
-            momentum_of(self._name, group) is None for group in self.optimizer.param_groups
-        ):
-            raise WireError(f"delay {delay!r} needs an optimizer with momentum; {self._name} has none")
+        if delay in AHEAD and name not in PREDICTS:
+            raise WireError(f"delay {delay!r} needs one of these optimizers: {', '.join(PREDICTS)}; this is {name}")
+        if delay in ("lookahead", "both") and momentum_of(name, group) is None:
+            raise WireError(f"delay {delay!r} needs an optimizer with momentum; {name} has none")
         return delay
 
     def _choose_kernel(self, group: dict[str, Any]) -> None:
@@ -305,3 +340,15 @@ class NativeOptimizer:
         unsuited = group.get("differentiable") or group.get("capturable")
         if not unsuited and all(parameter.is_floating_point() for parameter in self.parameters):
             group["fused"] = True
+
+
+def _check(spec: Optimizer, names: Sequence[str]) -> None:
+    """Require that classes are allowed, and that each parameter is in one group."""
+    for name in names:
+        if name not in ALLOWED or not hasattr(torch.optim, name):
+            raise WireError(f"optimizer {name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
+    members = sorted(index for own, _ in spec.groups for index in own)
+    if members != list(range(len(spec.parameters))):
+        raise WireError(
+            f"the groups of an optimizer of {len(spec.parameters)} parameters have {members[:8]}; allowed is each once"
+        )

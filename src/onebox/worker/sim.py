@@ -25,7 +25,6 @@ from onebox.errors import UsageError, WireError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
 from onebox.wire.messages import Optimizer, Options, StoredProgram
 from onebox.wire.sayings import Instructions
-from onebox.worker.delays import CORRECTS
 from onebox.worker.device import Device, check_cost, wait_until
 from onebox.worker.host import HostMemory
 from onebox.worker.memory import wake_on_time
@@ -228,7 +227,7 @@ class SimOptimizer(NativeOptimizer):
     ) -> float | None:
         """Make the state in the first step; return not-a-number where a norm is asked for."""
         chosen = self.chosen(members)
-        late = late and self.delay in CORRECTS
+        late = late and self.corrects(chosen)
         if not {(index, late) for index in chosen} <= self._counted:
             with _AnyValue():
                 super().step(gradients, 0.0, members=members, late=late)

@@ -12,7 +12,6 @@ from onebox.errors import WireError
 from onebox.wire import spec_of
 from onebox.wire.messages import Branch, OptimizerStep, Options, Rename, Run
 from onebox.wire.sayings import Result, Scalars
-from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
@@ -175,9 +174,9 @@ class Updates:
             raise WireError(f"an age of {step.age} steps; allowed is 0 or more")
         if not previous and not ahead:
             return
-        predicts = optimizer.delay in AHEAD
+        predicts = optimizer.predicts
         if len(previous) != len(chosen) or len(ahead) != (len(chosen) if predicts else 0):
-            raise _wrong_versions(len(previous), len(ahead), len(chosen), optimizer.delay)
+            raise _wrong_versions(len(previous), len(ahead), len(chosen), optimizer.delays)
         numbers = [optimizer.numbers[index] for index in chosen]
         if len({*numbers, *previous, *ahead}) < len(numbers) + len(previous) + len(ahead):
             raise WireError("versions of parameters are buffers of their own")
@@ -185,9 +184,9 @@ class Updates:
             self.versions.check(step.optimizer, chosen, [(number, self._store.get(number)) for number in buffers])
 
     def _check_branch(self, branch: Branch, optimizer: NativeOptimizer, buffers: Sequence[int]) -> None:
-        parameters, predicts = len(optimizer.numbers), optimizer.delay in AHEAD
+        parameters, predicts = len(optimizer.numbers), optimizer.predicts
         if len(branch.previous) != parameters or len(branch.ahead) != (parameters if predicts else 0):
-            raise _wrong_versions(len(branch.previous), len(branch.ahead), parameters, optimizer.delay)
+            raise _wrong_versions(len(branch.previous), len(branch.ahead), parameters, optimizer.delays)
         if branch.behind < 0:
             raise WireError(f"versions {branch.behind} updates behind; allowed is 0 or more")
         if len(set(buffers)) < len(buffers) or any(number in self.versions for number in buffers):
@@ -223,10 +222,11 @@ class Updates:
             self._applied[step.optimizer] = options
 
 
-def _wrong_versions(previous: int, ahead: int, parameters: int, delay: str) -> WireError:
+def _wrong_versions(previous: int, ahead: int, parameters: int, delays: Sequence[str]) -> WireError:
     return WireError(
-        f"{previous} versions before and {ahead} ahead for {parameters} parameters, with delay {delay!r}; allowed is "
-        "one before for each, and one ahead for each with 'predict' only"
+        f"{previous} versions before and {ahead} ahead for {parameters} parameters, with delay "
+        f"{', '.join(map(repr, dict.fromkeys(delays)))}; allowed is one before for each, and one ahead for each with "
+        "'predict' or 'both' only"
     )
 
 

@@ -24,7 +24,7 @@ def test_every_optimizer_gets_what_workers_can_do_for_it(kind: str) -> None:
     choice = choose_delay(made(kind, lr=0.1))
     assert choice.why
     spec = Optimizer(kind, (((0,), {"lr": 0.1}),), (1,), delay=choice.delay)
-    assert NativeOptimizer(spec, [torch.zeros(2, 2)], []).delay == choice.delay
+    assert NativeOptimizer(spec, [torch.zeros(2, 2)], []).delays == (choice.delay,)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if hasattr(torch.optim, kind)])

@@ -92,7 +92,7 @@ def described(**other: Any) -> Checkpoint:
             r"model\.0\.bias is float64\[6\] there",
         ),
         (changed(saved(1), model__0__bias=torch.zeros(5)), r"float32\[5\] there and float64\[5\] in the model"),
-        (described(optimizer="SGD"), "written with SGD, but the optimizer is a AdamW"),
+        (described(optimizer="SGD"), "written with SGD, but the optimizer is AdamW"),
         (described(groups=saved(1).manifest.groups[::-1]), "other parameter groups"),
         (described(groups=saved(1).manifest.groups[:1]), "other parameter groups"),
         (described(groups=(GroupEntry(("model.0.weight",), {}),)), "other parameter groups"),

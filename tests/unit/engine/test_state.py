@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from onebox.engine.optimizers import options_of
 from onebox.engine.state import (
+    footprints,
     local_optimizer_state,
     named_state,
     optimizer_definition,
-    optimizer_factor,
-    options_of,
     state_entries,
     trained_names,
 )
@@ -80,6 +80,13 @@ Own.__name__ = "SGD"
         (lambda m: torch.optim.LBFGS(m.parameters()), "no optimizer that workers run"),
         (lambda m: torch.optim.SGD([torch.zeros(7, 7, requires_grad=True)], lr=0.1), r"\[7, 7\].*neither the model's"),
         (lambda m: torch.optim.SGD([m.frozen], lr=0.1), "no parameter that requires a gradient"),
+        (lambda m: [], "no optimizer was given"),
+        (lambda m: [torch.optim.SGD([m.a.bias], lr=0.1), torch.optim.LBFGS([m.b.bias])], "no optimizer that workers"),
+        (lambda m: [torch.optim.SGD([m.a.bias], lr=0.1), m.b.bias], "no optimizer that workers run"),
+        (
+            lambda m: [torch.optim.Muon([m.a.weight]), torch.optim.AdamW(m.parameters())],
+            r"model\.a\.weight of shape \[2, 2\] is in two optimizers, Muon and AdamW; allowed is one",
+        ),
     ],
 )
 def test_optimizers_that_cannot_be_taken_over(make: Any, message: str) -> None:
@@ -122,7 +129,7 @@ def test_a_definition_holds_what_is_trained_only() -> None:
     state = numbered(model)
     trained = ("model.a.weight", "model.a.bias")  # the other has no gradient in the graph
     made = optimizer_definition(optimizer, state, trained, ())
-    assert made.name == "SGD"
+    assert made.name == ("SGD", "SGD")
     assert [members for members, _ in made.groups] == [(1,), (0,)]
     assert [options["lr"] for _, options in made.groups] == [0.1, 0.5]
     assert made.parameters == (state.numbers["model.a.weight"], state.numbers["model.a.bias"])
@@ -150,10 +157,11 @@ def test_what_an_optimizer_remembers_becomes_entries_and_tensors() -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_what_the_state_of_every_optimizer_takes_is_known(kind: str) -> None:
     """Per parameter, as PyTorch's own makes it for a matrix of the size that is tried."""
-    matrix = nn.Parameter(torch.zeros(64, 64))
+    model = nn.Linear(64, 64, bias=False)
+    matrix = model.weight
     optimizer = getattr(torch.optim, kind)([matrix])
-    factor, fixed_bytes = optimizer_factor(optimizer)
+    found = footprints(optimizer, numbered(model))["model.weight"]
     matrix.grad = torch.ones_like(matrix)
     optimizer.step()
     made = sum(value.nbytes for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor))
-    assert factor * matrix.nbytes + fixed_bytes == made
+    assert found.size_bytes(matrix.nbytes) == made

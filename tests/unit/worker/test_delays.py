@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onebox.engine.state import options_of
+from onebox.engine.optimizers import options_of
 from onebox.errors import WireError
 from onebox.wire.messages import Optimizer
 from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of

@@ -1,0 +1,92 @@
+"""One optimizer of ``torch.optim``, or several beside each other, as one list of parameter groups. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onebox.errors import UsageError
+from onebox.wire.messages import Options
+from onebox.worker import OPTIMIZERS
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""What a user trains with: one optimizer, or several over parameters of their own."""
+
+
+class Group(NamedTuple):
+    """A parameter group.
+
+    Args:
+        kind: Class in ``torch.optim``.
+        parameters: Its parameters.
+        options: Its options as they are now; see :func:`options_of`.
+    """
+
+    kind: str
+    parameters: Sequence[Tensor]
+    options: Options
+
+
+def each_of(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
+    """Return optimizers one by one.
+
+    Raises:
+        UsageError: There is none, or one is no plain optimizer of ``torch.optim`` that workers run.
+    """
+    given = tuple(optimizers) if isinstance(optimizers, Sequence) else (optimizers,)
+    if not given:
+        raise UsageError("no optimizer was given; allowed are one of torch.optim, or several in a list")
+    for each in given:
+        kind = type(each)
+        if kind.__name__ not in OPTIMIZERS or kind is not getattr(torch.optim, kind.__name__, None):
+            raise UsageError(
+                f"{kind.__module__}.{kind.__qualname__} is no optimizer that workers run; they know these classes of "
+                f"torch.optim: {', '.join(OPTIMIZERS)}"
+            )
+    return given
+
+
+def groups_of(optimizers: Optimizers) -> list[Group]:
+    """Return the parameter groups of all optimizers, one optimizer behind the other.
+
+    Raises:
+        UsageError: An option is no plain value.
+    """
+    return [
+        Group(type(each).__name__, group["params"], options)
+        for each in each_of(optimizers)
+        for group, options in zip(each.param_groups, _options(each), strict=True)
+    ]
+
+
+def options_of(optimizers: Optimizers) -> tuple[Options, ...]:
+    """Return the options of each parameter group, as they are now."""
+    return tuple(options for each in each_of(optimizers) for options in _options(each))
+
+
+def kinds_of(optimizers: Optimizers) -> str:
+    """Return the classes of optimizers, for people, such as ``Muon and AdamW``."""
+    return " and ".join(dict.fromkeys(type(each).__name__ for each in each_of(optimizers)))
+
+
+def remembered_of(optimizers: Optimizers, parameter: Tensor) -> Mapping[str, Any]:
+    """Return what the one of the optimizers that has a parameter remembers of it."""
+    return next((each.state[parameter] for each in each_of(optimizers) if parameter in each.state), {})
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[Options]:
+    groups = optimizer.param_groups
+    return [{key: _plain(key, group[key]) for key in optimizer.defaults if key in group} for group in groups]
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, list | tuple):
+        return tuple(None if item is None else float(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
