@@ -123,14 +123,14 @@ class LateConfig(JobConfig):
         staleness: 0 for exact steps; with 1 the gradients of a step are applied one step late, so that the next step
             begins while they are still on their way, and a pipeline is never empty.
         delay: With --staleness 1, what is done about late gradients: none, predict (computing with weights as they are
-            expected to be), lookahead, feedback, or auto, which goes by the optimizer.
+            expected to be), extrapolate, lookahead, both, feedback, or auto, which goes by the optimizer.
 
     Raises:
         UsageError: A value is out of range, or two do not go together.
     """
 
     staleness: int = 0
-    delay: Literal["auto", "none", "predict", "lookahead", "both", "feedback"] = "auto"
+    delay: Literal["auto", "none", "predict", "extrapolate", "lookahead", "both", "feedback"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -289,7 +289,7 @@ class PlanConfig(LateConfig):
         update: Where the optimizer's state may be: on the device, on its host, or auto for either.
         preparing: Cores of this machine that reading and preparing batches keeps busy while devices compute, such as
             1.5: where CPU devices and that need more cores than there are, they slow each other down.
-        budget: The most seconds that the search may take, after measuring.
+        budget: About how many seconds the search may take, after measuring.
         fresh: Measure even what is known from an earlier time.
         check: Predict the plan in this file, such as one that was edited, in place of a search.
         out: Write the plan into this file.

@@ -88,8 +88,8 @@ def make_plan(
             workers of it and that need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
-        budget_s: About how many seconds the search may take, counted in what it simulates: the same input gives the same
-            plan, on a busy machine, too.
+        budget_s: About how many seconds the search may take, counted in what it simulates: the same input gives the
+            same plan, on a busy machine, too.
         fresh: Measure anew what is known from an earlier time.
         staleness: How many steps late gradients may be applied. With 1 there are asynchronous plans, too, whose
             schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains

@@ -44,7 +44,7 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
     Args:
         problem: What the search is given.
         exact: Counts a plan's memory.
-        budget_s: The most seconds that a search may take.
+        budget_s: About how many seconds a search may take.
 
     Returns:
         What was found, and its plan, which predicts the exact peak of each device.

@@ -23,9 +23,10 @@ from onebox.plan.plan import (
 )
 from onebox.plan.predict import predict
 from onebox.plan.prices import FATES, ChainFate
+from onebox.plan.results import Candidate, SearchResult
 from onebox.plan.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules import NAMED, named_schedule
-from onebox.plan.search import Candidate, SearchResult, search
+from onebox.plan.search import search
 from onebox.plan.seen import Carried, Seen, Task, Took
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate

@@ -7,7 +7,7 @@ stages before. The same holds for a link and its messages. The largest of these 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from onebox.plan.schedule import Routes
 from onebox.plan.work import Work
@@ -49,12 +49,12 @@ def least_period(work: Work, routes: Routes, sizes: Sequence[float]) -> float:
         if len(loads) > 1:
             ring_s = work.links.ring_seconds([(d,) for d in loads], stage.gradient_bytes)
             summed.update((d, summed.get(d, 0.0) + ring_s) for d in loads)
+    bps = work.links.bandwidth_bps
     for edge in work.edges:
-        for (a, *_), (b, *_), size in zip(routes[edge.source], routes[edge.target], sizes, strict=True):
-            for pair, size_bytes in (((a, b), edge.forward_bytes), ((b, a), edge.backward_bytes)):
-                if a != b:
-                    seconds = size_bytes * size / work.links.bandwidth_bps[pair[0]][pair[1]]
-                    carried[pair] = carried.get(pair, 0.0) + seconds
+        for (a, b), size in _turns(routes[edge.source], routes[edge.target], sizes):
+            if a != b:
+                carried[a, b] = carried.get((a, b), 0.0) + edge.forward_bytes * size / bps[a][b]
+                carried[b, a] = carried.get((b, a), 0.0) + edge.backward_bytes * size / bps[b][a]
     return max(*spent.values(), *summed.values(), *carried.values(), 0.0)
 
 
@@ -178,6 +178,18 @@ def _loads(row: Sequence[tuple[int, ...]], sizes: Sequence[float]) -> dict[int, 
         turns, total = found.get(d, (0, 0.0))
         found[d] = (turns + 1, total + size)
     return found
+
+
+def _turns(
+    sources: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], sizes: Sequence[float]
+) -> Iterable[tuple[tuple[int, int], float]]:
+    """Return which device gives values to which, and the sizes of the micro-batches for which it does, in all."""
+    if sources.count(sources[0]) == len(sources) and targets.count(targets[0]) == len(targets):
+        return (((sources[0][0], targets[0][0]), sum(sizes)),)
+    found: dict[tuple[int, int], float] = {}
+    for (a, *_), (b, *_), size in zip(sources, targets, sizes, strict=True):
+        found[a, b] = found.get((a, b), 0.0) + size
+    return found.items()
 
 
 def least_bytes(work: Work, routes: Routes, versions: int = 1) -> dict[int, int]:

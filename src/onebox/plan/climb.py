@@ -9,6 +9,7 @@ from random import Random
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, Part, single
+from onebox.plan.seating import seated
 
 _STEPS = (1, 2, 4)
 """How many segments a cut is moved by."""
@@ -26,11 +27,19 @@ def climb(judge: Judge, start: Verdict) -> Verdict:
     """
     at = start
     while not judge.spent:
-        better = judge.first_better(neighbours(judge, at.layout), at)
+        better = judge.first_better(neighbours(judge, at.layout), at) or judge.first_better(
+            _seats(judge, at.layout), at
+        )
         if better is None:
             return at
         at = better
     return at
+
+
+def _seats(judge: Judge, layout: Layout) -> Iterator[Layout]:
+    """Yield the layout with its devices where they have the least to wait for, if links differ: many swaps at once."""
+    if judge.uneven and layout.micro_batch is not None:
+        yield seated(judge, layout)
 
 
 def descend(judge: Judge, start: Layout, effort: int) -> Layout:
@@ -103,11 +112,11 @@ def _with(layout: Layout, first: int, *parts: Part, until: int | None = None) ->
 def _moved_cuts(layout: Layout) -> Iterator[Layout]:
     """Segments go from the end of a stage to the next one, or from its beginning to the one before."""
     for index, (one, other) in enumerate(pairwise(layout.parts)):
-        chain = one.segments + other.segments
+        both = one.segments + other.segments
         for step in _STEPS:
             for cut in (len(one.segments) - step, len(one.segments) + step):
-                if 0 < cut < len(chain):
-                    halves = one._replace(segments=chain[:cut]), other._replace(segments=chain[cut:])
+                if 0 < cut < len(both):
+                    halves = one._replace(segments=both[:cut]), other._replace(segments=both[cut:])
                     yield _with(layout, index, *halves)
     # A row of cuts moved together shifts load between stages that are not neighbours.
     sizes = [len(part.segments) for part in layout.parts]
@@ -122,10 +131,10 @@ def _moved_cuts(layout: Layout) -> Iterator[Layout]:
 
 def _resized(layout: Layout, sizes: list[int]) -> Layout:
     """Return a layout with other numbers of segments in its stages."""
-    chain = tuple(index for part in layout.parts for index in part.segments)
+    every = tuple(index for part in layout.parts for index in part.segments)
     parts, start = [], 0
     for part, size in zip(layout.parts, sizes, strict=True):
-        parts.append(part._replace(segments=chain[start : start + size]))
+        parts.append(part._replace(segments=every[start : start + size]))
         start += size
     return layout._replace(parts=tuple(parts))
 

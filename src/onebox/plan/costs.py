@@ -89,8 +89,11 @@ class Costs:
         self._made: list[list[Value]] = [[] for _ in problem.segments]
         for value in problem.values:
             self._made[value.source].append(value)
+        ends = [(v.source, consumer, n) for n, v in enumerate(problem.values) for consumer in v.consumers]
+        self._ends = np.array(ends, np.int64).reshape(-1, 3).T
         self._seconds: dict[tuple[int, ...], dict[str, Seconds]] = {}
         self._bytes: dict[tuple[int, ...], Sizes] = {}
+        self._stages: dict[tuple[object, ...], StageWork] = {}
 
     def seconds(self, segments: tuple[int, ...]) -> dict[str, Seconds]:
         """Return the times of some segments by type of device."""
@@ -150,7 +153,7 @@ class Costs:
         found: dict[tuple[int, int], list[int]] = {}
         kept, received, given = ([0] * len(parts) for _ in range(3))
         lent: list[dict[int, int]] = [{} for _ in parts]
-        for value in self.problem.values:
+        for value in self._crossing(where):
             source = where[value.source]
             size, here = value.forward_bytes * samples, False
             for target in sorted({where[consumer] for consumer in value.consumers} - {source}):
@@ -172,6 +175,12 @@ class Costs:
         read = (tuple(Parked(*pair) for pair in sorted(sizes.items())) for sizes in lent)
         return tuple(edges), [Crossing(*sizes) for sizes in zip(kept, received, given, read, strict=True)]
 
+    def _crossing(self, where: Sequence[int]) -> list[Value]:
+        """Return the values that some stage gives to another one: few of them, as a rule."""
+        stage = np.array(where, np.int64)
+        crossing = stage[self._ends[0]] != stage[self._ends[1]]
+        return [self.problem.values[number] for number in np.unique(self._ends[2][crossing]).tolist()]
+
     def work(self, layout: Layout, parts: Sequence[MicroBatch]) -> tuple[Work, list[float]]:
         """Return what the stages of a layout cost, and the micro-batches' sizes as fractions of the largest.
 
@@ -183,7 +192,7 @@ class Costs:
         edges, crossing = self.edges(layout.parts, largest)
         crowded = self.crowding({device for part in layout.parts for device in part.devices})
         stages = tuple(
-            self._stage(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
+            self._known(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
         )
         problem = self.problem
         work = Work(
@@ -195,6 +204,26 @@ class Costs:
             host_bps={device.number: device.host_bps for device in problem.devices},
         )
         return work, [part.size / largest for part in parts]
+
+    def _known(
+        self,
+        layout: Layout,
+        stage: int,
+        largest: int,
+        micro_batches: Sequence[MicroBatch],
+        crossing: Crossing,
+        crowded: Mapping[str, float],
+    ) -> StageWork:
+        """Return what a stage costs: a layout has most stages in common with the one that it is a change of."""
+        tied, again = self._tied_s(layout, stage), self._again(layout, stage)
+        sizes = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
+        key = (
+            *(stage, layout.parts[stage], layout.micro_batch, layout.update),
+            *(largest, sizes, crossing, tuple(crowded.items()), tied, again),
+        )
+        if key not in self._stages:
+            self._stages[key] = self._stage(layout, stage, largest, micro_batches, crossing, crowded)
+        return self._stages[key]
 
     def _stage(
         self,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, permutations, product
 
 from onebox.errors import UsageError
-from onebox.plan.follow_changes import Move, Proposal, holders, moves_of
-from onebox.plan.follow_cuts import Cuts
+from onebox.plan.follow_changes import Move, Proposal, moves_of
+from onebox.plan.follow_cuts import NEARLY, Cuts
+from onebox.plan.follow_moved import Moved
 from onebox.plan.follow_pace import Pace
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, Part, layout_of, single
 from onebox.plan.plan import ASYNC, Plan
+from onebox.plan.results import NAMED_BIAS
 from onebox.plan.schedule import Schedule
-from onebox.plan.search import NAMED_BIAS
 from onebox.plan.shares import apportion
 
 _STEPS = (1, 2, 4)
@@ -25,6 +27,9 @@ _STARTS = 3
 
 _AS_GOOD = 1.02
 """What takes no longer than its bound by this factor is not compared with others of a higher bound."""
+
+_FAR = 1.1
+"""From a layout that is worse than the best one by this factor local search does not begin."""
 
 _LEAST = 1e-3
 """A change that saves less than this part of a step is not followed."""
@@ -61,6 +66,7 @@ class Moves:
         self._pace = Pace(problem, plan, terms.budget_actions)
         self._problem, self._judge, self._now = self._pace.problem, self._pace.judge, self._pace.now
         self._every = [device.number for device in problem.devices]
+        self._moved = Moved(self._problem, self._now)
         self._before = self._pace.step(self._now)
         self._known: dict[Layout, float] = {}
         self._formats = {stage.formats for stage in plan.stages}
@@ -77,15 +83,40 @@ class Moves:
             others: Plans that may be gone back to, such as the first one.
         """
         same = self._now.schedule
-        starts = [self._now, *(layout_of(self._problem, plan)._replace(schedule=same) for plan in others)]
-        starts = sorted(dict.fromkeys((*starts, *self._proposed())), key=self._value)[:_STARTS]
+        starts = [layout_of(self._problem, plan)._replace(schedule=same) for plan in others]
+        starts = sorted(dict.fromkeys((self._now, *starts, *self._proposed())), key=self._value)
+        near = [layout for layout in starts[:_STARTS] if self._value(layout) <= _FAR * self._value(starts[0])]
+        ends = [self._climb(layout) for layout in near]
         ordered = [self._ordered(self._now)]
-        ends = dict.fromkeys(self._climb(layout) for layout in starts)
-        for layout in sorted((layout for layout in ends if layout != self._now), key=self._value):
+        for layout in self._worth((*ends, *starts)):
             ordered.append(self._ordered(layout))
             if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
                 break  # what the others take is known, or at least as much
-        return min(ordered, key=lambda one: one.step_s + one.cost_s / self._terms.horizon)
+        least_s = min(map(self._worth_s, ordered))
+        best = (one for one in ordered if self._worth_s(one) <= least_s * NEARLY)
+        return min(best, key=lambda one: (sum(one.moved.values()), self._worth_s(one)))
+
+    def _worth_s(self, proposal: Proposal) -> float:
+        """Return the seconds of a step, with its part of the cost."""
+        return proposal.step_s + proposal.cost_s / self._terms.horizon
+
+    def _worth(self, found: Iterable[Layout]) -> list[Layout]:
+        """Return the layouts that are worth a closer look: of those that are about as good as the best, what moves less
+        comes first, with the devices in the places in which least moves; then the best of the others."""
+        known = [layout for layout in dict.fromkeys(found) if layout != self._now]
+        least_s = min(map(self._value, known), default=0.0)
+        near = [layout for layout in known if self._value(layout) <= least_s * NEARLY]
+        kinds = {device: self._kind(device) for device in self._every}
+        near += [self._moved.renamed(layout, kinds) for layout in near]
+        near = [one for one in dict.fromkeys(near) if one != self._now and self._value(one) <= least_s * NEARLY]
+        near.sort(key=lambda one: (self._moved.total(one), self._value(one)))
+        others = sorted((layout for layout in known if layout not in near), key=self._value)
+        return [*near[:_STARTS], *others[:_STARTS]]
+
+    def _kind(self, device: int) -> tuple[float, int | None]:
+        """Return what devices have in common that may stand in for each other."""
+        power = self._judge.costs.power(device, self._now.micro_batch or 1)
+        return round(math.log(power) / math.log(NEARLY)), self._problem.device[device].capacity_bytes
 
     def _proposed(self) -> Iterator[Layout]:
         """Yield what dynamic programming proposes, where each device has one stage and all are of a kind."""
@@ -94,9 +125,9 @@ class Moves:
         alike = len(self._formats) == 1 and all(part.fate == "keep" for part in parts)
         if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
             count = len(self._judge.case(now).micro_batches)
-            yield from Cuts(self._judge.costs, now, count).proposals()
+            yield from Cuts(self._judge.costs, now, count, self._moved).proposals()
             for layout in self._resized():
-                yield Cuts(self._judge.costs, layout, count).quickest()
+                yield Cuts(self._judge.costs, layout, count, self._moved).quickest()
         else:
             yield from self._placed()
         yield from self._shared(now)
@@ -263,16 +294,8 @@ class Moves:
         """Return the bytes that go over each link for a change, and the seconds that it takes."""
         if layout == self._now:
             return {}, 0.0
-        before, after = holders(self._now), holders(layout)
-        moved: dict[tuple[int, int], int] = {}
-        for index, segment in enumerate(self._problem.segments):
-            size = segment.state_bytes + segment.parameter_bytes * (layout.schedule == ASYNC)
-            for device in after[index]:
-                if device not in before[index]:
-                    link = (before[index][0], device)
-                    moved[link] = moved.get(link, 0) + size
-        longest = max((self._problem.links.seconds(*link, size) for link, size in moved.items()), default=0.0)
-        return moved, longest + self._terms.pause_s
+        moved = self._moved.links(layout)
+        return moved, self._moved.longest_s(moved) + self._terms.pause_s
 
 
 def _rolled(layout: Layout) -> Iterator[Layout]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import permutations
 
 from onebox.cost import Groups
 from onebox.plan.blocks import block_schedule
@@ -22,6 +23,9 @@ from onebox.plan.shares import deal
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.windows import steady_window
 from onebox.plan.work import Work
+
+_UNLIKE = 1.5
+"""Links of which one carries so many times as much as another are not alike; measurements scatter by less."""
 
 _BOUND_EFFORT = 20
 """What a bound costs for each stage, in actions simulated."""
@@ -112,6 +116,17 @@ class Judge:
     def kinds(self) -> dict[int, tuple[object, ...]]:
         """What each device has in common with those that may take its place."""
         return {device.number: kind(device) for device in self.problem.devices}
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether some devices of a kind are nearer to each other than others, so that it matters who sits where."""
+        rows, kinds = self.problem.links.bandwidth_bps, self.kinds
+        found: dict[tuple[object, ...], tuple[float, float]] = {}
+        for a, b in permutations(sorted(kinds), 2):
+            key = kinds[a], kinds[b]
+            least, most = found.get(key, (rows[a][b], rows[a][b]))
+            found[key] = min(least, rows[a][b]), max(most, rows[a][b])
+        return any(most > _UNLIKE * least for least, most in found.values())
 
     @property
     def spent(self) -> bool:

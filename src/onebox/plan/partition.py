@@ -7,7 +7,10 @@ is known, and with it the micro-batches that 1F1B keeps in flight. Where there a
 those are kept whose remaining devices have most time to spare for the remaining segments; otherwise the result is exact
 but for ties between devices of a class.
 
-What is placed are units: single devices, or several that are replicas of whatever stage they get.
+What is placed are units: single devices, or several that are replicas of whatever stage they get. Units of a class are
+laid in the order of their numbers, over the links that they have there; or, where they are to be seated afterwards
+(:mod:`onebox.plan.seating`), as if the best link between two classes were between any two units of theirs. One bad link
+within a class then does not keep stages from its devices.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from onebox.plan.costs import Costs
 from onebox.plan.inputs import DeviceSpec
 from onebox.plan.layout import Part
 from onebox.plan.shares import apportion
+from onebox.plan.work import Links
 
 _PRECISION = 0.01
 """Relative precision of the bisection; the local search that follows moves whole segments anyway."""
@@ -70,6 +74,7 @@ class Limits:
         stages: Most stages.
         beam: States that are kept for each number of stages.
         versions: Versions of the weights that a device holds.
+        unseated: Whether the units of a class are seated afterwards.
     """
 
     samples: int
@@ -80,6 +85,7 @@ class Limits:
     stages: int
     beam: int = 64
     versions: int = 1
+    unseated: bool = False
 
 
 def partitions(costs: Costs, order: Sequence[int], limits: Limits) -> list[tuple[Part, ...]]:
@@ -134,6 +140,22 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: Groups = ()) -> list[li
     return list(groups.values())
 
 
+def best_links(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[tuple[float, float]]]:
+    """Return the most bytes a second from a device of each class to one of each class, of another unit, and back.
+
+    Args:
+        links: What each link carries.
+        classes: Units, as for :class:`Limits`.
+    """
+    bps = links.bandwidth_bps
+
+    def most(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> tuple[float, float]:
+        pairs = [(a, b) for unit in one for peer in other if unit != peer for a in unit for b in peer]
+        return max((bps[a][b] for a, b in pairs), default=0.0), max((bps[b][a] for a, b in pairs), default=0.0)
+
+    return [[most(one, other) for other in classes] for one in classes]
+
+
 class _Chain:
     """Prefix sums over a chain, and the dynamic program."""
 
@@ -150,6 +172,7 @@ class _Chain:
             for units in self.classes
         ]
         self.forward, self.backward, self.kept = self._crossing()
+        self.best = best_links(self.links, self.classes) if limits.unseated else []
         self._memory: dict[int, list[list[int]]] = {}
 
     def _shares(self, unit: tuple[int, ...]) -> tuple[float, ...]:
@@ -238,13 +261,16 @@ class _Chain:
         extents: dict[tuple[int, int, int, int], int] = {}
         for behind in range(min(self.limits.stages, sum(map(len, self.classes)))):
             level: _States = {}
-            for (used, _), last in frontier.items():
+            for (used, after), last in frontier.items():
                 for number, units in enumerate(self.classes):
                     for joined in self.limits.joined:
                         if used[number] + joined > len(units):
                             break
                         devices = tuple(chain.from_iterable(units[used[number] : used[number] + joined]))
-                        laid = self._extend(bottleneck_s, number, devices, joined, last, behind, extents)
+                        end = self._end(bottleneck_s, number, devices, after, last)
+                        if end is None:
+                            continue
+                        laid = self._extend(bottleneck_s, number, devices, joined, last, end, behind, extents)
                         if laid is None:
                             continue
                         now = (*used[:number], used[number] + joined, *used[number + 1 :])
@@ -267,16 +293,11 @@ class _Chain:
         devices: tuple[int, ...],
         joined: int,
         last: _Laid | None,
+        end: int,
         behind: int,
         extents: dict[tuple[int, int, int, int], int],
     ) -> _Laid | None:
         """Lay one more stage before the last one, as long as it may be."""
-        end = self.length if last is None else last.start
-        if last is not None:
-            while not self._carries(bottleneck_s, devices, last, end):
-                end += 1  # the stage behind begins later, where less crosses
-                if end >= last.end:
-                    return None
         turns = -(-self.limits.count // joined)
         depth = min(turns, self.limits.in_flight, behind + 1)
         key = (number, end, turns, depth)
@@ -295,15 +316,23 @@ class _Chain:
                 start += 1
         return start
 
-    def _carries(self, bottleneck_s: float, devices: tuple[int, ...], last: _Laid, cut: int) -> bool:
-        """Return whether a link carries what crosses a cut in time."""
-        bps = self.links.bandwidth_bps
+    def _end(
+        self, bottleneck_s: float, number: int, devices: tuple[int, ...], after: int, last: _Laid | None
+    ) -> int | None:
+        """Return where a stage before the last one may end, so that a link carries in time what crosses there."""
+        if last is None:
+            return self.length
         share = max(len(devices), len(last.devices))  # so many pairs of replicas carry it side by side
-        return any(
-            max(self.forward[cut] / bps[a][b], self.backward[cut] / bps[b][a]) <= bottleneck_s * share
-            for a in devices
-            for b in last.devices
-        )
+        if self.best:
+            ways = [self.best[number][after]]
+        else:
+            bps = self.links.bandwidth_bps
+            ways = [(bps[a][b], bps[b][a]) for a in devices for b in last.devices]
+        for end in range(last.start, last.end):  # the stage behind may begin later, where less crosses
+            there, back = self.forward[end], self.backward[end]
+            if any(max(there / one, back / other) <= bottleneck_s * share for one, other in ways):
+                return end
+        return None
 
     def _keep(self, bottleneck_s: float, level: _States) -> _States:
         """Return the states from which to go on: those with most time to spare, as many as the beam is wide."""

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-
-import msgspec
 
 from onebox.plan.climb import climb, descend, shaken
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
-from onebox.plan.layout import Layout, plan_of
-from onebox.plan.misfit import Shortfall, misfit, shortfalls
-from onebox.plan.plan import ASYNC, Plan
-from onebox.plan.predict import prediction_of
+from onebox.plan.layout import Layout
+from onebox.plan.misfit import misfit
+from onebox.plan.plan import ASYNC
 from onebox.plan.recut import recut, tightest
 from onebox.plan.recut import trivial as trivial_fates
+from onebox.plan.results import NAMED_BIAS, SearchResult, finished, notable, simplest
 from onebox.plan.seating import seated
 from onebox.plan.seeds import PLAIN, every_layout, few, proposed
-from onebox.plan.simulate import Simulation
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.trivial import even_cuts, one_stage
 
-EFFORT = 1_700_000
-"""Actions that a search may simulate: about 3 s on a core of a laptop."""
+EFFORT = 340_000
+"""Actions that a search may simulate for each second that it may take; a core of a laptop does as many in 0.6 s."""
 
-NAMED_BIAS = 0.005
-"""Simpler plans are preferred to others that are quicker by no more than this part: those whose schedule has a name to
-synthesised ones, fewer stages to more, fewer micro-batches to more."""
+_PATIENCE = 4
+"""A search that takes so many times as long as it may, on a busy machine, ends as it is."""
 
 _STARTS = 3
 """From so many of the best different layouts local search begins."""
@@ -65,54 +61,12 @@ _SYNTHESISED = 3
 """For so many of the best different layouts a schedule is synthesised."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan that was considered.
-
-    Args:
-        label: What it is, for a person.
-        plan: The plan, with what is predicted of it.
-        shortfalls: Which stage misses which device by how much; empty if it fits.
-        refused: Why it may not be chosen; empty if it may.
-    """
-
-    label: str
-    plan: Plan
-    shortfalls: tuple[Shortfall, ...] = ()
-    refused: str = ""
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step."""
-        assert self.plan.predicted is not None
-        return self.plan.predicted.step_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """What a search found.
-
-    Args:
-        plan: The best plan, with what is predicted of it.
-        simulation: Its step.
-        candidates: Notable plans, the trivial ones among them: the chosen one first, then by time; last what may not.
-        simulated: How many layouts were simulated.
-        complete: Whether the search ended by itself, not for lack of effort or time.
-    """
-
-    plan: Plan
-    simulation: Simulation
-    candidates: tuple[Candidate, ...]
-    simulated: int
-    complete: bool
-
-
 def search(
     problem: Problem,
     *,
     budget_s: float = 5.0,
     seed: int = 0,
-    effort: int = EFFORT,
+    effort: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """Find the plan whose step is predicted to be the quickest of those that fit.
@@ -124,9 +78,10 @@ def search(
 
     Args:
         problem: Segments, values, devices, links, and what is allowed.
-        budget_s: Seconds after which no more is tried. Results are reproducible where ``effort`` ends the search.
+        budget_s: About how many seconds it may take. They are counted in what is simulated, so that equal searches give
+            equal plans, however busy the machine is; only one that takes four times as long is ended by the clock.
         seed: Seed of the random restarts.
-        effort: Actions to simulate.
+        effort: Actions to simulate; as many as the seconds are worth when ``None``.
         clock: What tells the time.
 
     Returns:
@@ -135,8 +90,9 @@ def search(
     Raises:
         PlanError: Nothing that was tried fits the memory; it says what misses by how much, and what would help.
     """
-    begin = clock()
-    judge = Judge(problem, effort=effort, expired=lambda: clock() >= begin + 0.65 * budget_s)
+    end = clock() + _PATIENCE * budget_s
+    effort = round(EFFORT * budget_s) if effort is None else effort
+    judge = Judge(problem, effort=effort, expired=lambda: clock() >= end)
     trivial = {label: _best(judge, layouts) for label, layouts in one_stage(judge.costs)}
     if ASYNC in problem.schedules:
         for _, layouts in one_stage(judge.costs):
@@ -149,17 +105,17 @@ def search(
     trivial |= _with_fates(judge, Random(seed))
     best = judge.best
     if best is not None and "auto" in problem.schedules:
-        best = _synthesise(judge, best, lambda: clock() >= begin + 0.8 * budget_s)
+        best = _synthesise(judge, best)
     if best is None or best.over_bytes:
         raise misfit(judge)
-    best = _simplest(judge, best)
+    best = simplest(judge, best)
     if best.layout.schedule == ASYNC:  # what being late gains
         for name in PLAIN:
             judge.judge(best.layout._replace(schedule=name))
     return SearchResult(
-        plan=_finished(problem, best),
+        plan=finished(problem, best),
         simulation=best.simulation,
-        candidates=_notable(judge, best, trivial),
+        candidates=notable(judge, best, trivial),
         simulated=judge.simulated,
         complete=complete,
     )
@@ -278,7 +234,7 @@ def _policies(judge: Judge, devices: Iterable[int]) -> dict[str, Verdict]:
     return found
 
 
-def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdict:
+def _synthesise(judge: Judge, best: Verdict) -> Verdict:
     """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
     found = best
     if best.layout.schedule == ASYNC and not best.over_bytes:
@@ -288,7 +244,7 @@ def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdic
         layouts = layouts[:1]
     for layout in layouts:
         case = judge.case(layout)
-        if layout.blocks == 1 or late():
+        if layout.blocks == 1 or judge.expired():
             continue
         schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
         made = judge.judge(layout._replace(schedule="auto"), schedule)
@@ -296,59 +252,3 @@ def _synthesise(judge: Judge, best: Verdict, late: Callable[[], bool]) -> Verdic
         if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):
             found = made
     return found
-
-
-def _simplest(judge: Judge, best: Verdict) -> Verdict:
-    """Return, of what is as good as the best under the named schedules, what has fewest stages and actions.
-
-    What is exact comes before what is not.
-    """
-    if best.layout.schedule == "auto":
-        return best
-    limit = best.simulation.step_s * (1 + NAMED_BIAS)
-    near = [
-        verdict
-        for verdict in judge.verdicts.values()
-        if not verdict.over_bytes and verdict.simulation.step_s <= limit and judge.allows(verdict.layout)
-    ]
-    named = [verdict for verdict in near if verdict.layout.schedule != "auto"]
-    return min(named, key=_plainness)
-
-
-def _plainness(verdict: Verdict) -> tuple[bool, int, int, float]:
-    layout = verdict.layout
-    return layout.schedule == ASYNC, layout.places, verdict.case.actions, verdict.simulation.step_s
-
-
-def _finished(problem: Problem, verdict: Verdict) -> Plan:
-    """Return a verdict's plan with its prediction, and with its table if its schedule has no name."""
-    layout, plan = verdict.layout, plan_of(problem, verdict.layout)
-    predicted = prediction_of(plan, problem.batch, verdict.case.work, verdict.simulation)
-    if layout.schedule == "auto":
-        return msgspec.structs.replace(plan, predicted=predicted, schedule="table", table=verdict.schedule.lines())
-    return msgspec.structs.replace(plan, predicted=predicted, schedule=layout.schedule, in_flight=verdict.in_flight)
-
-
-def _notable(judge: Judge, best: Verdict, trivial: Mapping[str, Verdict]) -> tuple[Candidate, ...]:
-    """Return the best plan, the trivial ones, and the best under each schedule, those that may be chosen first."""
-    named = {"the best found": best}
-    for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
-        if not verdict.layout.plain:
-            if verdict.over_bytes or not judge.allows(verdict.layout):
-                continue
-            named.setdefault("best with fates", verdict)
-        elif len(verdict.layout.parts) > 1 and judge.allows(verdict.layout):
-            name = "synthesised" if verdict.layout.schedule == "auto" else verdict.layout.schedule
-            named.setdefault(f"best under {name}", verdict)
-    named |= trivial
-    found = [
-        Candidate(
-            label=label,
-            plan=_finished(judge.problem, verdict),
-            shortfalls=shortfalls(judge.problem, verdict),
-            refused="" if judge.allows(verdict.layout) else judge.refusal(verdict.layout),
-        )
-        for label, verdict in named.items()
-    ]
-    first, *others = found
-    return (first, *sorted(others, key=lambda one: (bool(one.shortfalls or one.refused), one.step_s)))

@@ -17,9 +17,13 @@ from itertools import combinations
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Case, Judge
 from onebox.plan.layout import Layout
+from onebox.plan.plan import ASYNC
 
 _EFFORT = 2
 """What a surrogate costs for each stage, in actions simulated."""
+
+_FILLING = 0.01
+"""What a second of the way through the pipeline counts where it is filled once only."""
 
 _WORTH = 1 - 1e-6
 """A change is one only if it is better by more than what rounding makes of equal things."""
@@ -73,7 +77,12 @@ class _Seats:
         self._busy, self._floor = _busy(case, layout, problem)
 
     def cost(self, order: Sequence[int]) -> float:
-        """Return about how long a step takes with a device for each seat, seconds."""
+        """Return about how long a step takes with a device for each seat, seconds.
+
+        Where steps follow one another without an end, that is what the busiest device, link or sum takes, since as many
+        micro-batches are in flight as it takes to hide how long messages are under way; and hardly what it takes to
+        fill the pipeline, which tells of two that are as quick the one that needs fewer in flight.
+        """
         links, last = self._links, len(self._busy)
         loads: dict[tuple[int, int], float] = {}
         ways = [0.0] * last
@@ -87,11 +96,14 @@ class _Seats:
                     loads[one, other] = loads.get((one, other), 0.0) + part * there
                     loads[other, one] = loads.get((other, one), 0.0) + part * back
         cycle_s, round_s = max(loads.values(), default=0.0), 0.0
+        rings = [links.ring_seconds([(order[seat],) for seat in seats], size) for seats, size in self._sums]
+        if self._layout.schedule == ASYNC:
+            round_s = sum(ways) + sum(busy_s for busy_s, _ in self._busy)
+            return max(max(self._floor, cycle_s) * self._count, max(rings, default=0.0)) + _FILLING * round_s
         for stage in range(last - 1, -1, -1):
             round_s += self._busy[stage][0] + ways[stage]
             cycle_s = max(cycle_s, round_s / ((last - stage) * self._busy[stage][1]))
-        ends = sum(links.ring_seconds([(order[seat],) for seat in seats], size) for seats, size in self._sums)
-        return max(self._floor, cycle_s) * self._count + round_s + ends
+        return max(self._floor, cycle_s) * self._count + round_s + sum(rings)
 
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         """Follow improving changes until there are none; return where that ends, and its cost."""

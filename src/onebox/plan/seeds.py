@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 from math import comb, perm
 
@@ -14,6 +15,7 @@ from onebox.plan.layout import Layout, Part, single
 from onebox.plan.partition import Limits, alike, partitions
 from onebox.plan.places import kind
 from onebox.plan.plan import ASYNC
+from onebox.plan.seating import seated
 from onebox.plan.trivial import cut, work_of
 
 PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")
@@ -178,6 +180,7 @@ def systems(problem: Problem, levels: Sequence[Groups]) -> list[System]:
 def _programmed(
     judge: Judge, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
 ) -> list[Layout]:
+    """Return what dynamic programming lays, on the devices as they are numbered and, where links differ, seated."""
     problem, (units, joined) = judge.problem, system
     count = -(-problem.batch // samples)
     late = ASYNC in problem.schedules and in_flight is None
@@ -191,7 +194,11 @@ def _programmed(
         versions=problem.versions if late else 1,
     )
     name = ASYNC if late else "1f1b"
-    return [Layout(parts, samples, name) for parts in partitions(judge.costs, order, limits)]
+    found = [Layout(parts, samples, name) for parts in partitions(judge.costs, order, limits)]
+    if not judge.uneven:
+        return found
+    unseated = partitions(judge.costs, order, replace(limits, unseated=True))
+    return list(dict.fromkeys((*found, *(seated(judge, Layout(parts, samples, name)) for parts in unseated))))
 
 
 def _derived(judge: Judge, order: tuple[int, ...], layouts: Sequence[Layout]) -> Iterator[Layout]:

@@ -79,12 +79,16 @@ def unrolled(window: Schedule, count: int, steps: int) -> Schedule:
         >>> unrolled(Schedule.parse(["0: 0F0 0B-1"]), 1, 3).lines()
         ('0: 0F0 0F1 0B0 0F2 0B1 0B2',)
     """
-    rows = {}
-    for device, row in window.rows.items():
-        turns = [
-            action._replace(micro_batch=action.micro_batch + t * count) for t in range(steps + 1) for action in row
-        ]
-        rows[device] = tuple(action for action in turns if 0 <= action.micro_batch < steps * count)
+    every = range(steps * count)
+    rows = {
+        device: tuple(
+            Action(kind, stage, shift + micro_batch)
+            for shift in range(0, (steps + 1) * count, count)
+            for kind, stage, micro_batch in row
+            if shift + micro_batch in every
+        )
+        for device, row in window.rows.items()
+    }
     return Schedule(rows=rows)
 
 

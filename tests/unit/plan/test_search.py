@@ -31,7 +31,7 @@ from onebox.plan.prices import FATES, ChainFate
 
 from .problems import KINDS, exhaustive, links, random_problem, segment
 
-HOUR_S = 3600.0
+HOUR_S, ENOUGH = 3600.0, 1_700_000
 """No clock ends a search in these tests: what they find does not depend on the machine."""
 
 SHAPES = [(3, 2), (4, 2), (5, 2), (6, 2), (4, 3), (5, 3), (6, 3), (4, 4)]
@@ -64,7 +64,7 @@ def test_small_problems_are_solved_as_well_as_by_exhaustive_search(seed: int) ->
     best_s, _ = exhaustive(problem)
     assert best_s < float("inf")
     for given_problem in (problem, replace(problem, replicable=False)):
-        result = search(given_problem, budget_s=HOUR_S)
+        result = search(given_problem, budget_s=HOUR_S, effort=ENOUGH)
         check(given_problem, result)
         assert result.simulation.step_s <= 1.02 * best_s
 
@@ -86,7 +86,7 @@ def test_random_problems_are_solved_as_well_as_by_exhaustive_search(
     problem = random_problem(Random(seed), segments, devices, tight=tight)
     best_s, _ = exhaustive(problem)
     try:
-        result = search(problem, budget_s=HOUR_S)
+        result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
     except PlanError:
         assert best_s == float("inf")
     else:
@@ -174,7 +174,9 @@ def test_the_clock_ends_a_search() -> None:
 
 
 def test_limits_are_kept() -> None:
-    result = search(replace(uneven(), max_stages=2, micro_batches=(4,), free_shares=False), budget_s=HOUR_S)
+    result = search(
+        replace(uneven(), max_stages=2, micro_batches=(4,), free_shares=False), budget_s=HOUR_S, effort=ENOUGH
+    )
     places = [stage.replicas for stage in result.plan.stages]
     assert sum(one != other for one, other in pairwise(places)) < 2
     assert result.plan.micro_batch == 4
@@ -204,7 +206,7 @@ def branched() -> Problem:
 def test_parallel_branches_run_on_different_devices() -> None:
     """With one micro-batch a chain gains nothing from a second device; towers side by side take half the time."""
     problem = branched()
-    result = search(problem, budget_s=HOUR_S)
+    result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
     check(problem, result)
     alone_s = next(one.step_s for one in result.candidates if one.label == "device 0 alone")
     assert result.simulation.step_s < 0.52 * alone_s
@@ -220,7 +222,7 @@ def tight(capacity_bytes: int, **changes: object) -> Problem:
 
 def test_nothing_fits() -> None:
     with pytest.raises(PlanError, match="no plan fits the memory of the devices") as caught:
-        search(tight(18_000_000), budget_s=HOUR_S)
+        search(tight(18_000_000), budget_s=HOUR_S, effort=ENOUGH)
     error, message = caught.value, str(caught.value)
     assert error.missing_bytes is not None
     assert error.missing_bytes > 0
@@ -231,9 +233,9 @@ def test_nothing_fits() -> None:
 def test_the_memory_that_is_said_to_be_enough_is_enough() -> None:
     problem = tight(18_000_000)
     with pytest.raises(PlanError) as caught:
-        search(problem, budget_s=HOUR_S)
+        search(problem, budget_s=HOUR_S, effort=ENOUGH)
     enough = 18_000_000 + (caught.value.missing_bytes or 0)
-    check(tight(enough), search(tight(enough), budget_s=HOUR_S))
+    check(tight(enough), search(tight(enough), budget_s=HOUR_S, effort=ENOUGH))
 
 
 @pytest.mark.parametrize(("fates", "enough"), [(("keep",), 3), (FATES, 5)])
@@ -249,9 +251,9 @@ def test_the_micro_batch_that_is_said_to_be_enough_is_enough(fates: tuple[ChainF
         fates=fates,
     )
     with pytest.raises(PlanError, match=f"or micro-batches of {enough};"):
-        search(problem, budget_s=HOUR_S)
+        search(problem, budget_s=HOUR_S, effort=ENOUGH)
     smaller = replace(problem, micro_batches=(enough,))
-    check(smaller, search(smaller, budget_s=HOUR_S))
+    check(smaller, search(smaller, budget_s=HOUR_S, effort=ENOUGH))
 
 
 def test_a_hundred_segments_on_sixteen_devices_in_four_hosts() -> None:

@@ -32,7 +32,7 @@ from onebox.plan.layout import layout_of
 
 from .problems import exhaustive, links, random_problem, segment
 
-HOUR_S = 3600.0
+HOUR_S, ENOUGH = 3600.0, 1_700_000
 """No clock ends a search in these tests: what they find does not depend on the machine."""
 
 SHAPES = [(3, 2), (5, 2), (6, 2), (4, 3), (5, 3), (6, 3), (4, 4)]
@@ -64,10 +64,10 @@ def test_small_chains_are_cut_as_well_as_by_exhaustive_search(seed: int) -> None
     problem = late(random_problem(Random(seed), *SHAPES[seed % len(SHAPES)], tight=seed % 3 == 2))
     best_s, _ = exhaustive(problem)
     if best_s == float("inf"):  # only with several stages a device, or with fates
-        check(problem, search(problem, budget_s=HOUR_S))
+        check(problem, search(problem, budget_s=HOUR_S, effort=ENOUGH))
         return
     for given in (problem, replace(problem, replicable=False)):
-        result = search(given, budget_s=HOUR_S)
+        result = search(given, budget_s=HOUR_S, effort=ENOUGH)
         check(given, result)
         assert result.simulation.step_s <= 1.01 * best_s
 
@@ -96,40 +96,40 @@ def of(result: SearchResult, label: str) -> Candidate:
 
 def test_the_bound_of_the_busiest_device_is_reached() -> None:
     problem = alike()
-    result = search(problem, budget_s=HOUR_S)
+    result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
     assert result.plan.schedule == ASYNC
     check(problem, result)
     busiest = max(result.simulation.busy_s.values())
     assert result.simulation.step_s <= 1.01 * busiest
     assert busiest <= 1.01 * sum(result.simulation.busy_s.values()) / 4
-    exact = search(replace(problem, staleness=0, schedules=("1f1b",)), budget_s=HOUR_S)
+    exact = search(replace(problem, staleness=0, schedules=("1f1b",)), budget_s=HOUR_S, effort=ENOUGH)
     assert exact.simulation.step_s > 1.2 * result.simulation.step_s
     assert of(result, "best under 1f1b").step_s > result.simulation.step_s  # what being late gains is shown
 
 
 def test_what_is_exact_is_preferred_where_nothing_is_gained() -> None:
     problem = alike(4, 1)
-    result = search(problem, budget_s=HOUR_S)
+    result = search(problem, budget_s=HOUR_S, effort=ENOUGH)
     assert result.plan.schedule != ASYNC
     assert len(result.plan.stages) == 1
 
 
 def test_versions_that_do_not_fit_leave_an_exact_plan() -> None:
     both = replace(alike(4, 2), schedules=("1f1b", ASYNC), fates=("keep",), replicable=False)
-    roomy = search(both, budget_s=HOUR_S)
+    roomy = search(both, budget_s=HOUR_S, effort=ENOUGH)
     assert roomy.plan.schedule == ASYNC
-    exact = search(replace(both, staleness=0, schedules=("1f1b",)), budget_s=HOUR_S)
+    exact = search(replace(both, staleness=0, schedules=("1f1b",)), budget_s=HOUR_S, effort=ENOUGH)
     late_peak, exact_peak = (max(one.simulation.peak_bytes.values()) for one in (roomy, exact))
     assert exact_peak < late_peak
     between = tuple(replace(device, capacity_bytes=(exact_peak + late_peak) // 2) for device in both.devices)
-    result = search(replace(both, devices=between), budget_s=HOUR_S)
+    result = search(replace(both, devices=between), budget_s=HOUR_S, effort=ENOUGH)
     check(replace(both, devices=between), result)
     assert result.plan.schedule == "1f1b"
 
 
 def test_three_versions_take_more() -> None:
     problem = alike()
-    plan = search(problem, budget_s=HOUR_S).plan
+    plan = search(problem, budget_s=HOUR_S, effort=ENOUGH).plan
     two, three = (predict(replace(problem, versions=count), plan)[0].peak_bytes for count in (2, 3))
     parameters = [4_000_000 * len(stage.segments) for stage in plan.stages]
     assert [b - a for a, b in zip(two, three, strict=True)] == parameters
