@@ -176,4 +176,4 @@ def _measure(step: Step, data: Data) -> Waits:
 def _counts() -> tuple[int, int]:
     """Return how often the client has waited for a device so far, and how many messages it has sent."""
     streams = current_box().streams
-    return sum(stream.waits for stream in streams), sum(stream.messages for stream in streams)
+    return sum(stream.sent.waits for stream in streams), sum(stream.sent.messages for stream in streams)

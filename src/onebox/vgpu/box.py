@@ -90,7 +90,7 @@ class Box:
         self.transfers = threading.RLock()
         self.streams = tuple(Stream(pool, worker, idle.ring) for worker in range(len(pool)))
         for stream in self.streams:
-            stream.others = self.streams
+            stream.sent.others = [each.sent for each in self.streams]
         self._group = 0
         if torch.get_default_dtype() is not torch.float32:
             for stream in self.streams:
@@ -113,7 +113,7 @@ class Box:
             if not self._group:
                 self._group = self.pool.form_group(everybody, "workers")
                 for stream in self.streams:
-                    stream.waits += 1
+                    stream.sent.waits += 1
             return self._group
 
 
@@ -122,7 +122,7 @@ def _after_fork() -> None:
     for box in _kept.values():
         box.transfers = threading.RLock()
         for stream in box.streams:
-            stream.lock = threading.RLock()
+            stream.lock = stream.sent.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

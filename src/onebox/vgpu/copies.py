@@ -130,7 +130,7 @@ def _moved(tensors: Sequence[VirtualTensor], source: Stream, targets: Sequence[S
             sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
             handles.append([Handle(target, number) for number in numbers])
         source.flush(sends, pace=False)
-    source.pace()
+    source.sent.pace()
     return handles
 
 

@@ -104,11 +104,11 @@ class Event:
 
     def query(self) -> bool:
         """Tell whether the device has come to the mark."""
-        return self._stream is None or self._stream.reached(self._mark)
+        return self._stream is None or self._stream.sent.reached(self._mark)
 
     def synchronize(self) -> None:
         """Wait until the device has come to the mark."""
-        if self._stream is not None and not self._stream.reached(self._mark):
+        if self._stream is not None and not self._stream.sent.reached(self._mark):
             self._stream.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:

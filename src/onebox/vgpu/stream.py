@@ -8,7 +8,6 @@ on the worker and is called by number.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,13 +15,12 @@ from typing import Any
 
 import torch
 
-from onebox.errors import OneboxError, PeerLost
 from onebox.pool import Pool
 from onebox.pool.switchboard import Answer
-from onebox.vgpu.ahead import Ahead, failed_first
 from onebox.vgpu.coding import Batches, Record
-from onebox.vgpu.interrupts import deliver, interruptible, shielded
+from onebox.vgpu.interrupts import shielded
 from onebox.vgpu.recipe import Recipe
+from onebox.vgpu.sent import Sent
 from onebox.vgpu.tensor import Handle
 from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
 from onebox.wire.eager import DefaultType, Perform
@@ -59,27 +57,6 @@ _ALONE = sys.getrefcount(_probe[0])
 """What is counted for an object that only a list holds."""
 
 
-SLICE_S = 0.05
-"""A wait for a worker looks for signals at least this often."""
-
-
-@interruptible
-def _wait(future: Future[Answer]) -> None:
-    """Wait until a worker has answered; handlers of signals run here."""
-    while not _settled(future):
-        deliver()
-
-
-@shielded
-def _settled(future: Future[Answer]) -> bool:
-    # an exception in the middle of threading.Condition.wait, where no handler may raise, hides behind one of its own
-    try:
-        future.exception(SLICE_S)
-    except TimeoutError:
-        return False
-    return True
-
-
 class Stream:
     """The operators of one device, in the order in which the script issued them.
 
@@ -96,13 +73,10 @@ class Stream:
         self.recipes: dict[Any, Recipe] = {}
         self.dead: deque[int] = deque()
         self.ended: deque[int] = deque()  # generators whose objects have gone
-        self.lock = threading.RLock()
+        self.sent = Sent(pool, worker)
+        self.lock = self.sent.lock
         self.records = 0
-        self.waits = 0
-        self.messages = 0
         self.synchronous = False
-        self.others: Sequence[Stream] = ()
-        """The streams of all devices of the pool; set by whoever makes them."""
         self.seed = FIRST_SEED
         self._ring = ring
         self._next = FIRST
@@ -112,7 +86,6 @@ class Stream:
         self._calls: list[Record] = []
         self._rooms: set[int] = set()
         self._batches = Batches(pool.new_number)
-        self._ahead = Ahead()
 
     # ---- recording
 
@@ -174,9 +147,9 @@ class Stream:
             numbers = tuple(handle.number for handle in handles)
             asked = [self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)]
         if self.synchronous:
-            self._answer(asked.pop())
+            self.sent.answer(asked.pop())
         else:
-            self.pace()
+            self.sent.pace()
         return first
 
     @shielded
@@ -233,33 +206,11 @@ class Stream:
             OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
         """
         if wait:
-            return self._answer(self._post(last, frames, kept=False))
+            return self.sent.answer(self._post(last, frames, kept=False))
         self._post(last, frames, kept=True)
         if pace:
-            self.pace()
+            self.sent.pace()
         return None
-
-    def _answer(self, future: Future[Answer] | None) -> Answer:
-        """Wait for an answer.
-
-        An error knows the frames that it has passed, so none of them may know the error, or the future that holds it:
-        the tensors of all frames above would stay until the garbage collector comes.
-        """
-        assert future is not None
-        self.waits += 1
-        try:
-            _wait(future)
-            return future.result()
-        except OneboxError as error:
-            missed = isinstance(error, PeerLost)
-            told = failed_first([(each.lock, each._ahead) for each in self.others]) if missed else None
-            with self.lock:
-                self._ahead.told()  # what failed before this, it is the cause of, or hidden by this
-            if told is not None:
-                raise told.with_traceback(None) from None
-            raise
-        finally:
-            future = told = None
 
     def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[Answer] | None:
         """Send what is recorded and, behind it, some instructions; return what the worker will answer.
@@ -293,33 +244,12 @@ class Stream:
         self._first, self._frame_bytes, self._calls = [], 0, []
         if kept or not last:
             if not kept or recorded or last:
-                self._message([*recorded, *last], [*carried, *frames], kept, sent)
+                sent.append(self.sent.message([*recorded, *last], [*carried, *frames], kept=kept))
             return
         if recorded:
-            self._message(recorded, carried, True, sent)
+            sent.append(self.sent.message(recorded, carried, kept=True))
         self._size = min(SOON, CALLS)
-        self._message(last, frames, False, sent)
-
-    def _message(
-        self, instructions: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[Answer]]
-    ) -> None:
-        sent.append(self.pool.post(self.worker, instructions, frames, answer=True))
-        self.messages += 1
-        if kept:
-            self._ahead.add(sent[-1], sum(len(frame) for frame in frames))
-
-    def pace(self) -> None:
-        """Wait where the worker is too far behind; what failed there is told to who asks for its results.
-
-        The worker may itself be waiting for another one, whose thread may need this stream: nothing is locked here
-        during the wait.
-        """
-        while True:
-            with self.lock:
-                oldest = self._ahead.too_far()
-            if oldest is None:
-                return
-            _wait(oldest)
+        sent.append(self.sent.message(last, frames, kept=False))
 
     @property
     def state_bytes(self) -> int:
@@ -339,7 +269,7 @@ class Stream:
             first = self._next
             self._next += RETURNS
             asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
-        answer = self._answer(asked.pop())
+        answer = self.sent.answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, Made))
         return made, first
 
@@ -363,29 +293,17 @@ class Stream:
             OneboxError: It is gone; or something has failed since the last wait, which nobody has asked for yet.
         """
         self.flush(wait=True)
-        with self.lock:
-            failed = self._ahead.failed()
-            self._ahead.told()
-        try:
-            if failed is not None:
-                raise failed
-        finally:
-            del failed
+        self.sent.raise_failed()
 
     def idle(self) -> bool:
         """Tell whether the worker has done all that was recorded; sends what has not been sent."""
         self.flush()
-        return self.reached(self.mark())
+        return self.sent.reached(self.mark())
 
     def mark(self) -> int:
-        """Send what is recorded and return the number of the last message, for :meth:`reached`."""
+        """Send what is recorded and return the number of the last message, for :meth:`Sent.reached`."""
         self.flush()
-        return self.messages
-
-    def reached(self, mark: int) -> bool:
-        """Tell whether the worker has done all up to a message."""
-        with self.lock:
-            return self.messages - len(self._ahead) >= mark
+        return self.sent.messages
 
     def remember(self, key: Any, recipe: Recipe) -> None:
         """Keep a recipe for the next call of its kind; with too many of them, forget all."""

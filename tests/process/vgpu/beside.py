@@ -86,7 +86,7 @@ def _on_host(value: Any) -> Any:
 
 def waits() -> int:
     """Return how often the client has waited for a worker."""
-    return sum(stream.waits for stream in current_box().streams)
+    return sum(stream.sent.waits for stream in current_box().streams)
 
 
 def listed(cases: list[Case]) -> Callable[[Case], Case]:

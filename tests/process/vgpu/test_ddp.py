@@ -256,7 +256,7 @@ def test_a_step_waits_for_nothing() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            waited.append(stream.waits)
+            waited.append(stream.sent.waits)
         return waited
 
     for waited in together(run):

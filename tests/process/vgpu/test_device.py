@@ -35,7 +35,7 @@ def first_device() -> Iterator[None]:
 
 
 def waits() -> int:
-    return sum(stream.waits for stream in current_box().streams)
+    return sum(stream.sent.waits for stream in current_box().streams)
 
 
 # ---- factories, copies, reads

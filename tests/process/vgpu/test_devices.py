@@ -48,7 +48,7 @@ def traffic(pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch) -> Traffic:
 
 
 def waits() -> int:
-    return sum(stream.waits for stream in current_box().streams)
+    return sum(stream.sent.waits for stream in current_box().streams)
 
 
 # ---- copies

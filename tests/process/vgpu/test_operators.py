@@ -67,9 +67,9 @@ def test_what_only_the_worker_knows_is_asked_once() -> None:
     waits = []
     with torch.no_grad():
         for _ in range(3):
-            before = stream.waits
+            before = stream.sent.waits
             module(image)
-            waits.append(stream.waits - before)
+            waits.append(stream.sent.waits - before)
     assert waits == [1, 0, 0]
 
 

@@ -26,9 +26,9 @@ def pool() -> Iterator[onebox.Pool]:
 def waits(run: Step) -> int:
     """Return how often a function waits for the devices."""
     streams = current_box().streams
-    before = sum(stream.waits for stream in streams)
+    before = sum(stream.sent.waits for stream in streams)
     run()
-    return sum(stream.waits for stream in streams) - before
+    return sum(stream.sent.waits for stream in streams) - before
 
 
 class Training:
