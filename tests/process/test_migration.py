@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ from torch import Tensor
 import onebox
 from onebox.engine.compiler import Captures
 from onebox.errors import UsageError
-from onebox.plan import Plan, Stage
+from onebox.plan import Action, Plan, Stage
+from onebox.plan.schedule import Kind
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
@@ -173,6 +175,27 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
     other = staged("mlp", (1, 0), schedule="async-1f1b")
     changes = {2: other, 3: plan, 5: other}
     assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)
+
+
+def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_drained(pool: onebox.Pool) -> None:
+    case, plan, other = CASES["mlp"], *(staged("mlp", own, schedule="async-1f1b") for own in ((0, 1), (1, 0)))
+    model, batches = case.model(), case.batches([8] * 5)
+    with onebox.Trainer(
+        model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, staleness=1, delay="none", warm_up=1
+    ) as trainer:
+        for step, batch in enumerate(batches):
+            if step == 3:
+                trainer._run.adopt(other)
+                assert trainer._run.overlap.drains, "nobody has waited for what was left of the step before"
+            trainer.step(*batch)
+        trainer.wait()
+        events = trainer.events()
+        assert trainer.delays == {0: 1, 1: len(batches) - 2}
+    seen = Counter((event.begun, event.action) for event in events if event.action is not None)
+    parts = range(len(plan.micro_batches(8)))
+    kinds: tuple[Kind, ...] = ("F", "B")
+    expected = [Action(kind, stage, part) for kind in kinds for stage in range(len(plan.stages)) for part in parts]
+    assert seen == Counter((step, action) for step in range(len(batches)) for action in expected)
 
 
 def test_a_checkpoint_has_the_plan_that_took_over_also_where_it_did_before_the_first_step(

@@ -165,7 +165,7 @@ class Guard:
         if not history.due(self.cadence.every):
             return
         start_s = time.monotonic()
-        self._run.overlap.drain()
+        self._run.overlap.end()
         for worker, future in self._snapshots.ask(_SPREAD * self.cadence.apart_s).items():
             future.add_done_callback(functools.partial(self._ended, "snapshot", worker))
         self._cost_s, self._asking_s = 0.0, time.monotonic() - start_s

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.compiler import Compiled
 from onebox.engine.delays import DELAYS, choose_delays, delays_of, predicts
+from onebox.engine.drains import Drain
 from onebox.engine.launch import Settings, Work
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
@@ -17,7 +19,7 @@ from onebox.engine.versions import Versions
 from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
-from onebox.pool import Answer, Pool, raise_first
+from onebox.pool import Answer, Pool
 from onebox.wire.messages import Free, GroupDelays, Run
 from onebox.wire.sayings import Delays
 
@@ -87,6 +89,9 @@ def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
 
 _LOG = logging.getLogger("onebox")
 
+Traced = Callable[[Sequence[Answer]], object]
+"""Takes what the workers answered to a drain, for a timeline."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Open:
@@ -108,10 +113,13 @@ class Overlap:
         pool: The pool.
         remote: The state on the workers.
         settings: What is the same for all steps.
+        drained: Called when a drain is asked for; returns what takes its answers for a timeline.
     """
 
-    def __init__(self, pool: Pool, remote: RemoteState, settings: Settings) -> None:
+    def __init__(self, pool: Pool, remote: RemoteState, settings: Settings, drained: Callable[[Open], Traced]) -> None:
         self.open: Open | None = None
+        self._drained = drained
+        self._drains: deque[Drain] = deque()
         self._delays: Counter[int] = Counter()
         self._pool = pool
         self._remote = remote
@@ -143,7 +151,7 @@ class Overlap:
             OneboxError: Something failed on a worker, or the pool is broken.
         """
         if self.open is not None and self.open.compiled is not compiled:
-            self.drain()
+            self.end()
         if compiled.windows:
             self._next = work.number if self._next is None else self._next
             if self._versions.previous and not self._remote.branched:
@@ -172,24 +180,51 @@ class Overlap:
             self._applied(before.work.number, answers)
         return StepValues(loss=values.loss, gradient_norm=None)
 
+    def end(self) -> None:
+        """Let the workers do what is left of the newest step, without waiting for it.
+
+        Raises:
+            OneboxError: The pool is broken; some workers may have been told.
+        """
+        open_, self.open = self.open, None
+        if open_ is None:
+            return
+        settings, step = self._settings, open_.work.number
+        traced = self._drained(open_)
+        futures = [
+            self._pool.post(worker, [Run(routine.number, (), step + 1, settings.seed, (), settings.trace)], answer=True)
+            for worker, routine in open_.compiled.of("drain").items()
+        ]
+        self._drains.append(Drain(futures, functools.partial(self._take, open_, traced)))
+
+    @property
+    def drains(self) -> tuple[Drain, ...]:
+        """The drains whose answers have not been taken in, which the next step does, or :meth:`drain`."""
+        while self._drains and not self._drains[0].open:
+            self._drains.popleft()
+        return tuple(self._drains)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left of any step but in the steps under way."""
+        return self.open is None and not self.drains
+
     def drain(self) -> None:
         """Let the workers do what is left of the newest step, and wait for it.
 
         Raises:
             OneboxError: Something failed on a worker, or the pool is broken.
         """
-        open_, self.open = self.open, None
-        if open_ is None:
-            return
-        settings, step, compiled = self._settings, open_.work.number, open_.compiled
-        routines = compiled.of("drain")
-        asked = {
-            worker: Run(routine.number, (), step + 1, settings.seed, (), settings.trace)
-            for worker, routine in routines.items()
-        }
-        answers = raise_first([self._pool.post(worker, [run], answer=True) for worker, run in asked.items()])
-        values = step_values(step, compiled.micro_batches, routines, answers, {})
+        self.end()
+        for drain in self.drains:
+            drain.take()
+
+    def _take(self, open_: Open, traced: Traced, answers: list[Answer]) -> None:
+        """Take in what the workers answered to a drain."""
+        compiled = open_.compiled
+        values = step_values(open_.work.number, compiled.micro_batches, compiled.of("drain"), answers, {})
         self.ended(values, open_, answers)
+        traced(answers)
 
     def _applied(self, step: int, answers: Sequence[Answer]) -> None:
         """Count the delay of a step's gradients, as workers measured it where they applied them; each step once."""
@@ -211,6 +246,7 @@ class Overlap:
     def reset(self) -> None:
         """Take note that nothing of a step is on the workers any more."""
         self.open = None
+        self._drains.clear()
 
     def free(self) -> None:
         """Free the versions.

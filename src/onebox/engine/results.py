@@ -202,10 +202,13 @@ class Event:
         track: ``compute``; ``transfer``: from the moment that something is handed over, or asked for, until it has
             arrived; or ``other``: what an engine does beside.
         name: What it did.
-        step: The training step.
+        step: The training step in whose window it was: where steps overlap, what is left of one is in the window of the
+            next, and so is what is left of the last one.
         start_ns: When it began, on the monotonic clock.
         end_ns: When it ended.
-        action: The action of the plan's schedule that was computed, if it was one.
+        action: The action of the plan's schedule that was computed, if it was one, with the number that its micro-batch
+            has in its own step.
+        late: Whether that is the step before.
         peak_bytes: The most bytes that the worker had in use meanwhile, by its own accounting.
         used_bytes: Those in use after it.
     """
@@ -217,8 +220,14 @@ class Event:
     start_ns: int
     end_ns: int
     action: Action | None = None
+    late: bool = False
     peak_bytes: int = 0
     used_bytes: int = 0
+
+    @property
+    def begun(self) -> int:
+        """The step that the action's micro-batch is of."""
+        return self.step - self.late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +235,15 @@ class StepTrace:
     """When the workers did what in one step, and what memory it took.
 
     Args:
-        step: The training step.
+        step: The training step; of what was left of one, and not done in the window of the next, that next one all the
+            same.
         workers: For each worker, what its instructions are, start and end of each, and peak and use of memory of each.
+        micro_batches: How many a step has; those of the step before have negative numbers, -1 is its last one.
     """
 
     step: int
     workers: Mapping[int, tuple[Sequence[Label], tuple[int, ...], tuple[int, ...]]]
+    micro_batches: int = 0
 
     def events(self) -> list[Event]:
         """Return what happened."""
@@ -243,13 +255,20 @@ class StepTrace:
                 step=self.step,
                 start_ns=times[2 * index],
                 end_ns=times[2 * index + 1],
-                action=label.action,
+                action=self._in_its_step(label.action),
+                late=label.action is not None and label.action.micro_batch < 0,
                 peak_bytes=memory[2 * index],
                 used_bytes=memory[2 * index + 1],
             )
             for worker, (labels, times, memory) in self.workers.items()
             for index, label in enumerate(labels)
         ]
+
+    def _in_its_step(self, action: Action | None) -> Action | None:
+        """Return an action with the number that its micro-batch has in its own step."""
+        if action is None or action.micro_batch >= 0:
+            return action
+        return action._replace(micro_batch=action.micro_batch + self.micro_batches)
 
 
 _BEHIND_ACTIONS = ("accumulate", "free")

@@ -9,6 +9,9 @@ from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Call, Define, Routine, Step, StoredProgram
 
+LATE = " of the step before"
+"""Ends the name of what is done for the step before."""
+
 
 @dataclass(frozen=True)
 class Label:

@@ -17,7 +17,7 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.offloading import offloaded
 from onebox.engine.parts import Part
 from onebox.engine.rounding import Rounding
-from onebox.engine.routine import Label, RoutineBuilder
+from onebox.engine.routine import LATE, Label, RoutineBuilder
 from onebox.engine.values import Values
 from onebox.graph import Port
 from onebox.plan import Action, Plan
@@ -292,7 +292,7 @@ class Row:
     def _name(self, action: Action) -> str:
         what = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[action.kind]
         where = f"stage {action.stage} " if len(self._plan.stages) > 1 else ""
-        late = " of the step before" if action.micro_batch < 0 else ""
+        late = LATE if action.micro_batch < 0 else ""
         return f"{where}{what} {action.micro_batch % self._count}{late}"
 
     def _cost_s(self, action: Action) -> float:

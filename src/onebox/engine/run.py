@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -15,18 +15,21 @@ from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
+from onebox.engine.drains import Drain
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
 from onebox.engine.optimizers import options_of
-from onebox.engine.overlap import Open, Overlap
+from onebox.engine.overlap import Open, Overlap, Traced
 from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepLoss, StepTrace, StepValues, locate, step_values
+from onebox.engine.routine import Label
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
+from onebox.engine.traces import trace_of
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
@@ -79,7 +82,8 @@ class TrainingRun:
         self._ready: Ready | None = None
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
-        self.overlap = Overlap(pool, remote, settings)
+        self.overlap = Overlap(pool, remote, settings, self._draining)
+        self._past: list[Ready] = []
         self._over: dict[int, Members] = {}
         self.adaptive: Adaptive | None = None
         if recover:
@@ -132,11 +136,12 @@ class TrainingRun:
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         compiled = ready.compiler.step(work.batch)
         before, window = overlap.begin(work, compiled)
+        drains = overlap.drains
         changed = self._remote.changed_options(work.options)
         given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed
         answers, beside = launch(*given, window=window, optimizer=self._remote.optimizer_number)
-        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside)
-        work.loss.expect(list(answers.values()), finish)
+        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside, drains)
+        work.loss.expect([*(future for drain in drains for future in drain.futures), *answers.values()], finish)
         overlap.begun(work, compiled, before)
         self._leave_groups()
         return answers
@@ -158,7 +163,7 @@ class TrainingRun:
         Raises:
             OneboxError: It failed.
         """
-        while self.error is None and self.overlap.open is not None:
+        while self.error is None and not self.overlap.settled:
             try:
                 self.overlap.drain()
             except OneboxError as error:
@@ -189,25 +194,38 @@ class TrainingRun:
         before: Open | None,
         ready: Ready,
         beside: Mapping[int, int],
+        drains: Sequence[Drain],
         answers: list[Answer],
     ) -> StepValues:
         """Put together what the workers answered; the memory of batches of later steps is no part of it."""
+        for drain in drains:
+            drain.take()
         step, routines = work.number, compiled.of(window)
+        answers = answers[len(answers) - len(routines) :]
         values = step_values(step, compiled.micro_batches, routines, answers, ready.checks)
         if compiled.windows:
             values = self.overlap.ended(values, before, answers)
         if self.guard is not None:
             self.guard.ended(step)
+        if ready is self._ready:
+            self._past.clear()
         if self._settings.trace:
-            traced = {
-                worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
-                for (worker, routine), answer in zip(routines.items(), answers, strict=True)
-            }
-            self.traces.append(StepTrace(step=step, workers=traced))
+            self.traces.append(trace_of(step, compiled, window, answers, beside))
             if self.adaptive is not None:
                 whole = whole_of(self.traces[-1], compiled.micro_batches, ready.plan, self._pool)
                 self.adaptive.ended(whole, ready.plan)
         return values
+
+    def _draining(self, open_: Open) -> Traced:
+        """Return what takes the answers to a drain that is about to be asked for."""
+        step, compiled = open_.work.number, open_.compiled
+        beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
+
+        def traced(answers: Sequence[Answer]) -> None:
+            if self._settings.trace:
+                self.traces.append(trace_of(step + 1, compiled, "drain", answers, beside))
+
+        return traced
 
     # ---- failures and losses
 
@@ -227,8 +245,15 @@ class TrainingRun:
 
     def _locate(self, error: Exception) -> None:
         """Let an error say what of a step failed."""
-        if self._ready is not None and isinstance(error, OperatorError):
-            locate(error, self._ready.compiler.labels)
+        if isinstance(error, OperatorError):
+            locate(error, self._labels)
+
+    def _labels(self, worker: int, routine: int) -> Sequence[Label]:
+        """Return what the instructions of a routine are; also of one that was asked for before the plan changed."""
+        for ready in (self._ready, *self._past):
+            if ready is not None and (labels := ready.compiler.labels(worker, routine)):
+                return labels
+        return ()
 
     def _failed(self, error: Exception) -> None:
         if self.guard is None or not isinstance(error, LOSSES):
@@ -261,6 +286,7 @@ class TrainingRun:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
         self.uploads.use(None)
         self.overlap.reset()
+        self._past.clear()
         if self.adaptive is not None:
             self.adaptive.restart()
         if self._ready is not None:
@@ -338,11 +364,12 @@ class TrainingRun:
             return Moved()
         moved = Moved()
         try:
-            self.drain()
+            self.overlap.end()
             migration.after.compiler.windows = self.overlap.windows(self.steps_done)
             migration.after.compiler.step(self._first)  # the programs are at the workers before they are needed
             moved = migration.make()
             self._over.update(moved.over)
+            self._past.append(migration.before)
             self._ready, self.plan = migration.after, plan
             self._request = dataclasses.replace(self._request, plan=plan)
             self.uploads.use(migration.after)

@@ -16,6 +16,9 @@ TRACKS = ("compute", "wait", "transfer", "other")
 DISPATCH_NS = 5_000
 """Shorter gaps between computations are what reading the next instruction takes, and no waits."""
 
+_LATE = " of the step before"
+"""What an engine says behind the name of an action for that."""
+
 
 def timeline_of(events: Iterable[Event], names: Mapping[int, str]) -> Timeline:
     """Return the timeline of what workers did.
@@ -84,7 +87,8 @@ def _wait(start_ns: int, end_ns: int, arrivals: Iterable[Event], step: int) -> S
 
 
 def _span(event: Event) -> Span:
-    args: dict[str, object] = {"step": event.step + 1}
+    args: dict[str, object] = {"step": event.begun + 1}
     if event.action is not None:
         args |= {"stage": event.action.stage, "micro_batch": event.action.micro_batch}
-    return Span(name=event.name, category=event.track, start_ns=event.start_ns, end_ns=event.end_ns, args=args)
+    name = event.name.removesuffix(_LATE) if event.late else event.name  # the step is said
+    return Span(name=name, category=event.track, start_ns=event.start_ns, end_ns=event.end_ns, args=args)

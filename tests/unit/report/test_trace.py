@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onebox.engine import Event
+from onebox.engine.results import StepTrace
+from onebox.engine.routine import LATE, Label
 from onebox.plan import Action
 from onebox.report import timeline_of
 from onebox.report.trace import DISPATCH_NS, waits
@@ -74,6 +76,17 @@ def test_dispatch_is_no_wait() -> None:
 
 def test_a_step_without_computation_has_no_waits() -> None:
     assert waits([event("other", "loss", 0, 10)], 0) == []
+
+
+def test_what_is_left_of_a_step_is_of_that_step_in_whichever_window_it_is() -> None:
+    labels = [Label("stage 0 backward 1" + LATE, "compute", Action("B", 0, -1)), Label("forward", "compute")]
+    trace = StepTrace(step=4, workers={0: (labels, (0, 10, 10, 20), (0, 0, 0, 0))}, micro_batches=2)
+    late, own = trace.events()
+    assert (late.step, late.begun, late.action) == (4, 3, Action("B", 0, 1))
+    assert (own.step, own.begun) == (4, 4)
+    shown = {one["name"]: one["args"] for one in written([late, own]) if one["ph"] == "X"}
+    assert shown["stage 0 backward 1"] == {"step": 4, "stage": 0, "micro_batch": 1}
+    assert shown["forward"] == {"step": 5}
 
 
 TRACK = st.sampled_from(["compute", "transfer", "other"])
