@@ -28,7 +28,7 @@ RULES: Mapping[str, dict[str, Any]] = {
 }
 """The optimizers, with what is not their default."""
 
-SIDES = ("sync", "none", "predict", "lookahead", "both", "feedback")
+SIDES = ("sync", "none", "predict", "extrapolate", "lookahead", "both", "feedback")
 """Synchronous, stale without treatment, and with each."""
 
 RISE = 0.05

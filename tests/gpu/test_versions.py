@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from onebox.wire.messages import Branch, Define, Optimizer, OptimizerStep
+from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from tests.unit.machines import Rig
 
@@ -21,7 +22,7 @@ START = torch.arange(12, dtype=torch.float64).reshape(3, 4)
 
 def trained(device: Device, delay: Any, *, host: bool) -> list[torch.Tensor]:
     """Return a parameter and the version before, after late steps."""
-    ahead = (21,) if delay == "predict" else ()
+    ahead = (21,) if delay in AHEAD else ()
     rig = Rig(device=device)
     rig.put(b1=START)
     rig.do(Define(7, Optimizer("AdamW", (((0,), {"lr": 0.1}),), (1,), delay=delay, host=host)), Branch(7, (11,), ahead))
@@ -35,7 +36,7 @@ def trained(device: Device, delay: Any, *, host: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "extrapolate", "lookahead", "both", "feedback"])
 def test_versions_are_those_of_a_cpu(delay: str, host: bool) -> None:
     ours = trained(Device("cuda:0", 1), delay, host=host)
     theirs = trained(Device("cpu", 1), delay, host=False)

@@ -62,6 +62,8 @@ def train_by_hand(name: str, rule: str, delay: str, plan: Plan) -> Outcome:
             total += float(value.detach()) * part.size / size
             start += part.size
         _become(weights, newest)
+        if late and delay == "extrapolate":
+            last = [expected_next(optimizer, weight) - weight.detach() for weight in weights]
         optimizer.step()
         before, made = newest, [weight.detach().clone() for weight in weights]
         newest = made
@@ -73,8 +75,11 @@ def train_by_hand(name: str, rule: str, delay: str, plan: Plan) -> Outcome:
             _become(weights, newest)
         if not late:
             read = newest
-        elif delay in ("predict", "both"):
+        elif delay in ("predict", "extrapolate", "both"):
             read, ahead = ahead, [expected_next(optimizer, weight) for weight in weights]
+            if delay == "extrapolate":
+                updates = [each - new for each, new in zip(ahead, newest, strict=True)]
+                ahead = [each + (u - v) for each, u, v in zip(ahead, updates, last, strict=True)]
         else:
             read = before
         losses.append(total)
@@ -93,7 +98,7 @@ def pool(pools: Shelf) -> onebox.Pool:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-@pytest.mark.parametrize("delay", ["predict", "lookahead", "both", "feedback"])
+@pytest.mark.parametrize("delay", ["predict", "extrapolate", "lookahead", "both", "feedback"])
 def test_a_pipeline_treats_late_gradients_as_by_hand(delay: str, rule: str, pool: onebox.Pool) -> None:
     """Two stages, one of them on two replicas; state is looked at in between, which changes nothing."""
     plan = staged("cnn", (0, (1, 2)), micro_batch=2, schedule=ASYNC)

@@ -9,7 +9,7 @@ import torch
 from onebox.engine.optimizers import Optimizers, each_of
 from onebox.errors import UsageError
 from onebox.wire.messages import Delay, GroupDelays
-from onebox.worker import AHEAD, CORRECTS, PREDICTS, momentum_of
+from onebox.worker import AHEAD, PREDICTS, REMEMBERS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))
 """What may be asked for."""
@@ -96,14 +96,17 @@ def extra_copies(delay: GroupDelays) -> int:
     """Return how many times the trained parameters treatments take at most, beside the version before.
 
     Args:
-        delay: The treatment: predictions have weights that are ahead, corrections remember the last update.
+        delay: The treatment: predictions have weights that are ahead, most others remember an update.
     """
-    return predicts(delay) + any(each in CORRECTS for each in (delay if isinstance(delay, tuple) else (delay,)))
+    return predicts(delay) + any(each in REMEMBERS for each in (delay if isinstance(delay, tuple) else (delay,)))
 
 
 def _auto(name: str, groups: list[dict[str, Any]]) -> DelayChoice:
     """Return the treatment that was the best in benchmarks/staleness.py, or whose kind was."""
     if name in PREDICTS and all(momentum_of(name, group) for group in groups):
+        if name == "SGD":
+            why = "the momentum of SGD and how it changes say where the weights will be, at large rates, too"
+            return DelayChoice("extrapolate", why, _fears(name, "extrapolate", groups))
         why = f"the momentum of {name} says well where the weights will be, and looking further along it helps besides"
         return DelayChoice("both", why, _fears(name, "both", groups))
     why = f"{name} has no momentum that would say where the weights will be"
@@ -118,7 +121,8 @@ def _fears(name: str, delay: Delay, groups: list[dict[str, Any]]) -> str | None:
         return f"{name} loses accuracy by gradients that are a step late; 'both' makes up for most of it"
     if name == "SGD" and any(momentum_of(name, group) for group in groups):
         return (
-            "SGD with momentum diverges by late gradients at rates that are well below what exact steps allow: compare "
-            "with exact steps, and if the loss is higher, lower the rate, or let more steps be exact (warm_up)"
+            "SGD with momentum diverges by late gradients at rates that are well below what exact steps allow, however "
+            "they are treated: compare with exact steps, and if the loss is higher, lower the rate, or let more steps "
+            "be exact (warm_up)"
         )
     return None

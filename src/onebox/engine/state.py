@@ -15,7 +15,7 @@ from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.messages import GroupDelays, Optimizer
 from onebox.wire.state import StateEntry
-from onebox.worker import CORRECTS, for_each_group
+from onebox.worker import REMEMBERS, for_each_group
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
 """What an optimizer remembers: (parameter, key, value)."""
@@ -180,7 +180,7 @@ def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "n
         if key not in known:
             known[key] = _tried(group)
         for parameter in group.parameters:
-            found[names[id(parameter)]] = Footprint(*known[key], treatment in CORRECTS)
+            found[names[id(parameter)]] = Footprint(*known[key], treatment in REMEMBERS)
     return found
 
 

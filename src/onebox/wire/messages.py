@@ -14,13 +14,13 @@ from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvou
 from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of everything in this file, in ``program.py`` and in ``state.py``; both sides must agree."""
 
-Delay = Literal["none", "predict", "lookahead", "both", "feedback"]
+Delay = Literal["none", "predict", "extrapolate", "lookahead", "both", "feedback"]
 """What is done about gradients that are a step late: nothing; forward and backward are computed on weights that the
-optimizer's momentum expects; steps look further ahead along the momentum; both of these; or what a step was too far
-off is taken back with the next one."""
+optimizer's momentum expects; the same with the momentum's change; steps look further ahead along the momentum; that and
+the first of these; or what a step was too far off is taken back with the next one."""
 
 GroupDelays = Delay | tuple[Delay, ...]
 """The same for all parameter groups, or that of each."""

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onebox.worker.delays import AHEAD, CORRECTS, PREDICTS, momentum_of
+    from onebox.worker.delays import AHEAD, PREDICTS, REMEMBERS, momentum_of
     from onebox.worker.faults import Fault
     from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
     from onebox.worker.optimizer import for_each_group
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD",
-    "CORRECTS",
     "OPTIMIZERS",
     "PREDICTS",
+    "REMEMBERS",
     "Fault",
     "Ports",
     "WorkerConfig",
@@ -30,8 +30,8 @@ __all__ = [
 _HOMES = {
     "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
     "AHEAD": ("onebox.worker.delays", "AHEAD"),
-    "CORRECTS": ("onebox.worker.delays", "CORRECTS"),
     "PREDICTS": ("onebox.worker.delays", "PREDICTS"),
+    "REMEMBERS": ("onebox.worker.delays", "REMEMBERS"),
     "Fault": ("onebox.worker.faults", "Fault"),
     "Ports": ("onebox.worker.serve", "Ports"),
     "WorkerConfig": ("onebox.worker.serve", "WorkerConfig"),

@@ -12,7 +12,16 @@ from onebox.errors import WireError
 from onebox.wire.messages import Delay, Optimizer, Options
 from onebox.wire.state import StateEntry
 from onebox.wire.tensors import spec_of
-from onebox.worker.delays import AHEAD, CORRECTS, LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
+from onebox.worker.delays import (
+    AHEAD,
+    LAST_UPDATE,
+    PREDICTS,
+    REMEMBERS,
+    correct,
+    expected_update,
+    extrapolated,
+    momentum_of,
+)
 from onebox.worker.host import HostMemory
 from onebox.worker.masters import Masters, runs
 
@@ -138,7 +147,7 @@ class NativeOptimizer:
         if max_norm > 0:
             norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        late = late and self.corrects(chosen)
+        late = late and self.remembers(chosen)
         self._update(chosen, gradients, factor, late)
         stepped = {(index, late) for index in chosen}
         if not stepped <= self._counted:
@@ -177,7 +186,7 @@ class NativeOptimizer:
 
     def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
         """Step some parameters; the others, which have no gradient, stay as they are."""
-        before = {index: self.parameters[index].clone() for index in members if late and self.corrects((index,))}
+        before = {index: self._kept(index) for index in members if late and self.remembers((index,))}
         for index, gradient in zip(members, gradients, strict=True):
             # fused kernels take for granted that it lies as the parameter does
             self.parameters[index].grad = gradient.contiguous()
@@ -186,18 +195,29 @@ class NativeOptimizer:
         for index in members:
             self.parameters[index].grad = None
         for index, old in before.items():
-            self._correct(index, old)
+            self._treat(index, old)
 
-    def _correct(self, index: int, before: Tensor) -> None:
-        """Treat an update that was made of a late gradient."""
+    def _kept(self, index: int) -> Tensor | None:
+        """Return what a treatment needs from before a step: the parameter, or the update that is expected."""
+        extrapolates = self.delays[self._group_of[index]] == "extrapolate"
+        return self._expected(index) if extrapolates else self.parameters[index].clone()
+
+    def _treat(self, index: int, before: Tensor | None) -> None:
+        """Treat an update that was made of a late gradient, with what was kept from before."""
         place, state = self._group_of[index], self._remembered(index)
+        if self.delays[place] == "extrapolate":
+            before = self._expected(index) if before is None else before  # the first step: as if nothing changed
+            if before is not None:
+                state[LAST_UPDATE] = before
+            return
+        assert before is not None
         feedback = self.delays[place] == "feedback"
         factor = 1.0 if feedback else momentum_of(self._names[place], self.groups[place]) or 0.0
         state[LAST_UPDATE] = correct(self.parameters[index], before, state.get(LAST_UPDATE), factor)
 
-    def corrects(self, chosen: Sequence[int]) -> bool:
-        """Tell whether updates of some parameters are corrected where their gradients are late."""
-        return any(self.delays[self._group_of[index]] in CORRECTS for index in chosen)
+    def remembers(self, chosen: Sequence[int]) -> bool:
+        """Tell whether something is remembered of updates of some parameters where their gradients are late."""
+        return any(self.delays[self._group_of[index]] in REMEMBERS for index in chosen)
 
     @property
     def predicts(self) -> bool:
@@ -230,11 +250,16 @@ class NativeOptimizer:
 
     def expect(self, index: int, into: Tensor) -> None:
         """Let a tensor become what a parameter is expected to be one step later: what it is, where nothing is."""
-        own, place = self.parameters[index], self._group_of[index]
-        update = None
-        if self.delays[place] in AHEAD:
-            update = expected_update(self._names[place], self.groups[place], self._of(index).state.get(own, {}), own)
+        own, delay = self.parameters[index], self.delays[self._group_of[index]]
+        update = self._expected(index) if delay in AHEAD else None
+        if update is not None and delay == "extrapolate":
+            update = extrapolated(update, self._remembered(index).get(LAST_UPDATE))
         into.copy_(own if update is None else update.add_(own))
+
+    def _expected(self, index: int) -> Tensor | None:
+        """Return the update of a parameter that its momentum expects; ``None`` where nothing is expected."""
+        own, place = self.parameters[index], self._group_of[index]
+        return expected_update(self._names[place], self.groups[place], self._of(index).state.get(own, {}), own)
 
     def state(self) -> tuple[list[StateEntry], list[Tensor]]:
         """Return the entries of the state and the tensors of those that have one."""

@@ -227,7 +227,7 @@ class SimOptimizer(NativeOptimizer):
     ) -> float | None:
         """Make the state in the first step; return not-a-number where a norm is asked for."""
         chosen = self.chosen(members)
-        late = late and self.corrects(chosen)
+        late = late and self.remembers(chosen)
         if not {(index, late) for index in chosen} <= self._counted:
             with _AnyValue():
                 super().step(gradients, 0.0, members=members, late=late)
@@ -237,6 +237,10 @@ class SimOptimizer(NativeOptimizer):
 
     def expect(self, index: int, into: Tensor) -> None:
         """Do nothing: there are no values."""
+
+    def _expected(self, index: int) -> Tensor | None:
+        """Return what takes the bytes of an update."""
+        return self.parameters[index].clone()
 
     def _options(self, options: Options) -> dict[str, Any]:
         """Return options without the choice of a kernel: there is none for tensors without elements."""

@@ -12,6 +12,7 @@ from onebox.errors import WireError
 from onebox.wire import spec_of
 from onebox.wire.messages import Branch, OptimizerStep, Options, Rename, Run
 from onebox.wire.sayings import Result, Scalars
+from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from onebox.worker.offload import Offloader
 from onebox.worker.optimizer import NativeOptimizer
@@ -226,7 +227,7 @@ def _wrong_versions(previous: int, ahead: int, parameters: int, delays: Sequence
     return WireError(
         f"{previous} versions before and {ahead} ahead for {parameters} parameters, with delay "
         f"{', '.join(map(repr, dict.fromkeys(delays)))}; allowed is one before for each, and one ahead for each with "
-        "'predict' or 'both' only"
+        f"{', '.join(map(repr, AHEAD))} only"
     )
 
 

@@ -42,11 +42,12 @@ def test_what_is_refused_is_what_workers_refuse(kind: str, asked: str) -> None:
 
 @pytest.mark.parametrize("asked", ["", "perhaps", "Predict"])
 def test_a_treatment_that_there_is_not(asked: str) -> None:
-    with pytest.raises(UsageError, match="allowed: auto, none, predict, lookahead, both, feedback"):
+    with pytest.raises(UsageError, match="allowed: auto, none, predict, extrapolate, lookahead, both, feedback"):
         choose_delay(made("SGD", lr=0.1), asked)
 
 
 def test_momentum_decides() -> None:
+    assert choose_delay(made("SGD", lr=0.1, momentum=0.9)).delay == "extrapolate"
     assert choose_delay(made("SGD", lr=0.1)).delay == "feedback"
     mixed = torch.optim.SGD(
         [
@@ -65,5 +66,7 @@ def test_who_leaves_adam_untreated_is_warned() -> None:
 
 
 def test_memory_of_treatments() -> None:
-    copies = {delay: extra_copies(delay) for delay in ("none", "predict", "lookahead", "both", "feedback")}
-    assert copies == {"none": 0, "predict": 1, "lookahead": 1, "both": 2, "feedback": 1}
+    copies = {
+        delay: extra_copies(delay) for delay in ("none", "predict", "extrapolate", "lookahead", "both", "feedback")
+    }
+    assert copies == {"none": 0, "predict": 1, "extrapolate": 2, "lookahead": 1, "both": 2, "feedback": 1}

@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.engine.optimizers import options_of
 from onebox.errors import WireError
 from onebox.wire.messages import Optimizer
-from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, correct, expected_update, momentum_of
+from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, correct, expected_update, extrapolated, momentum_of
 from onebox.worker.optimizer import NativeOptimizer
 
 
@@ -165,6 +165,12 @@ def late_run(kind: str, delay: Any, gradients: Sequence[Tensor], **options: Any)
     return weight, native
 
 
+def expected_by(native: NativeOptimizer, weight: Tensor) -> Tensor:
+    into = torch.empty_like(weight)
+    native.expect(0, into)
+    return into
+
+
 def test_looking_ahead_with_sgd_is_nesterovs_rule() -> None:
     """With given gradients: w + u + m (u - u before) makes torch's nesterov=True of nesterov=False."""
     gradients = [drawn(seed, 3, 2) for seed in range(1, 7)]
@@ -201,11 +207,35 @@ def test_feedback_is_the_sum_of_updates_and_the_last_one_but_the_first(kind: str
     torch.testing.assert_close(remembered[LAST_UPDATE], last, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("delay", ["feedback", "lookahead"])
+def test_an_expected_update_changes_as_it_did() -> None:
+    update, last = drawn(1, 2, 3), drawn(2, 2, 3)
+    torch.testing.assert_close(extrapolated(update.clone(), last), update + (update - last), rtol=0, atol=1e-14)
+    assert torch.equal(extrapolated(update.clone(), None), update)
+
+
+def test_an_extrapolation_continues_a_parabola() -> None:
+    """By SGD, which goes on by its last update: 3 w(t) - 3 w(t - 1) + w(t - 2), in every step from the first one on
+    that knows so many; asking twice changes nothing."""
+    weight = drawn(0, 3, 2)
+    native = NativeOptimizer(
+        Optimizer("SGD", (((0,), {"lr": 0.1, "momentum": 0.9}),), (1,), delay="extrapolate"), [weight], []
+    )
+    path = [weight.clone()]
+    for step in range(1, 7):
+        native.step([drawn(step, 3, 2)], 0.0, late=True)
+        path.append(weight.clone())
+        into = torch.empty_like(weight)
+        for _ in range(2):
+            native.expect(0, into)
+            twice, once, before = path[-1], path[-2], path[-3] if step > 1 else 2 * path[-2] - path[-1]
+            torch.testing.assert_close(into, 3 * twice - 3 * once + before, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("delay", ["feedback", "lookahead", "extrapolate"])
 def test_what_is_remembered_moves_with_the_state(delay: Any) -> None:
     gradients = [drawn(seed, 3, 2) for seed in range(1, 7)]
     options = options_of(torch.optim.AdamW([torch.nn.Parameter(drawn(0, 3, 2))], lr=0.1))[0]
-    whole, _ = late_run("AdamW", delay, gradients, **options)
+    whole, all_of_it = late_run("AdamW", delay, gradients, **options)
     half, native = late_run("AdamW", delay, gradients[:3], **options)
     entries, tensors = native.state()
     spec = Optimizer("AdamW", (((0,), options),), (1,), tuple(entries), delay=delay)
@@ -213,6 +243,7 @@ def test_what_is_remembered_moves_with_the_state(delay: Any) -> None:
     for gradient in gradients[3:]:
         other.step([gradient], 0.0, late=True)
     assert torch.equal(half, whole)
+    assert torch.equal(expected_by(other, half), expected_by(all_of_it, whole))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +285,7 @@ def descend(kind: str, delay: Any, steps: int, **options: Any) -> list[Tensor]:
     return path
 
 
-@pytest.mark.parametrize("delay", ["predict", "lookahead", "both", "feedback"])
+@pytest.mark.parametrize("delay", ["predict", "extrapolate", "lookahead", "both", "feedback"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -279,7 +310,10 @@ def test_how_large_a_rate_may_be(delay: str, stable: bool) -> None:
     assert (float(path[-1][1, 1].abs()) < 1e-3) is stable
 
 
-@pytest.mark.parametrize(("lr_h", "stable"), [(0.25, True), (0.3, False)])
-def test_a_prediction_has_a_bound_of_its_own(lr_h: float, stable: bool) -> None:
-    path = descend("SGD", "predict", 1200, lr=lr_h / 2.0, momentum=0.9)
+@pytest.mark.parametrize(
+    ("delay", "lr_h", "stable"),
+    [("predict", 0.25, True), ("predict", 0.3, False), ("extrapolate", 0.47, True), ("extrapolate", 0.52, False)],
+)
+def test_a_prediction_has_a_bound_of_its_own(delay: str, lr_h: float, stable: bool) -> None:
+    path = descend("SGD", delay, 1200, lr=lr_h / 2.0, momentum=0.9)
     assert (float(path[-1][1, 1].abs()) < 1e-3) is stable

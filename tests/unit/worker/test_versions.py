@@ -557,7 +557,7 @@ def test_renaming_any_buffers_keeps_every_byte(data: st.DataObject) -> None:
 # ---- other devices
 
 
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "extrapolate", "lookahead", "both", "feedback"])
 @pytest.mark.parametrize(("kind", "options"), [("SGD", {"lr": 0.1, "momentum": 0.9}), ("AdamW", {}), ("Muon", {})])
 def test_a_sim_device_takes_the_same_bytes(kind: str, options: dict[str, Any], delay: Any) -> None:
     ahead = delay in delays.AHEAD
@@ -576,7 +576,7 @@ def test_a_sim_device_takes_the_same_bytes(kind: str, options: dict[str, Any], d
     assert used[0] == used[1]
 
 
-@pytest.mark.parametrize("delay", ["none", "predict", "lookahead", "both", "feedback"])
+@pytest.mark.parametrize("delay", ["none", "predict", "extrapolate", "lookahead", "both", "feedback"])
 def test_an_optimizer_on_the_host_does_the_same(delay: Any) -> None:
     ahead = delay in delays.AHEAD
     found = []
