@@ -98,11 +98,13 @@ def _report(found: Found, tasks: Sequence[str], *, as_json: bool) -> None:
     result: dict[str, Any] = {}
     for task in tasks:
         for rule in RULES:
-            seeds = [seed for seed in {key[3] for key in found} if all((task, rule, s, seed) in found for s in SIDES)]
+            chosen = auto(rule)[0]
+            there = {side: {seed for t, r, s, seed in found if (t, r, s) == (task, rule, side)} for side in SIDES}
+            seeds = sorted(there["sync"] & there["none"] & there[chosen])
             if not seeds:  # sides are compared over the same seeds
                 continue
-            runs = {side: [found[task, rule, side, seed] for seed in seeds] for side in SIDES}
-            chosen = auto(rule)[0]
+            shown = [side for side in SIDES if there[side] >= set(seeds)]
+            runs = {side: [found[task, rule, side, seed] for seed in seeds] for side in shown}
             for side, each in runs.items():
                 losses, right = ([float(one[what]) for one in each] for what in ("loss", "accuracy"))
                 late = sorted({int(delay) for one in each for delay in one["delays"]})

@@ -21,8 +21,8 @@ these treatments bring the two together:
     are the first three terms of Newton's backward differences, by which a sequence is continued by a step; ``predict``
     has two. For SGD with momentum, where ``v`` is the last update, they are ``3 w(t) - 3 w(t - 1) + w(t - 2)``; so a
     direction of curvature ``h`` goes by the roots of ``z^2 (z - 1) (z - m) + lr h (3 z^2 - 3 z + 1)``, which for a
-    momentum of 0.9 is stable up to ``lr h = 0.49``, where ``predict`` is up to 0.27. Among predictions by the last
-    three weights these coefficients are near the best (benchmarks/results.md). See :func:`extrapolated`.
+    momentum of 0.9 is stable up to ``lr h = 0.49``, where ``predict`` is up to 0.27. Derived here; see
+    :func:`extrapolated`.
 ``feedback``
     An update made of a late gradient is off by ``e``; when the gradient that it should have been made of is there, a
     step later, the difference is made good: ``w(t + 1) = w(t) + u(t) + (u(t) - u(t - 1))``. It is error feedback with
