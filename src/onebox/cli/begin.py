@@ -17,6 +17,7 @@ from onebox.cli.loop import Standing
 from onebox.cli.models import build_model
 from onebox.cli.stored import read_config
 from onebox.engine import Trainer
+from onebox.engine.optimizers import Optimizers
 from onebox.errors import CheckpointError, DataError, UsageError
 from onebox.feed import Data, Position, open_dataset
 from onebox.plan import Plan
@@ -167,12 +168,29 @@ def make_model(config: JobConfig, data: Data) -> nn.Module:
     )
 
 
-def make_optimizer(config: JobConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a run, whose options are resolved."""
+def make_optimizer(config: JobConfig, model: nn.Module) -> Optimizers:
+    """Return the optimizer of a run, whose options are resolved, or two beside each other."""
     assert config.lr is not None and config.weight_decay is not None, "the options are resolved"
     lr, weight_decay = config.lr, config.weight_decay
     if config.optimizer == "sgd":
         momentum = config.momentum or 0.0
         return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay, momentum=momentum)
+    if config.optimizer == "muon":
+        return _with_muon(model, lr, weight_decay)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+
+def _with_muon(model: nn.Module, lr: float, weight_decay: float) -> Optimizers:
+    """Return Muon for the matrices of a model but tables of embeddings, and AdamW for the rest.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate suits both (arXiv:2502.16982, 2.2).
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+    known = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay),
+    ]

@@ -31,10 +31,12 @@ from onebox.cli.options import (
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, FATES, SCHEDULES, ChainFate, UpdateAt
 
-OptimizerName = Literal["adamw", "adam", "sgd"]
+OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
-_LEARNING_RATES: dict[str, float] = {"adamw": 1e-3, "adam": 1e-3, "sgd": 5e-2}
-_WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0}  # torch.optim's own defaults
+_LEARNING_RATES: dict[str, float] = {"adamw": 1e-3, "adam": 1e-3, "sgd": 5e-2, "muon": 1e-3}
+_WEIGHT_DECAYS: dict[str, float] = {"adamw": 1e-2, "adam": 0.0, "sgd": 0.0, "muon": 1e-2}
+"""The defaults of torch.optim; those of AdamW for muon, whose updates are scaled to the size of AdamW's."""
+
 _SGD_MOMENTUM = 0.9
 
 _SEVERAL = ("tar", "parquet")  # data of several places, between commas
@@ -55,9 +57,9 @@ class JobConfig(OfPool):
             without it those of the first picture.
         model: The model: mlp, cnn, resnet (18 layers) or gpt (reads an image row by row).
         batch: Samples of a step, over all devices together.
-        optimizer: Class of torch.optim: adamw, adam or sgd.
-        lr: Learning rate; without it 1e-3 for adamw and adam, 5e-2 for sgd.
-        weight_decay: Weight decay; without it 1e-2 for adamw, none for adam and sgd.
+        optimizer: Class of torch.optim: adamw, adam, sgd, or muon, which is Muon for matrices and AdamW for the rest.
+        lr: Learning rate; without it 1e-3 for adamw, adam and muon, 5e-2 for sgd.
+        weight_decay: Weight decay; without it 1e-2 for adamw and muon, none for adam and sgd.
         momentum: Momentum, for sgd; without it 0.9.
         precision: fp32, bf16 for autocast (parameters stay fp32), or auto: bf16 for the products of stages that are
             faster with it.

@@ -126,7 +126,7 @@ def fit(
     Args:
         model: The model.
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
-        optimizer: Of ``torch.optim``, over the model's parameters.
+        optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
         targets: Likewise.
         memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.

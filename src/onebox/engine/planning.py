@@ -72,7 +72,7 @@ def make_plan(
     Args:
         model: The model.
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
-        optimizer: Of ``torch.optim``, over the model's parameters.
+        optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
         targets: Likewise.
         pool: The devices; each is measured.

@@ -107,7 +107,7 @@ def test_shares_and_memory_as_the_engine_takes_them() -> None:
     assert RunConfig(memory="1:1KiB").budgets.of(2) == (0, 1024)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon"])
 def test_resolving_fills_in_what_the_optimizer_needs(optimizer: Any) -> None:
     config = TrainConfig(optimizer=optimizer).resolved()
     assert config.lr is not None and config.weight_decay is not None

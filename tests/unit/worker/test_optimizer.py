@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from onebox.engine.optimizers import options_of
@@ -13,6 +14,7 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Optimizer
 from onebox.wire.state import StateEntry
+from onebox.worker.delays import LAST_UPDATE
 from onebox.worker.optimizer import ALLOWED, NativeOptimizer
 
 AGREE = 1e-13
@@ -108,6 +110,62 @@ def test_state_moves_to_another_worker_bit_for_bit(kind: str) -> None:
     assert other.charged_bytes == native.charged_bytes
 
 
+def two_classes(
+    options: dict[str, Any],
+) -> tuple[list[torch.optim.Optimizer], list[torch.nn.Parameter], Optimizer, list[Tensor]]:
+    """Return two optimizers of torch, and one of ours whose groups take turns with their classes."""
+    ours = parameters()
+    theirs = [torch.nn.Parameter(tensor.clone()) for tensor in ours]
+    muon = torch.optim.Muon([theirs[1]], lr=0.05)
+    adamw = torch.optim.AdamW([{"params": [theirs[2]]}, {"params": [theirs[0]], "lr": 0.03}], **options)
+    first, second = options_of(adamw)
+    groups = (((2,), first), ((1,), options_of(muon)[0]), ((0,), second))
+    return [muon, adamw], theirs, Optimizer(("AdamW", "Muon", "AdamW"), groups, (1, 2, 3)), ours
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "foreach": False}], ids=str)
+def test_groups_of_several_classes_step_as_several_optimizers(options: dict[str, Any]) -> None:
+    """All at once, some of them, with a norm of all of them; with new options; and with a state that has moved."""
+    references, theirs, spec, ours = two_classes(options)
+    native = NativeOptimizer(spec, ours, [])
+    for seed, max_norm, chosen in ((1, 0.0, (0, 1, 2)), (2, 0.5, (0, 1, 2)), (3, 0.0, (1,)), (4, 0.0, (2, 0))):
+        muon, adamw = references
+        muon.param_groups[0]["lr"] *= 0.5
+        adamw.param_groups[1]["lr"] *= 0.7
+        first, second = options_of(adamw)
+        native.set_options((first, options_of(muon)[0], second))
+        for index, (parameter, gradient) in enumerate(zip(theirs, parameters(seed), strict=True)):
+            parameter.grad = gradient if index in chosen else None
+        gradients = [theirs[index].grad.clone() for index in chosen]  # type: ignore[union-attr]
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+        for reference in references:
+            reference.step()
+        native.step(gradients, max_norm, members=chosen if len(chosen) < len(ours) else ())
+        if seed == 2:
+            entries, tensors = native.state()
+            native = NativeOptimizer(
+                Optimizer(spec.name, spec.groups, spec.parameters, tuple(entries)), ours, [t.clone() for t in tensors]
+            )
+    assert_alike(theirs, ours)
+    assert native.charged_bytes == sum(
+        value.nbytes for each in references for known in each.state.values() for value in known.values()
+    )
+
+
+def test_each_group_has_a_treatment_of_its_own() -> None:
+    _, _, spec, ours = two_classes({})
+    native = NativeOptimizer(replace(spec, delay=("feedback", "none", "predict")), ours, [])
+    gradients = parameters(1)
+    native.step(gradients, 0.0, late=True)
+    entries, _ = native.state()
+    assert [entry.parameter for entry in entries if entry.key == LAST_UPDATE] == [2], "only feedback remembers"
+    found = [torch.zeros_like(tensor) for tensor in ours]
+    for index, tensor in enumerate(found):
+        native.expect(index, tensor)
+    assert [torch.equal(a, b) for a, b in zip(found, ours, strict=True)] == [False, True, True]
+
+
 def test_numbers_in_the_state_are_kept() -> None:
     ours = parameters()[:1]
     entries = (StateEntry(0, "step", 5.0), StateEntry(0, "done", True), StateEntry(0, "nothing", None))
@@ -172,6 +230,12 @@ def test_bytes_of_the_state_are_known_after_the_first_step() -> None:
         Optimizer("SGD", (((0,), {"speed": 1.0}),), (1,)),
         Optimizer("SGD", (((0,), {"lr": 0.1}), ((0,), {"lr": 0.1})), (1,)),
         Optimizer("SGD", (), (1,)),
+        Optimizer(("SGD", "LBFGS"), (((0,), {"lr": 0.1}), ((), {"lr": 0.1})), (1,)),
+        Optimizer(("SGD", "Adam"), (((0,), {"lr": 0.1}),), (1,)),
+        Optimizer(("SGD", "Adam"), (((0,), {"lr": 0.1}), ((0,), {"lr": 0.1})), (1,)),
+        Optimizer(("SGD", "Adam"), (((0,), {"lr": 0.1}), ((), {"momentum": 0.1})), (1,)),
+        Optimizer("Adam", (((0,), {"lr": 0.1}),), (1,), delay=("predict", "none")),
+        Optimizer(("Adam", "Adagrad"), (((0,), {"lr": 0.1}), ((), {"lr": 0.1})), (1,), delay=("both", "predict")),
     ],
     ids=lambda spec: f"{spec.name} {spec.groups}",
 )
