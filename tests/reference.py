@@ -69,25 +69,48 @@ def train(
     """
     losses, norms = [], []
     for step, batch in enumerate(batches):
-        size = sizes_of(batch)
         optimizer.zero_grad()
-        total, start = 0.0, 0
-        for index, part in enumerate(cut(size)):
-            inputs, targets = tree_map(lambda t, a=start, b=start + part: t[a:b], batch)
-            with around(step, index) if around else contextlib.nullcontext():
-                value = loss(call(model, inputs), targets)
-            (value * (part / size)).backward()
-            total += float(value.detach()) * part / size
-            start += part
-        assert start == size
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        losses.append(backward(model, loss, batch, cut, lambda index, s=step: around(s, index) if around else None))
+        norms.append(clipped(model, max_norm))
         optimizer.step()
         after_step()
-        losses.append(total)
     return Outcome(losses=losses, norms=norms, tensors=state_of(model))
+
+
+def backward(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: tuple[Any, Any],
+    cut: Callable[[int], Sequence[int]],
+    around: Callable[[int], contextlib.AbstractContextManager[Any] | None],
+) -> float:
+    """Add the gradients of a batch, micro-batch by micro-batch; return its mean loss.
+
+    Args:
+        model: Its parameters get the gradients.
+        loss: Maps (outputs, targets) to a scalar.
+        batch: (inputs, targets).
+        cut: From the samples of the batch to those of each micro-batch.
+        around: From a micro-batch to a context for forward, or ``None``.
+    """
+    total, start, size = 0.0, 0, sizes_of(batch)
+    for index, part in enumerate(cut(size)):
+        inputs, targets = tree_map(lambda t, a=start, b=start + part: t[a:b], batch)
+        with around(index) or contextlib.nullcontext():
+            value = loss(call(model, inputs), targets)
+        (value * (part / size)).backward()
+        total += float(value.detach()) * part / size
+        start += part
+    assert start == size
+    return total
+
+
+def clipped(model: nn.Module, max_norm: float | None) -> float:
+    """Return the 2-norm of a model's gradients, which are clipped where there is a most that it may be."""
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

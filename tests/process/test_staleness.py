@@ -279,8 +279,6 @@ def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
         ({"staleness": 1, "warm_up": -1}, "warm_up=-1"),
         ({"staleness": 1, "delay": "later"}, "delay='later'"),
         ({"staleness": 1, "sync": "client"}, "sync='client'"),
-        ({"staleness": 1, "update": "host"}, "update='host'"),
-        ({"staleness": 1, "shard_optimizer": True}, "shared out"),
         ({"overlap": True, "update": "host"}, "update='host'"),
     ],
 )

@@ -221,8 +221,7 @@ class TrainConfig(LateConfig):
             raise UsageError(f"--warm-up {self.warm_up} is about steps before late ones; it needs --staleness 1")
         given = {
             f"--sync {self.sync}": self.sync != "workers",
-            f"--update {self.update}": self.update != "device",
-            "--shard-optimizer": self.shard_optimizer and self.staleness,
+            f"--update {self.update}": self.update != "device" and not self.staleness,
         }
         odd = [flag for flag, there in given.items() if there]
         if odd and (self.staleness or self.overlap):

@@ -60,6 +60,11 @@ class Holdings:
         held = self.held_by(worker, trained)
         return tuple(name for name in held if name not in self.owners or worker in self.owners[name])
 
+    def handed_out(self, worker: int, trained: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the trained parameters a worker holds and another one steps, in their order."""
+        stepped = set(self.stepped_by(worker, trained))
+        return tuple(name for name in self.held_by(worker, trained) if name not in stepped)
+
     def owner(self, members: Members, name: str) -> int | None:
         """Return which member of a circle steps a parameter alone; ``None`` where all do."""
         return self.owners[name][self.circles[name].index(members)] if name in self.owners else None

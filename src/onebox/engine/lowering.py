@@ -123,21 +123,24 @@ class Lowering:
         late = None if window == "fill" else self._gradients.begin(*given, half="late")
         statistics = None if window == "drain" else self._statistics.begin(*given)
         early = None if window == "drain" else self._gradients.begin(*given, half="early")
-        updating = LateUpdate(update, weights, row.actions)
+        updating, before = LateUpdate(update, weights, row.actions), row.rounded_before()
+        rounding = None if window == "drain" else row.round_for_step(weights.number)
         exchanges.flush()
         updating.begin()
         row.run(
             lambda action: late if action.micro_batch < 0 else early,  # type: ignore[arg-type, return-value]
-            [updating, *([] if statistics is None else [statistics])],
+            [before, updating, *([] if statistics is None else [statistics])],
             moved={} if statistics is None else statistics.moved,
             weight_of=weights.number,
         )
+        if rounding is not None:
+            rounding.finish(before.handed_on)
         exchanges.finish()
         if statistics is not None:
             statistics.finish()
         updating.finish()
         if early is not None:
-            row.hand_on(early.handed_on)
+            row.hand_on({**early.handed_on, **before.handed_on})
 
     def _exact(self, row: Row, job: Job, worker: int, window: Window, update: WorkerUpdate | None) -> None:
         """Add a window whose step is computed with the new weights, with the update of the step before."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from onebox.engine.compiler import Compiled
 from onebox.engine.delays import DELAYS, choose_delays, delays_of, predicts
 from onebox.engine.drains import Drain
+from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
@@ -76,10 +77,8 @@ def check_overlap_of(plan: Plan, staleness: int, *, overlap: bool) -> None:
     if not staleness and not overlap:
         return
     refused = {
-        "the optimizer's state shared out": staleness and plan.optimizer == "sharded",
-        "stages of bf16": staleness and plan.narrow,
         "stages offloaded or swapped": any(stage.fate in ("offload", "swap") for stage in plan.stages),
-        "update='host'": plan.update == "host",
+        "update='host'": not staleness and plan.update == "host",
         "sync='client'": plan.sync == "client",
     }
     for what in (name for name, found in refused.items() if found):
@@ -137,12 +136,13 @@ class Overlap:
         """Tell whether a step may overlap with the one after it."""
         return step >= self._settings.warm_up if self._settings.staleness else self._settings.overlap
 
-    def begin(self, work: Work, compiled: Compiled) -> tuple[Open | None, Window]:
+    def begin(self, work: Work, compiled: Compiled, group_of: Callable[[Members], int]) -> tuple[Open | None, Window]:
         """Get ready for a step: what it does not follow is drained, and where it needs versions of weights there are.
 
         Args:
             work: The step.
             compiled: Its routines.
+            group_of: From workers that exchange something to their group.
 
         Returns:
             The step of which something is left for its window, and which window that is.
@@ -155,7 +155,7 @@ class Overlap:
         if compiled.windows:
             self._next = work.number if self._next is None else self._next
             if self._versions.previous and not self._remote.branched:
-                self._remote.branch()
+                self._remote.branch(group_of)
         return self.open, "fill" if self.open is None else "steady"
 
     def begun(self, work: Work, compiled: Compiled, before: Open | None) -> None:

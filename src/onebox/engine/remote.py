@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from onebox.engine.versions import KEYS, Versions
 from onebox.graph.placements import REPLICATE, Shard, shard_of
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Ask, Define, Free, Instruction, Options, Put
+from onebox.wire.messages import Ask, Broadcast, Define, Free, Instruction, Options, Put
 from onebox.wire.sayings import Memory
 from onebox.wire.state import Fill, Recall, StateEntry
 
@@ -172,37 +172,50 @@ class RemoteState:
                 futures.append(self._pool.post(worker, instructions, [to_frame(t) for t in tensors], answer=True))
         raise_first(futures)
         if self.versions.previous:
-            self._bring_versions(holdings)
+            self._bring_versions(holdings, trained)
         if not self.keep_first:
             self.forget_first()
 
-    def _bring_versions(self, holdings: Holdings) -> None:
-        """Bring versions of parameters to the workers, if there are any to go on with."""
-        for worker, trained in self._trained.items():
+    def _bring_versions(self, holdings: Holdings, trained: tuple[str, ...]) -> None:
+        """Bring versions of parameters to those who hold them, if there are any to go on with."""
+        for worker in holdings.devices:
+            held = holdings.held_by(worker, trained)
             for key, numbers in self.versions.keys.items():
                 if self._copies is not None:
-                    names = [name for name in trained if key in self._copies.keys(name)]
+                    names = [name for name in held if key in self._copies.keys(name)]
                     self._fill(self._copies, worker, names, holdings, key)
                 else:
-                    names = [name for name in trained if (name, key) in self.first_versions]
+                    names = [name for name in held if (name, key) in self.first_versions]
                 for name in names if self._copies is None else ():
                     whole, placement = self.first_versions[name, key], holdings.placement(name)
                     part = shard_of(whole, placement, holdings.ranks[worker]) if isinstance(placement, Shard) else whole
                     put = Put((numbers[name],), (spec_of(part),))
                     self._pool.post(worker, [put], [to_frame(part.contiguous())])
-                if len(names) < len(trained):
+                if len(names) < len(held):
                     return
-            self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained, behind=1)])
+            if stepped := self._trained.get(worker):
+                self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
             self.branched = True
 
-    def branch(self) -> None:
-        """Let parameters have versions from now on.
+    def branch(self, group_of: Callable[[Members], int]) -> None:
+        """Let parameters have versions from now on; who steps one alone hands its versions to the others.
+
+        Args:
+            group_of: From workers that hold the same to their group.
 
         Raises:
             OneboxError: The pool is broken.
         """
         for worker, trained in self._trained.items():
             self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained)])
+        holdings = self.holdings
+        for name, owners in holdings.owners.items():
+            for members, owner in zip(holdings.circles[name], owners, strict=True):
+                spec = holdings.spec(owner, name, self.named.spec(name))
+                for number in self.versions.of(name) if len(members) > 1 else ():
+                    hand = Broadcast((number,), group_of(members), members.index(owner), (spec,))
+                    for worker in members:
+                        self._pool.post(worker, [hand])
         self.branched = True
 
     def number_of(self, item: Item) -> int:

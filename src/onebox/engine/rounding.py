@@ -1,14 +1,22 @@
-"""Parameters in bfloat16, for stages of that precision: made once a step, and gone before the optimizer's. Pure."""
+"""Parameters in bfloat16, for stages of that precision: made once a step, and gone before the optimizer's. Pure.
+
+Where steps overlap, those of a step are read by what is left of it in the next window, too, and are known by other
+numbers there: so they are made once, of the version that the step is computed with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import Port, round_all
+from onebox.plan import Action
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Free
+
+EARLIER = -1
+"""Stands in the place of a micro-batch for the step before."""
 
 
 class Rounding:
@@ -17,7 +25,7 @@ class Rounding:
     Args:
         builder: The worker's routine.
         parts: What the worker runs.
-        state: Buffers of parameters, by name.
+        source: From the name of a parameter to the buffer that is rounded.
         number: From the port of a parameter in bfloat16 to its buffer.
     """
 
@@ -25,23 +33,68 @@ class Rounding:
         self,
         builder: RoutineBuilder,
         parts: Iterable[Part],
-        state: Mapping[str, int],
+        source: Callable[[str], int],
         number: Callable[[Port], int],
     ) -> None:
         self._builder = builder
-        specs: dict[Port, TensorSpec] = {}
-        for part in parts:
-            specs |= {p: spec for p, spec in zip(part.inputs, part.given, strict=True) if p.kind == "rounded"}
-        self._buffers = tuple(map(number, specs))
-        if specs:
+        self._buffers = {port: number(port) for port in _rounded(parts)}
+        if self._buffers:
             builder.call(
-                round_all([TensorSpec("float32", spec.shape) for spec in specs.values()]),
-                [state[str(port.name)] for port in specs],
-                self._buffers,
+                round_all([TensorSpec("float32", spec.shape) for spec in _rounded(parts).values()]),
+                [source(str(port.name)) for port in self._buffers],
+                list(self._buffers.values()),
                 Label("round parameters"),
             )
 
-    def finish(self) -> None:
-        """Add the end of what was rounded."""
-        if self._buffers:
+    def finish(self, kept: Collection[int] = ()) -> None:
+        """Add the end of what was rounded.
+
+        Args:
+            kept: Buffers that do not end.
+        """
+        if ended := tuple(number for number in self._buffers.values() if number not in kept):
+            self._builder.add(Free(ended), Label("free"))
+
+
+class EarlierRounding:
+    """What was rounded for the step before, in a window: it ends with the last action of that.
+
+    Args:
+        builder: The worker's routine.
+        actions: The worker's row in the window.
+        late: What it runs there of the step before.
+        number: From the port of a parameter in bfloat16, and 0 or :data:`EARLIER`, to its buffer.
+    """
+
+    def __init__(
+        self,
+        builder: RoutineBuilder,
+        actions: Iterable[Action],
+        late: Iterable[Part],
+        number: Callable[[Port, int], int],
+    ) -> None:
+        self._builder = builder
+        self._left = sum(action.micro_batch < 0 for action in actions)
+        ports = _rounded(late)
+        self._buffers = tuple(number(port, EARLIER) for port in ports)
+        self.handed_on: Mapping[int, int] = {number(port, 0): number(port, EARLIER) for port in ports}
+        """The number that each of the step's own has in the next window."""
+
+    def before(self, action: Action) -> None:
+        """Add what comes before an action."""
+
+    def after(self, action: Action) -> None:
+        """Add the end of it behind the last action of the step before."""
+        self._left -= action.micro_batch < 0
+        if action.micro_batch < 0 and not self._left and self._buffers:
             self._builder.add(Free(self._buffers), Label("free"))
+
+
+def _rounded(parts: Iterable[Part]) -> dict[Port, TensorSpec]:
+    """Return the parameters that parts read in bfloat16."""
+    return {
+        port: spec
+        for part in parts
+        for port, spec in zip(part.inputs, part.given, strict=True)
+        if port.kind == "rounded"
+    }

@@ -16,7 +16,7 @@ from onebox.engine.gradients import WorkerGradients
 from onebox.engine.job import Job, Numbers
 from onebox.engine.offloading import offloaded
 from onebox.engine.parts import Part
-from onebox.engine.rounding import Rounding
+from onebox.engine.rounding import EARLIER, EarlierRounding, Rounding
 from onebox.engine.routine import LATE, Label, RoutineBuilder
 from onebox.engine.values import Values
 from onebox.graph import Port
@@ -112,8 +112,26 @@ class Row:
 
     def round(self) -> Rounding:
         """Add the rounding of parameters that the actions read in bfloat16."""
-        parts = map(self._part, self.actions)
-        return Rounding(self.builder, parts, self._numbers.state, lambda port: self._values.number(port, 0))
+        parts = [self._part(action) for action in self.actions]
+        return Rounding(self.builder, parts, self._numbers.state.__getitem__, lambda port: self._values.number(port, 0))
+
+    def round_for_step(self, weight_of: Callable[[str, Action], int]) -> Rounding:
+        """Add the rounding of what the actions of the window's own step read in bfloat16, also in the next window.
+
+        Args:
+            weight_of: Returns the buffer that an action reads a parameter from.
+        """
+        whole = self._job.schedule.rows.get(self._worker, ())
+        parts, own = [self._part(action) for action in whole], Action("F", 0, 0)
+        return Rounding(
+            self.builder, parts, lambda name: weight_of(name, own), lambda port: self._values.number(port, 0)
+        )
+
+    def rounded_before(self) -> EarlierRounding:
+        """Return what was rounded for the step before, and is read in this window."""
+        whole = self._job.schedule.rows.get(self._worker, ())
+        late = [self._part(action) for action in whole if action.micro_batch < 0]
+        return EarlierRounding(self.builder, self.actions, late, self._values.number)
 
     def run(
         self,
@@ -258,7 +276,7 @@ class Row:
             case "result":
                 return self._result(port, micro_batch)
             case "rounded":
-                return self._values.number(port, 0)
+                return self._values.number(port, EARLIER if micro_batch < 0 else 0)
             case _:
                 return self._values.number(port, micro_batch)
 

@@ -135,7 +135,7 @@ class TrainingRun:
         """Begin a step, or begin it again; see :class:`~onebox.engine.guard.Run`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         compiled = ready.compiler.step(work.batch)
-        before, window = overlap.begin(work, compiled)
+        before, window = overlap.begin(work, compiled, ready.group_of)
         drains = overlap.drains
         changed = self._remote.changed_options(work.options)
         given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed

@@ -100,6 +100,7 @@ class Ready:
         )
         if steps:
             self._require_room(batch)
+            self._require_room_for_late_steps(batch)
         else:
             self._may_be_at_once(batch, stepped=False)
         self.checks: Mapping[int, Sequence[tuple[Members, Ask]]] = {}
@@ -234,6 +235,13 @@ class Ready:
             raise lack.error()
         self._fitting.add(shape)
 
+    def _require_room_for_late_steps(self, batch: Batch) -> None:
+        """Refuse now what would not fit once steps overlap: exact ones, which need less, may come first."""
+        if self._remote.versions.previous:
+            before, self.compiler.windows = self.compiler.windows, True
+            self._require_room(batch)
+            self.compiler.windows = before
+
     def _leaves(self, worker: int, spare_bytes: int) -> None:
         """Take note of what a step or an evaluation leaves of a worker's memory."""
         self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
@@ -293,7 +301,7 @@ class Ready:
             if train and self.compiler.windows:
                 held |= {
                     number: Held("parameter", called, held[state.numbers[name]].size_bytes)
-                    for name in self.holdings.stepped_by(worker, self.trained)
+                    for name in self.holdings.held_by(worker, self.trained)
                     for number, called in versions.of(name).items()
                 }
             sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)

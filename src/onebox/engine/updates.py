@@ -16,7 +16,7 @@ from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.engine.sharding import Bucket
 from onebox.graph import square_norm
-from onebox.wire.messages import Broadcast, Free, OptimizerStep, Reduce
+from onebox.wire.messages import Broadcast, Free, OptimizerStep, Reduce, Rename
 
 if TYPE_CHECKING:
     from onebox.engine.gradients import Gradients
@@ -93,8 +93,18 @@ class WorkerUpdate:
             self._builder.add(step, Label("optimizer", "compute"))
         if left := (*gradients, *((norm,) if norm else ())):
             self._builder.add(Free(left), Label("free"))
+        if self._versions:
+            self._turn()
         for members, bucket in self._parts:
             self._hand_out(members, bucket)
+
+    def _turn(self) -> None:
+        """Let what others step be what was before, and what was before that make room for what they hand out."""
+        numbers, handed = self._shared.numbers, self._shared.holdings.handed_out(self._worker, self._shared.trained)
+        read = [numbers.ahead.get(name, numbers.state[name]) for name in handed]
+        before = [numbers.previous[name] for name in handed]
+        if handed:
+            self._builder.add(Rename((*read, *before), (*before, *read)), Label("turn versions"))
 
     def _sum_norms(self, group: int) -> None:
         """Sum the squared norms of all gradients over all workers, each gradient by the one that answers for it."""
@@ -105,11 +115,13 @@ class WorkerUpdate:
         self._builder.add(Reduce((shared.norm,), group), Label("reduce", "transfer"))
 
     def _hand_out(self, members: Members, bucket: Bucket) -> None:
-        """Let the owner of a bucket hand what it has stepped to the others."""
-        if bucket.owner is not None:
-            numbers = self._shared.numbers
-            state = tuple(numbers.state[name] for name in bucket.names)
-            broadcast = Broadcast(state, numbers.groups[members], members.index(bucket.owner))
+        """Let the owner of a bucket hand what it has stepped to the others, and what it expects of the next step."""
+        if bucket.owner is None:
+            return
+        numbers = self._shared.numbers
+        for kind in (numbers.state, numbers.ahead) if self._versions and numbers.ahead else (numbers.state,):
+            buffers = tuple(kind[name] for name in bucket.names)
+            broadcast = Broadcast(buffers, numbers.groups[members], members.index(bucket.owner))
             self._builder.add(broadcast, Label("broadcast", "transfer"))
 
     # ---- in parts

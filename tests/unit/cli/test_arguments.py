@@ -198,7 +198,7 @@ def test_all_flags_of_fit() -> None:
         ("train --staleness 1 --warm-up -1", ["--warm-up -1: allowed are 0 and more"]),
         ("train --staleness 1 --sync client", ["--staleness 1 and --sync client"]),
         ("train --overlap --sync client", ["--overlap and --sync client"]),
-        ("train --staleness 1 --update host", ["--staleness 1 and --update host"]),
+        ("train --overlap --update host", ["--overlap and --update host"]),
         ("fit --plan p.json --micro-batch 8", ["--plan p.json and --micro-batch 8: a plan says that itself"]),
         ("fit --plan p.json --update host", ["--plan p.json and --update host: a plan says that itself"]),
         (
