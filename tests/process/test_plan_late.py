@@ -35,7 +35,7 @@ def sgd(trained: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained.parameters(), lr=1e-2, momentum=0.9)
 
 
-def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict"]) -> tuple[int, ...]:
+def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict", "extrapolate"]) -> tuple[int, ...]:
     """Train some steps; return the most bytes of each of the plan's devices."""
     trained, (inputs, targets) = model(), batch()
     raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
@@ -49,9 +49,9 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict"]) -
     return tuple(one.peak_bytes for one in found if isinstance(one, Memory))
 
 
-@pytest.mark.parametrize("delay", ["none", "predict"])
+@pytest.mark.parametrize("delay", ["none", "predict", "extrapolate"])
 def test_a_plan_is_found_trained_with_and_takes_the_memory_that_it_says(
-    delay: Literal["none", "predict"], pools: Shelf
+    delay: Literal["none", "predict", "extrapolate"], pools: Shelf
 ) -> None:
     pool, trained, (inputs, targets) = pools(2), model(), batch()
     planned = onebox.make_plan(
