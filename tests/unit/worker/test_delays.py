@@ -317,3 +317,28 @@ def test_how_large_a_rate_may_be(delay: str, stable: bool) -> None:
 def test_a_prediction_has_a_bound_of_its_own(delay: str, lr_h: float, stable: bool) -> None:
     path = descend("SGD", delay, 1200, lr=lr_h / 2.0, momentum=0.9)
     assert (float(path[-1][1, 1].abs()) < 1e-3) is stable
+
+
+def response(delay: Any, lr_h: float) -> float:
+    """Return the sum of squares of the weights that gradients are computed on, after noise of 1 in one gradient: what
+    noise in every gradient makes their variance."""
+    weight = torch.zeros(1, 1, dtype=torch.float64)
+    spec = Optimizer("SGD", (((0,), {"lr": lr_h, "momentum": 0.9}),), (1,), delay="none" if delay == "sync" else delay)
+    native = NativeOptimizer(spec, [weight], [])
+    read, ahead, total = weight.clone(), weight.clone(), 0.0
+    for step in range(400):
+        total += float(read.square())
+        was = weight.clone()
+        native.step([read + float(step == 3)], 0.0, late=delay != "sync")
+        if delay in AHEAD:
+            read = ahead.clone()
+            native.expect(0, ahead)
+        else:
+            read = weight.clone() if delay == "sync" else was
+    return total
+
+
+@pytest.mark.parametrize(("delay", "times"), [("predict", 3.06), ("both", 1.90), ("extrapolate", 1.05)])
+def test_how_noise_grows(delay: str, times: float) -> None:
+    """Beside exact steps, at lr h = 0.2 and a momentum of 0.9; untreated gradients diverge there."""
+    assert response(delay, 0.2) / response("sync", 0.2) == pytest.approx(times, abs=0.01)
