@@ -2,7 +2,8 @@
 
 This is what local search begins from: a stage takes what its device takes for a micro-batch, a link what crosses the
 cut, and a step about ``(count - 1)`` times the slowest of these and once all of them (Narayanan et al. 2019,
-doi:10.1145/3341301.3359646, section 3.1, find the least slowest one in the same way).
+doi:10.1145/3341301.3359646, section 3.1, find the least slowest one in the same way). Another one finds the cuts that
+move least of those whose slowest stage is about as quick as that.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onebox.plan.costs import Costs
+from onebox.plan.follow_moved import Moved
 from onebox.plan.layout import Layout, Part
 
 _Array = NDArray[np.float64]
 
 _LOOSE = (1.0, 1.1, 1.3)
 """By these factors the slowest stage may exceed the least possible while the sum of all is made small."""
+
+NEARLY = 1.01
+"""What takes no longer than something else by this factor is as good, and what moves less is better."""
 
 _ROUNDS = 8
 """So often the best exchange of two devices, one of which may be idle, is followed at most."""
@@ -32,10 +37,11 @@ class Cuts:
         costs: Costs of the segments.
         layout: Stages that are all of the same kind, each device with one of them.
         count: Micro-batches of a step.
+        moved: Counts what a change moves.
     """
 
-    def __init__(self, costs: Costs, layout: Layout, count: int) -> None:
-        self._costs, self._layout, self._count = costs, layout, count
+    def __init__(self, costs: Costs, layout: Layout, count: int, moved: Moved) -> None:
+        self._costs, self._layout, self._count, self._moved = costs, layout, count, moved
         self._chain = tuple(index for part in layout.parts for index in part.segments)
         self._samples = layout.micro_batch or 1
         place = {index: turn for turn, index in enumerate(self._chain)}
@@ -60,15 +66,21 @@ class Cuts:
         return next(self._cut(self._layout.parts), self._layout)
 
     def _cut(self, parts: Sequence[Part]) -> Iterator[Layout]:
-        least = self._solve(parts, np.inf, sum_up=False)
+        """Yield layouts with the quickest slowest stage, then with less in all, then with less that moves."""
+        least = self._solve(parts, np.inf)
         if least is None:
             return
         slowest, _ = self._takes(parts, least)
         for factor in _LOOSE:
-            ends = self._solve(parts, slowest * factor * (1 + 1e-9), sum_up=True)
-            assert ends is not None, "what is within the limit without sums is within it with them"
-            ranges = zip((0, *ends), ends, parts, strict=False)
-            yield self._layout._replace(parts=tuple(p._replace(segments=self._chain[a:b]) for a, b, p in ranges))
+            yield self._with(parts, self._solve(parts, slowest * factor * (1 + 1e-9), self._all_s(parts)))
+        for factor in (1.0, NEARLY):
+            yield self._with(parts, self._solve(parts, slowest * factor * (1 + 1e-9), self._brought(parts)))
+
+    def _with(self, parts: Sequence[Part], ends: list[int] | None) -> Layout:
+        """Return the layout with stages that end there."""
+        assert ends is not None, "what is within a limit is so whatever is summed up"
+        ranges = zip((0, *ends), ends, parts, strict=False)
+        return self._layout._replace(parts=tuple(p._replace(segments=self._chain[a:b]) for a, b, p in ranges))
 
     def _reordered(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return the stages on the devices in the order that exchanges of two lead to."""
@@ -80,8 +92,13 @@ class Cuts:
             if not values or min(values) >= value * (1 - 1e-6):
                 break
             value = min(values)
-            parts = others[values.index(value)]
+            near = [other for other, one in zip(others, values, strict=True) if one <= value * NEARLY]
+            parts = min(near, key=self._least_moved) if len(near) > 1 else near[0]
         return parts
+
+    def _least_moved(self, parts: Sequence[Part]) -> int:
+        """Return the bytes that are moved at least, where the slowest stage is to be about as quick as it can be."""
+        return min((self._moved.total(layout) for layout in self._cut(parts)), default=0)
 
     def _relieved(self, parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
         """Yield the stages with one device replaced by one that has none so far."""
@@ -93,14 +110,22 @@ class Cuts:
 
     def _estimate(self, parts: Sequence[Part]) -> float:
         """Return about what a step takes with the best cuts."""
-        ends = self._solve(parts, np.inf, sum_up=False)
+        ends = self._solve(parts, np.inf)
         if ends is None:
             return float("inf")
         slowest, path = self._takes(parts, ends)
         return (self._count - 1) * slowest + path
 
-    def _solve(self, parts: Sequence[Part], most: float, *, sum_up: bool) -> list[int] | None:
-        """Return where the stages end, so that the slowest is quickest, or their sum least with none above a limit."""
+    def _solve(
+        self, parts: Sequence[Part], most: float, weights: tuple[Sequence[_Array], Sequence[_Array]] | None = None
+    ) -> list[int] | None:
+        """Return where the stages end, so that the slowest is quickest, or a sum is least with none above a limit.
+
+        Args:
+            parts: The stages.
+            most: The limit, in seconds of a micro-batch.
+            weights: For each stage what the segments up to each place of the chain weigh, and what a cut there does.
+        """
         size = len(self._chain) + 1
         value = np.full(size, np.inf)
         value[0] = 0.0
@@ -109,11 +134,12 @@ class Cuts:
         for number, part in enumerate(parts):
             took, link = self._stage(part), self._link(parts, number)
             each = np.where(empty, np.inf, took[None, :] - took[:, None])
-            if sum_up:
-                within = np.where((each > most) | (link > most)[:, None], np.inf, each)
-                reached = within + (link + value)[:, None]
-            else:
+            if weights is None:
                 reached = np.maximum(each, np.maximum(link, value)[:, None])
+            else:
+                own, cut = weights[0][number], weights[1][number]
+                beyond = (each > most) | (link > most)[:, None]
+                reached = np.where(beyond, np.inf, own[None, :] - own[:, None]) + (cut + value)[:, None]
             choices.append(np.argmin(reached, axis=0))
             value = reached[choices[-1], np.arange(size)]
         if not value[-1] < np.inf:
@@ -122,6 +148,16 @@ class Cuts:
         for choice in choices[:0:-1]:
             ends.insert(0, int(choice[ends[0]]))
         return ends
+
+    def _all_s(self, parts: Sequence[Part]) -> tuple[list[_Array], list[_Array]]:
+        """Return the seconds of a micro-batch on each stage, and on the link before it."""
+        return [self._stage(part) for part in parts], [self._link(parts, number) for number in range(len(parts))]
+
+    def _brought(self, parts: Sequence[Part]) -> tuple[list[_Array], list[_Array]]:
+        """Return the bytes that each stage's devices would get; a cut has none."""
+        none = np.zeros(len(self._chain) + 1)
+        each = ([self._moved.brought(index, part) for index in self._chain] for part in parts)
+        return [np.concatenate([[0.0], np.cumsum(one)]) for one in each], [none] * len(parts)
 
     def _takes(self, parts: Sequence[Part], ends: Sequence[int]) -> tuple[float, float]:
         """Return seconds of the slowest stage or link, and of all of them, for a micro-batch."""

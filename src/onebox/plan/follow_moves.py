@@ -28,9 +28,6 @@ _STARTS = 3
 _AS_GOOD = 1.02
 """What takes no longer than its bound by this factor is not compared with others of a higher bound."""
 
-_FAR = 1.1
-"""From a layout that is worse than the best one by this factor local search does not begin."""
-
 _LEAST = 1e-3
 """A change that saves less than this part of a step is not followed."""
 
@@ -85,8 +82,11 @@ class Moves:
         same = self._now.schedule
         starts = [layout_of(self._problem, plan)._replace(schedule=same) for plan in others]
         starts = sorted(dict.fromkeys((self._now, *starts, *self._proposed())), key=self._value)
-        near = [layout for layout in starts[:_STARTS] if self._value(layout) <= _FAR * self._value(starts[0])]
-        ends = [self._climb(layout) for layout in near]
+        ends: list[Layout] = []
+        for layout in starts[:_STARTS]:
+            ends.append(self._climb(layout))
+            if ends[-1] == layout:
+                break  # what the quickest cuts or a plan before led to is the best around
         ordered = [self._ordered(self._now)]
         for layout in self._worth((*ends, *starts)):
             ordered.append(self._ordered(layout))
