@@ -61,11 +61,10 @@ def open_pool(
             are numbered in the order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say
             something else.
         threads: Threads of each worker; an equal share of its host's cores when ``None``.
-        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``. Different ones
-            are a list in the order of the devices, ``"2GiB,4GiB"``, or name devices by their numbers,
-            ``{0: "2GiB"}`` or ``"0:2GiB"``; where the pool has devices of several hosts, a file of hosts says them.
-            An operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is
-            no limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
+        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
+            :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
+            operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
+            limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
             allocator is held to an eighth and 64 MiB more, for what operators need in passing.
         links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
             where both are given. For experiments on one host; times over them are made, not measured.
@@ -94,18 +93,22 @@ def open_pool(
         ...     len(pool)
         2
     """
-    if not 0 <= channel_latency_s < math.inf:
-        raise UsageError(f"channel_latency_s={channel_latency_s}: a latency is 0 s or more and finite")
-    if not channel_bandwidth_bps > 0:
-        raise UsageError(f"channel_bandwidth_bps={channel_bandwidth_bps}: a bandwidth is positive; infinite for no cap")
+    _require_channel(channel_latency_s, channel_bandwidth_bps)
     sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
-    return connect_pool(
-        sources,
-        links=links,
-        channel_latency_s=channel_latency_s,
-        channel_bandwidth_bps=channel_bandwidth_bps,
-        wait=wait,
-    )
+    channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
+    return connect_pool(sources, links=links, wait=wait, **channel)
+
+
+def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
+    """Require that a channel to the workers can be emulated.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if not 0 <= latency_s < math.inf:
+        raise UsageError(f"channel_latency_s={latency_s}: a latency is 0 s or more and finite")
+    if not bandwidth_bps > 0:
+        raise UsageError(f"channel_bandwidth_bps={bandwidth_bps}: a bandwidth is positive; infinite for no cap")
 
 
 def make_sources(
