@@ -48,7 +48,7 @@ def program_s(program: Program, rates: Rates) -> float:
         rates: How fast the device is.
     """
     specs = specs_by_slot(program)
-    return math.fsum(_operator_s(operator, specs, rates) for operator in program.operators)
+    return math.fsum(operator_s(operator, specs, rates) for operator in program.operators)
 
 
 def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
@@ -84,7 +84,14 @@ def _convolution(
     return 2.0 * each * (prod(input_shape) if operator.args[transposed] is True else made)
 
 
-def _operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates) -> float:
+def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates) -> float:
+    """Return about how many seconds an operator takes; none for a view.
+
+    Args:
+        operator: The operator.
+        specs: What each slot of its program holds.
+        rates: How fast the device is.
+    """
     if shares_memory(overload(operator.name)):
         return 0.0
     read = sum(specs[slot].size_bytes for slot in set(reads(operator)))

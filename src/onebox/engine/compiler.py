@@ -12,7 +12,7 @@ from torch import nn
 from onebox.engine.batch import Batch
 from onebox.engine.constants import Constants
 from onebox.engine.emulated import ActionCosts, SegmentCosts
-from onebox.engine.hierarchy import find_ways
+from onebox.engine.hierarchy import find_ways, known_links
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.lowering import Lowering
@@ -303,6 +303,8 @@ class Compiler:
         if key not in self._compiled:
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._model(batch, part.size, train=train) for part in parts}
+            if self.windows and train:
+                models = {size: model.in_chunks(size) for size, model in models.items()}
             make = make_window if self.windows and train else make_schedule
             schedule = make(plan, parts, routes, next(iter(models.values())).programs)
             job = Job(
@@ -350,7 +352,8 @@ class Compiler:
             blocks = block_numbers(self._plan.stages)
             programs = traced.divide(stages, fates=fates, blocks=blocks, narrow=self._narrow)
             programs = with_channels_last(programs, self._plan.channels_last)
-            self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled)
+            links = known_links(self._pool)
+            self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled, links=links)
             self._settled = self._settled or self._models[key].placements
         return self._models[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from onebox.engine.parts import Part
@@ -48,11 +49,12 @@ def emit(
     place = dict(enumerate(inputs))
     mortal = set(takes)
     target_of = {step.source: step.target for step in steps if isinstance(step, AllReduce)}
-    work = sum(len(step.program.operators) for step in steps if isinstance(step, Piece)) or 1
+    share_s = _shares(builder, steps, cost_s)
 
     def number(slot: int) -> int:
         end = target_of.get(slot, slot)
         if end in ports:
+            mortal.update({end} if ports[end].kind == "chunk" else ())
             return number_of(ports[end])
         mortal.add(end)
         return builder.new()
@@ -73,7 +75,7 @@ def emit(
                 takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
                 micro_batch=micro_batch,
                 age=age,
-                cost_s=cost_s * len(step.program.operators) / work,
+                cost_s=share_s[index],
             )
         elif isinstance(step, AllReduce):
             place[step.target] = place[step.source]
@@ -86,9 +88,21 @@ def emit(
                 builder.add(Free((place[step.source],)), Label("free"))
         fresh = [slot for slot in fresh if slot in ports]
         made([ports[slot] for slot in fresh])
+        sent = tuple(place[slot] for slot in fresh if ports[slot].kind == "chunk" and slot not in later)
+        if sent:
+            builder.add(Free(sent), Label("free"))
         kept += fresh
         done([ports[slot] for slot in kept if slot not in later])  # a gradient may be a value that is computed with
         kept = [slot for slot in kept if slot in later]
+
+
+def _shares(builder: RoutineBuilder, steps: Sequence[RankStep], cost_s: float) -> list[float]:
+    """Return what each step costs of what all cost: in proportion to what programs are estimated to take."""
+    if not cost_s or len(steps) == 1:
+        return [cost_s] * len(steps)
+    works = [builder.work(step.program) if isinstance(step, Piece) else 0.0 for step in steps]
+    total = math.fsum(works)
+    return [cost_s * work / total if total else cost_s / len(steps) for work in works]
 
 
 def _read(step: RankStep) -> Sequence[int]:

@@ -259,7 +259,7 @@ class WorkerGradients:
             steps = self._shared.pieces(part.program, sorted(ends))
 
         def number_of(port: Port) -> int:
-            if port.kind == "value":
+            if port in values:
                 return values[port]
             name = str(port.name)
             return self._shared.fresh[name] if name in self._begun else self._sums[name]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from onebox.cost import Groups, PoolProfile, Way, load, way_to_sum, ways_to_sum
 from onebox.engine.sharding import Members
+from onebox.plan import Links
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 
@@ -42,6 +43,12 @@ def find_ways(pool: Pool, circles: Iterable[Members]) -> dict[Members, tuple[Way
         if used := [way for way in ways[1:] if way in best]:
             found[members] = (ways[0], *used)
     return found
+
+
+def known_links(pool: Pool) -> Links | None:
+    """Return how fast the links between a pool's devices are, as far as that is known; ``None`` where it is not."""
+    known = _matrices(pool)
+    return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
 
 
 def subgroups(ways: Iterable[Way]) -> list[Members]:

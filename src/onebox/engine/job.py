@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from onebox.engine.holdings import Members
 from onebox.engine.parts import Part, Parts
-from onebox.graph import ModelPrograms
+from onebox.graph import ModelPrograms, Port
 from onebox.plan import Action, MicroBatch, Routes, Schedule
 
 
@@ -60,6 +60,10 @@ class Job:
     def part(self, worker: int, action: Action) -> Part:
         """Return what a worker runs in an action."""
         return self.models[self.micro_batches[action.micro_batch].size].of(worker, action.stage, action.kind)
+
+    def rows(self, port: Port, micro_batch: int) -> tuple[int, ...]:
+        """Return the rows of each chunk of a value that is sent in chunks; nothing where it is sent whole."""
+        return self.models[self.micro_batches[micro_batch].size].rows(port)
 
     def programs(self, micro_batch: int) -> ModelPrograms:
         """Return the programs of the stages for a micro-batch."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from onebox.engine.chunks import Chunking, ChunkOf, choose_chunks, chunked
 from onebox.engine.splitting import early_ends, expected_s, sent_by
-from onebox.graph import ModelPrograms, NamedProgram, PhaseKind, Port, split
+from onebox.graph import ModelPrograms, NamedProgram, Phase, PhaseKind, Port, split
 from onebox.graph.placements import REPLICATE, Placement
 from onebox.graph.shard import RankStep, RankTape, shard_tapes
-from onebox.plan import Plan
+from onebox.plan import Links, Plan
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
 
@@ -26,6 +28,7 @@ class Part:
         steps: What to run.
         program: The whole program, where the steps are nothing but that.
         ends: The operators behind which the steps cut it.
+        chunks: Which outputs are chunks of a value, and of which.
     """
 
     inputs: tuple[Port, ...]
@@ -36,6 +39,12 @@ class Part:
     steps: tuple[RankStep, ...]
     program: Program | None = None
     ends: tuple[int, ...] = ()
+    chunks: Mapping[Port, ChunkOf] = field(default_factory=dict)
+
+    @property
+    def in_chunks(self) -> frozenset[Port]:
+        """The values that leave in chunks."""
+        return frozenset(chunk.port for chunk in self.chunks.values())
 
     def specs(self, kind: str) -> dict[str, TensorSpec]:
         """Return what the outputs of a kind of port are, by name."""
@@ -78,6 +87,7 @@ class Parts:
         plan: The plan.
         halves: The stages whose backward comes in halves, where layers are split; others' comes whole.
         settled: Placements that parameters and buffers have already, from parts made before.
+        links: How fast the links between devices are; ``None`` where nobody knows.
     """
 
     def __init__(
@@ -87,8 +97,12 @@ class Parts:
         *,
         halves: Iterable[int] = (),
         settled: Mapping[str, Placement] | None = None,
+        links: Links | None = None,
     ) -> None:
         self.programs = programs
+        self._links = links
+        self._chunkings: Mapping[Phase, Chunking] = {}
+        self._in_chunks: dict[int, Parts] = {}
         self.placements: dict[str, Placement] = {}
         self._place = {
             (stage, device): (replica, rank)
@@ -97,12 +111,29 @@ class Parts:
             for rank, device in enumerate(devices)
         }
         self._plan = plan
-        self._others: dict[int, frozenset[Port]] = {}
+        self._others: dict[int, dict[Port, float]] = {}
         self._whole: dict[tuple[int, PhaseKind], Part] = {}
         self._ranks: dict[tuple[int, PhaseKind], tuple[Part, ...]] = {}
         for stage, found in enumerate(plan.stages):
             if len(found.replicas[0]) > 1:
                 self._shard(stage, len(found.replicas[0]), stage in set(halves), settled or {})
+
+    def in_chunks(self, samples: int) -> Parts:
+        """Return the parts for steps that overlap, in which values may leave in chunks.
+
+        Args:
+            samples: Samples of the micro-batch that they are for.
+        """
+        if samples not in self._in_chunks:
+            chunkings = choose_chunks(self.programs, self._plan, samples, self._links)
+            self._in_chunks[samples] = made = copy.copy(self) if chunkings else self
+            if chunkings:
+                made._chunkings, made._whole = chunkings, {}
+        return self._in_chunks[samples]
+
+    def rows(self, port: Port) -> tuple[int, ...]:
+        """Return how many rows each chunk has of a value that is sent in chunks; nothing where it is sent whole."""
+        return next((chunking.rows for chunking in self._chunkings.values() if chunking.port == port), ())
 
     def of(self, worker: int, stage: int, kind: PhaseKind) -> Part:
         """Return what a worker runs of a phase."""
@@ -110,23 +141,33 @@ class Parts:
         if ranks is not None:
             return ranks[self._place[stage, worker][1]]
         if (stage, kind) not in self._whole:
-            named = self.programs.of(stage, kind)
-            self._whole[stage, kind] = whole_part(named, self._ends(named, stage, kind))
+            self._whole[stage, kind] = self._make(stage, kind)
         return self._whole[stage, kind]
 
-    def _ends(self, named: NamedProgram, stage: int, kind: PhaseKind) -> tuple[int, ...]:
+    def _make(self, stage: int, kind: PhaseKind) -> Part:
+        named, chunking = self.programs.of(stage, kind), self._chunkings.get(Phase(stage, kind))
+        if chunking is None:
+            return whole_part(named, self._ends(named, stage, kind))
+        made = chunked(named, chunking)
+        program = made.named.program
+        leaving = [number for number, operator in enumerate(program.operators) if set(made.slots) & set(operator.outs)]
+        ends = {*leaving, *self._ends(made.named, stage, kind, but=chunking.port)} - {len(program.operators) - 1}
+        return replace(whole_part(made.named, tuple(sorted(ends))), chunks=made.chunks)
+
+    def _ends(self, named: NamedProgram, stage: int, kind: PhaseKind, but: Port | None = None) -> tuple[int, ...]:
         """Return the operators of a phase behind which something is sent ahead of the rest."""
         seconds = expected_s(self._plan, stage, kind)
         if not seconds:
             return ()
-        ports = self._sent(stage)
-        slots = (slot for slot, port in zip(named.program.outputs, named.outputs, strict=True) if port in ports)
+        sent, specs = self._sent(stage), specs_by_slot(named.program)
+        ports = zip(named.program.outputs, named.outputs, strict=True)
+        slots = {slot: specs[slot].size_bytes / sent[port] for slot, port in ports if port in sent and port != but}
         return early_ends(named.program, slots, seconds)
 
-    def _sent(self, stage: int) -> frozenset[Port]:
+    def _sent(self, stage: int) -> dict[Port, float]:
         if stage not in self._others:
             phases = ((phase.stage, part) for phase, part in self.programs.phases.items())
-            self._others[stage] = sent_by(phases, self._plan, stage)
+            self._others[stage] = sent_by(phases, self._plan, stage, self._links)
         return self._others[stage]
 
     def _shard(self, stage: int, ranks: int, halves: bool, settled: Mapping[str, Placement]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onebox.cost.estimate import program_s
+from onebox.engine.splitting import RATES
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 from onebox.wire.messages import Call, Define, Routine, Step, StoredProgram
@@ -67,6 +69,7 @@ class RoutineBuilder:
     definitions: list[Define] = field(default_factory=list)
     constants: dict[int, tuple[float, TensorSpec]] = field(default_factory=dict)
     _programs: dict[tuple[int, float], tuple[int, Program]] = field(default_factory=dict)
+    _works: dict[int, tuple[float, Program]] = field(default_factory=dict)
 
     def add(self, step: Step, label: Label) -> None:
         """Add an instruction."""
@@ -77,6 +80,12 @@ class RoutineBuilder:
     def programs(self) -> dict[int, Program]:
         """The programs that are defined so far, by number."""
         return {d.number: d.what.program for d in self.definitions if isinstance(d.what, StoredProgram)}
+
+    def work(self, program: Program) -> float:
+        """Return about how long a program takes, compared with others; it is looked at once."""
+        if id(program) not in self._works:
+            self._works[id(program)] = (program_s(program, RATES), program)
+        return self._works[id(program)][0]
 
     def define(self, program: Program, cost_s: float = 0.0) -> int:
         """Return the number of a program, defined once."""
@@ -105,7 +114,7 @@ class RoutineBuilder:
     def another(self) -> RoutineBuilder:
         """Return one for another routine of the same worker, which knows the programs defined so far."""
         programs = [define for define in self.definitions if isinstance(define.what, StoredProgram)]
-        return RoutineBuilder(self.new, definitions=programs, _programs=dict(self._programs))
+        return RoutineBuilder(self.new, definitions=programs, _programs=dict(self._programs), _works=self._works)
 
     def finish(self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]]) -> StepRoutine:
         """Return the routine."""

@@ -218,7 +218,7 @@ class Row:
         sent: set[Port] = set()
 
         def send(ports: Sequence[Port]) -> None:
-            self._send([port for port in ports if port.kind == "value" and port not in sent], part, stage, micro_batch)
+            self._send([port for port in ports if port not in sent], part, stage, micro_batch)
             sent.update(ports)
 
         def hand_on() -> None:
@@ -244,7 +244,7 @@ class Row:
             )
             hand_on()
         else:
-            values = {p: self._values.number(p, micro_batch) for p in part.outputs if p.kind == "value"}
+            values = {p: self._values.number(p, micro_batch) for p in part.outputs if p.kind in ("value", "chunk")}
             gradients(action).run(
                 part,
                 inputs,
@@ -335,7 +335,8 @@ class Row:
             self._asked.add(key)
             channel = self._values.channel(port, action.micro_batch, self._worker)
             number = self._values.number(port, action.micro_batch)
-            receive = Receive(number, spec, self._everybody, self._plan.devices.index(source), channel)
+            rows = self._job.rows(port, action.micro_batch)
+            receive = Receive(number, spec, self._everybody, self._plan.devices.index(source), channel, rows)
             name = f"receive for {action} from device {source}"
             self.builder.add(receive, Label(name, "transfer"))
 
@@ -345,13 +346,17 @@ class Row:
         return [reader for reader in readers if self._values.maker(port, micro_batch, reader) == self._worker]
 
     def _send(self, ports: Sequence[Port], part: Part, stage: int, micro_batch: int) -> None:
-        """Send values that other workers need."""
+        """Send values that other workers need, or chunks of them."""
         size_bytes = {port: spec.size_bytes for port, spec in zip(part.outputs, part.made, strict=True)}
         for port in ports:
-            number = self._values.number(port, micro_batch)
-            for target in self._targets(port, micro_batch):
-                channel = self._values.channel(port, micro_batch, target)
-                send = Send(number, self._everybody, self._plan.devices.index(target), channel)
+            if port.kind not in ("value", "chunk") or port in part.in_chunks:
+                continue
+            number, chunk = self._values.number(port, micro_batch), part.chunks.get(port)
+            value = port if chunk is None else chunk.port
+            more = () if chunk is None else (chunk.whole, chunk.first)
+            for target in self._targets(value, micro_batch):
+                channel = self._values.channel(value, micro_batch, target)
+                send = Send(number, self._everybody, self._plan.devices.index(target), channel, *more)
                 name = f"send of stage {stage} to device {target}"
                 label = Label(name, "transfer", target=target, size_bytes=size_bytes[port])
                 self.builder.add(send, label)

@@ -36,13 +36,13 @@ class Port(NamedTuple):
     Args:
         kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
             gradient of the loss: the micro-batch's share of the batch), ``result`` (0 is the loss), ``update`` (new
-            value of a buffer), ``gradient`` (of a parameter), ``rounded`` (a parameter in bfloat16) or ``value`` (from
-            one phase to another).
+            value of a buffer), ``gradient`` (of a parameter), ``rounded`` (a parameter in bfloat16), ``value`` (from
+            one phase to another) or ``chunk`` (some rows of a value).
         name: Qualified name, or index.
     """
 
     kind: Literal[
-        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "rounded", "value"
+        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "rounded", "value", "chunk"
     ]
     name: str | int
 

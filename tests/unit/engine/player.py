@@ -154,6 +154,7 @@ class _Player:
         self.away: dict[int, Tensor] = {}
         self.read_away: set[int] = set()  # gradients that the optimizer has read on the host
         self.turns: dict[int, int] = {}
+        self.parts: dict[tuple[int, int], list[Tensor]] = {}  # of what is not sent whole yet
         state = state_of(build())
         numbers = lowered.numbers.state
         held = {name for name, holders in lowered.holdings.holders.items() if worker in holders}
@@ -208,9 +209,7 @@ class _Player:
                     gone = self.store.pop(number, None) is None
                     assert not gone or number < 0, f"worker {self.worker} frees {number} twice"  # leaves may be gone
             case Send():
-                target = self.hall.members[step.group][step.peer]
-                tensor = self._get(step.buffer)
-                self.hall.letters.setdefault((step.group, self.worker, target, step.channel), deque()).append(tensor)
+                self._send(step)
             case Receive():
                 self._receive(step)
             case Reduce() | Broadcast():
@@ -223,6 +222,16 @@ class _Player:
                 self._optimize(step)
             case _:
                 raise AssertionError(f"no step of a training routine: {step}")
+
+    def _send(self, step: Send) -> None:
+        target = self.hall.members[step.group][step.peer]
+        tensor = self._get(step.buffer)
+        if step.whole is not None:
+            self.parts.setdefault((target, step.channel), []).append(tensor)
+            if step.first + len(tensor) < step.whole.shape[0]:
+                return
+            tensor = torch.cat(self.parts.pop((target, step.channel)))
+        self.hall.letters.setdefault((step.group, self.worker, target, step.channel), deque()).append(tensor)
 
     def _optimize(self, step: OptimizerStep) -> None:
         holdings, state = self.lowered.holdings, self.lowered.numbers.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from onebox.engine import splitting
-from onebox.engine.splitting import early_ends, expected_s, pays
-from onebox.plan import Plan, Prediction, Stage
-from onebox.wire import TensorSpec, specs_by_slot
-from onebox.wire.program import Operator, Program, Slot, with_deaths
+from onebox.engine.splitting import WIRE_BPS, early_ends, expected_s, operator_times, pays, sent_by
+from onebox.graph import NamedProgram, Port
+from onebox.plan import Links, Plan, Prediction, Stage
+from onebox.wire import TensorSpec
+from onebox.wire.program import Many, Operator, Program, Slot, with_deaths
 from tests.unit.programs import Sample, samples
 
 
@@ -27,33 +29,68 @@ def row(count: int, *, wide: int = 1 << 20) -> Program:
 
 
 def test_it_is_cut_behind_what_is_there_early() -> None:
-    assert early_ends(row(10), [3, 10], 0.1) == (2,)
+    assert early_ends(row(10), {3: 0.01, 10: 0.01}, 0.1) == (2,)
 
 
 def test_what_is_made_last_or_given_cuts_nothing() -> None:
-    assert early_ends(row(10), [10], 0.1) == ()
-    assert early_ends(row(10), [0], 0.1) == ()
+    assert early_ends(row(10), {10: 0.01}, 0.1) == ()
+    assert early_ends(row(10), {0: 0.01}, 0.1) == ()
 
 
 @pytest.mark.parametrize(
-    ("left_s", "size_bytes", "worth"), [(0.01, 4 << 20, True), (1e-4, 4 << 20, False), (0.01, 1000, False)]
+    ("left_s", "transfer_s", "worth"), [(0.01, 4e-3, True), (1e-4, 4e-3, False), (0.01, 1e-6, False)]
 )
-def test_it_pays_if_much_is_sent_and_much_is_left(left_s: float, size_bytes: int, worth: bool) -> None:
-    assert pays(left_s, size_bytes) == worth
+def test_it_pays_if_what_is_sent_takes_long_and_much_is_left(left_s: float, transfer_s: float, worth: bool) -> None:
+    assert pays(left_s, transfer_s) == worth
+
+
+def test_what_a_program_takes_is_shared_out_by_what_operators_do() -> None:
+    spec, view = TensorSpec("float32", (1 << 20,)), TensorSpec("float32", (1 << 10, 1 << 10))
+    operators = (
+        Operator("aten.relu.default", (Slot(0),), {}, (1,), (spec,)),
+        Operator("aten.view.default", (Slot(1), Many((1 << 10, 1 << 10))), {}, (2,), (view,)),
+        Operator("aten.mm.default", (Slot(2), Slot(2)), {}, (3,), (view,)),
+    )
+    times = operator_times(with_deaths(Program((spec,), operators, (3,), 4)), 2.0)
+    assert sum(times) == pytest.approx(2.0)
+    assert times[1] == 0
+    assert times[2] > 10 * times[0]
+
+
+def test_the_slowest_link_that_is_known_counts() -> None:
+    phases = [(0, named(outputs=[5])), (1, named(inputs=[5])), (2, named(inputs=[5, 6]))]
+    stages = tuple(
+        Stage(segments=(str(n),), replicas=tuple((d,) for d in own), shares=(1.0,) * len(own))
+        for n, own in enumerate([(0,), (1,), (0, 2)])
+    )
+    plan = Plan(stages=stages, micro_batch=1)
+    links = Links(latency_s={}, bandwidth_bps={0: {1: 5e6, 2: 3e6}})
+    five, six = Port("value", 5), Port("value", 6)
+    assert sent_by(phases, plan, 0, links) == {five: 3e6, six: 3e6}
+    assert sent_by(phases[:2], plan, 0, links) == {five: 5e6}
+    assert sent_by(phases, plan, 0) == {five: WIRE_BPS, six: WIRE_BPS}
+
+
+def named(inputs: Sequence[int] = (), outputs: Sequence[int] = ()) -> NamedProgram:
+    """Return something of these values that is no real program."""
+    ports = (tuple(Port("value", number) for number in numbers) for numbers in (inputs, outputs))
+    taken, made = ports
+    return NamedProgram(program=Program((), (), (), 0), inputs=taken, outputs=made)
 
 
 @given(samples(), st.data())
 def test_each_cut_is_behind_something_that_is_sent_and_ahead_of_the_end(sample: Sample, data: st.DataObject) -> None:
     program = sample.program
-    sent = data.draw(st.sets(st.sampled_from(program.outputs)))
+    sent = data.draw(st.dictionaries(st.sampled_from(program.outputs), st.floats(0, 1)))
     seconds = data.draw(st.floats(0, 10))
     made = {slot: number for number, one in enumerate(program.operators) for slot in one.outs}
     ends = early_ends(program, sent, seconds)
     assert list(ends) == sorted(set(ends))
     assert set(ends) <= {made[slot] for slot in sent if slot in made} - {len(program.operators) - 1}
-    for slot in sent & set(made):
-        left_s = seconds * (len(program.operators) - 1 - made[slot]) / len(program.operators)
-        if pays(left_s, specs_by_slot(program)[slot].size_bytes) and made[slot] < len(program.operators) - 1:
+    times = operator_times(program, seconds)
+    for slot in set(sent) & set(made):
+        left_s = math.fsum(times[made[slot] + 1 :])
+        if pays(left_s, sent[slot]) and made[slot] < len(program.operators) - 1:
             assert made[slot] in ends
 
 
@@ -70,4 +107,4 @@ def test_without_a_prediction_nothing_is_cut() -> None:
 
 def test_the_less_is_gained_the_more_calls_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "CALL_S", math.inf)
-    assert early_ends(row(10), [3], 10.0) == ()
+    assert early_ends(row(10), {3: 1.0}, 10.0) == ()
