@@ -186,7 +186,7 @@ def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_
         for step, batch in enumerate(batches):
             if step == 3:
                 trainer._run.adopt(other)
-                assert trainer._run.overlap.drains, "nobody has waited for what was left of the step before"
+                assert trainer._run.overlap.deferred, "nobody has waited for what was left of the step before"
             trainer.step(*batch)
         trainer.wait()
         events = trainer.events()

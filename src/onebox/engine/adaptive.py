@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from onebox.engine.measuring import Whole, see, without_jitter
+from onebox.engine.measuring import Whole, apart_s, see, without_jitter
 from onebox.engine.migration import Migration, Moved
 from onebox.errors import OneboxError
 from onebox.plan import Plan
@@ -32,6 +31,9 @@ _MEASURED = 5
 
 _BEHIND = 64
 """Steps that may wait to be looked at; older ones are forgotten."""
+
+_SLICE_S = 0.1
+"""How long workers are waited for at a time."""
 
 _JOIN_S = 10.0
 """How long a thread is waited for that is to end: a decision, or what makes a plan ready, is in no hurry to stop."""
@@ -50,7 +52,8 @@ class Made:
         decision: What was seen and decided.
         step: The first step under the new plan.
         moved_bytes: Bytes that travelled from worker to worker.
-        seconds: For which no step could begin.
+        seconds: By which the steps around it took longer than they would have under the new plan; 0 until the first
+            step under that has ended.
         refused: Why it could not be carried out; empty where it was.
         outcome: What was measured of it; ``None`` as long as that is open.
     """
@@ -67,7 +70,7 @@ class Made:
         """One line for a person."""
         if self.refused:
             return f"{self.decision.line}; not done: {self.refused}"
-        moved = f"{self.moved_bytes / 1e6:.1f} MB moved in {self.seconds:.2f} s"
+        moved = f"{self.moved_bytes / 1e6:.1f} MB moved" + (f", {self.seconds:.2f} s lost" if self.seconds else "")
         return f"{self.decision.line}; {moved}" + (f"; {self.outcome.line}" if self.outcome else "")
 
 
@@ -104,8 +107,6 @@ class _Done:
     """A decision that was carried out."""
 
     decision: Decision
-    seconds: float
-    refused: str = ""
 
 
 class Adaptive:
@@ -148,17 +149,15 @@ class Adaptive:
         """
         with self._lock:
             ready = self._ready
-            if ready is None or (ready.migration is not None and not ready.migration.answered):
+            if ready is None:
                 return
             self._ready = None
-        begin_s, told = time.monotonic(), self._told
+        told = self._told
         moved = self._run.adopt(ready.decision.plan, ready.migration)
         if self._told is not told:  # a worker was lost meanwhile, and all begins anew
             return
-        seconds = time.monotonic() - begin_s
-        made = Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes, seconds=seconds)
-        self.note(made)
-        self._told.put(_Done(decision=ready.decision, seconds=seconds))
+        self.note(Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes))
+        self._told.put(_Done(decision=ready.decision))
 
     def restart(self) -> None:
         """Forget what was seen and decided: the run goes on after a loss, maybe with another plan and other devices."""
@@ -191,6 +190,9 @@ class Adaptive:
             migration = self._run.prepare(decision.plan)
             if migration is not None:
                 migration.ask()
+                while not migration.write(_SLICE_S):
+                    if stopped.is_set():
+                        return ""
         except OneboxError as error:
             why = str(error).splitlines()[0]
             if not stopped.is_set():
@@ -209,19 +211,18 @@ class Adaptive:
 
     def judged(self, outcome: Outcome) -> None:
         """Add to a decision what became of it."""
+        self._add(outcome.decision, outcome=outcome)
+        _LOG.warning("adaptive: %s", outcome.line)
+
+    def took(self, decision: Decision, seconds: float) -> None:
+        """Add to a decision what carrying it out took."""
+        self._add(decision, seconds=seconds)
+
+    def _add(self, decision: Decision, **known: Any) -> None:
         with self._lock:
             self.decisions = tuple(
-                Made(
-                    decision=made.decision,
-                    step=made.step,
-                    moved_bytes=made.moved_bytes,
-                    seconds=made.seconds,
-                    refused=made.refused,
-                    outcome=outcome if made.decision is outcome.decision else made.outcome,
-                )
-                for made in self.decisions
+                replace(made, **known) if made.decision is decision else made for made in self.decisions
             )
-        _LOG.warning("adaptive: %s", outcome.line)
 
 
 class _Work:
@@ -240,6 +241,7 @@ class _Work:
         self._follower: Follower | None = None
         self._problem: Problem | None = None
         self._last: _Step | None = None
+        self._made: _Done | None = None
         self._passed = 0
         self._first: deque[Seen] = deque(maxlen=_MEASURED)
         self._judged = 0
@@ -249,7 +251,7 @@ class _Work:
         while (told := self._told.get()) is not None and not self._stopped.is_set():
             try:
                 if isinstance(told, _Done):
-                    self._done(told)
+                    self._made = told
                 else:
                     self._take(told)
             except OneboxError as error:
@@ -257,14 +259,16 @@ class _Work:
                     _LOG.warning("adaptive: the schedule does not follow this run: %s", error)
                 return
 
-    def _done(self, done: _Done) -> None:
-        assert self._follower is not None
-        self._follower.applied(done.decision, done.seconds)
-        self._last = None
-
     def _take(self, step: _Step) -> None:
         """Take a step that has another one before it, or the pace of steps is not known."""
         last, self._last = self._last, step
+        made = self._made
+        if made is not None and self._follower is not None and step.plan == made.decision.plan:
+            self._made = None
+            seconds = 0.0 if last is None else max(0.0, apart_s(last.whole, step.whole) - made.decision.after_s)
+            self._follower.applied(made.decision, seconds)
+            self._owner.took(made.decision, seconds)
+            return
         if last is None or last.plan != step.plan:
             return
         if sum(part.size for part in step.whole.micro_batches) != self._owner.samples():

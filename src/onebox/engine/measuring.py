@@ -129,6 +129,17 @@ def _calmed(seconds: float, known_s: float) -> float:
     return known_s + math.copysign(max(0.0, abs(off_s) - JITTER_S), off_s)
 
 
+def apart_s(step: Whole, later: Whole) -> float:
+    """Return the seconds from the end of a step to that of a later one, on the worker that took longest for it.
+
+    Args:
+        step: The step.
+        later: The later one.
+    """
+    before, after = _spans(step.trace), _spans(later.trace)
+    return max((after[worker][1] - span[1] for worker, span in before.items() if worker in after), default=0) / 1e9
+
+
 def _times(trace: StepTrace) -> dict[int, list[Times]]:
     """Return what each worker did; workers that were not asked for times are left out."""
     return {

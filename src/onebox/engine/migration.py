@@ -8,10 +8,11 @@ until it reads that. What a worker keeps is not touched, nothing goes by way of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onebox.engine.deferred import Deferred, formed
 from onebox.engine.holdings import Members
 from onebox.engine.moves import Move, find_moves
 from onebox.engine.remote import RemoteState
@@ -42,11 +43,13 @@ class Moved:
         names: Parameters and buffers that travelled, counted for each worker that got one.
         size_bytes: Bytes of these, and of what the optimizer remembers of them.
         over: Groups that are to be left, with their members, when the next step has read what came by them.
+        asked: What has been asked of workers and tells whether it has been done.
     """
 
     names: int = 0
     size_bytes: int = 0
     over: Mapping[int, Members] = field(default_factory=dict)
+    asked: tuple[Deferred, ...] = ()
 
 
 class Migration:
@@ -74,6 +77,7 @@ class Migration:
         self._wanted = remote.parts_under(after.holdings, after.trained)
         self.moves = find_moves(self._parts, self._wanted, sizes, hosts)
         self._told: dict[int, Future[Answer]] = {}
+        self._written: _Written | None = None
 
     def ask(self) -> None:
         """Ask what the optimizers remember that has to travel; they answer when the steps under way have ended.
@@ -84,10 +88,24 @@ class Migration:
         for worker in sorted({move.source for move in self.moves.remembered}):
             self._told[worker] = self._pool.post(worker, [Lay(self._remote.optimizer_number)], answer=True)
 
-    @property
-    def answered(self) -> bool:
-        """Whether it is known what the optimizers remember, so that :meth:`make` waits for no step."""
-        return all(future.done() for future in self._told.values())
+    def write(self, patience_s: float) -> bool:
+        """Write down what workers will be told, so that :meth:`make` has only to send it.
+
+        Args:
+            patience_s: How long to wait at most for what the optimizers remember.
+
+        Returns:
+            Whether that is known, and it has been written down.
+
+        Raises:
+            OneboxError: A worker failed.
+        """
+        if wait(self._told.values(), patience_s).not_done:
+            return False
+        told = self._answers()
+        if not any(_counts(entry) for found in told.values() for entries in found.values() for entry in entries):
+            self._written = self._write(told)  # other numbers change with each step
+        return True
 
     def make(self) -> Moved:
         """Make the change: all that is asked for from then on is done under the new plan.
@@ -95,32 +113,21 @@ class Migration:
         Raises:
             OneboxError: A worker was lost, or the pool is broken; some workers may have got their part.
         """
-        moves, remote = self.moves, self._remote
-        if not self._told:
+        remote, written = self._remote, self._written
+        if written is None:
             self.ask()
-        told = self._answers()
-        if any(_counts(entry) for found in told.values() for entries in found.values() for entry in entries):
-            self.ask()  # such a number changes with each step
-            told = self._answers()
-        self.after.form()
-        group, members = self._group()
-        way = _Way(group, {worker: place for place, worker in enumerate(members)})
-        for worker, instructions in self._instructions(told, way).items():
+            written = self._write(self._answers())
+        asked = self.after.form()
+        if written.forms:
+            asked.append(formed(self._pool, written.members, "workers", written.group))
+        for worker, instructions in written.instructions.items():
             self._pool.post(worker, instructions)
         remote.settle(self.after.holdings, self.after.trained)
         self.after.settled()
         over = self.before.retire(self.after)
-        entries = {(w, name): entries for w, found in told.items() for name, entries in found.items()}
-        remembered_bytes = sum(
-            entry.value.size_bytes
-            for move in moves.remembered
-            for entry in entries.get((move.source, move.name), ())
-            if isinstance(entry.value, TensorSpec)
-        )
-        tensor_bytes = sum(self._spec(move.target, move.name).size_bytes for move in moves.tensors)
-        if group and self.after.group_of(members) != group:
-            over[group] = members
-        return Moved(names=len(moves.tensors), size_bytes=tensor_bytes + remembered_bytes, over=over)
+        if written.group and self.after.group_of(written.members) != written.group:
+            over[written.group] = written.members
+        return Moved(names=len(self.moves.tensors), size_bytes=written.size_bytes, over=over, asked=tuple(asked))
 
     def _answers(self) -> dict[int, Remembered]:
         """Wait for what the optimizers remember."""
@@ -136,17 +143,29 @@ class Migration:
             found[worker] = own
         return found
 
-    def _group(self) -> tuple[int, Members]:
-        """Return a group of all who send or receive, and its members; one that is there if it may be."""
+    def _write(self, told: Mapping[int, Remembered]) -> _Written:
+        """Return what workers will be told, given what their optimizers remember."""
+        group, members, forms = self._group()
+        way = _Way(group, {worker: place for place, worker in enumerate(members)})
+        remembered_bytes = sum(
+            entry.value.size_bytes
+            for move in self.moves.remembered
+            for entry in told[move.source].get(move.name, ())
+            if isinstance(entry.value, TensorSpec)
+        )
+        tensor_bytes = sum(self._spec(move.target, move.name).size_bytes for move in self.moves.tensors)
+        return _Written(group, members, forms, self._instructions(told, way), tensor_bytes + remembered_bytes)
+
+    def _group(self) -> tuple[int, Members, bool]:
+        """Return a group of all who send or receive, its members, and whether it is formed for that only."""
         involved = self.moves.workers
         if not involved:
-            return 0, ()
+            return 0, (), False
         for ready in (self.after, self.before):
             for members in ready.members if ready.plan.sync == "workers" else ():
-                if involved <= set(members) and (group := ready.group_of(members)):
-                    return group, members
-        members = tuple(sorted(involved))
-        return self._pool.form_group(members, "workers"), members
+                if involved <= set(members) and (group := ready.group_of(members, to_be=ready is self.after)):
+                    return group, members, False
+        return self._pool.new_number(), tuple(sorted(involved)), True
 
     def _instructions(self, told: Mapping[int, Remembered], way: _Way) -> dict[int, list[Instruction]]:
         """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
@@ -161,11 +180,12 @@ class Migration:
             receive = Receive(number, spec, way.group, way.ranks[move.source], _CHANNEL)
             come.setdefault(move.target, []).append(receive)
 
-        for move in moves.tensors:
-            carry(move, numbers[move.name], self._spec(move.target, move.name))
+        for version in (versions.previous, numbers, versions.ahead):  # in the order in which they are read
+            stepped = moves.remembered if version is not numbers else ()
+            for move in moves.tensors if version is numbers else stepped:
+                if move.name in version:
+                    carry(move, version[move.name], self._spec(move.target, move.name))
         for move in moves.remembered:
-            for number in versions.of(move.name):
-                carry(move, number, self._spec(move.target, move.name))
             found = told[move.source].get(move.name, ())
             laid = {entry.key: self._pool.new_number() for entry in found if isinstance(entry.value, TensorSpec)}
             if laid:
@@ -218,6 +238,24 @@ class Migration:
     def _spec(self, worker: int, name: str) -> TensorSpec:
         """Return what a worker is to hold of something."""
         return self.after.holdings.spec(worker, name, self._remote.named.spec(name))
+
+
+class _Written(NamedTuple):
+    """What workers will be told when the change is made.
+
+    Args:
+        group: By which things travel; 0 where nothing does.
+        members: Of that.
+        forms: Whether it is formed for that only.
+        instructions: For each worker.
+        size_bytes: Bytes of all that travels but versions of parameters.
+    """
+
+    group: int
+    members: Members
+    forms: bool
+    instructions: Mapping[int, Sequence[Instruction]]
+    size_bytes: int
 
 
 class _Way(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onebox.engine.compiler import Compiled
+from onebox.engine.deferred import Deferred
 from onebox.engine.delays import DELAYS, choose_delays, delays_of, predicts
-from onebox.engine.drains import Drain
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work
 from onebox.engine.optimizers import Optimizers
@@ -118,7 +118,7 @@ class Overlap:
     def __init__(self, pool: Pool, remote: RemoteState, settings: Settings, drained: Callable[[Open], Traced]) -> None:
         self.open: Open | None = None
         self._drained = drained
-        self._drains: deque[Drain] = deque()
+        self._deferred: deque[Deferred] = deque()
         self._delays: Counter[int] = Counter()
         self._pool = pool
         self._remote = remote
@@ -195,19 +195,23 @@ class Overlap:
             self._pool.post(worker, [Run(routine.number, (), step + 1, settings.seed, (), settings.trace)], answer=True)
             for worker, routine in open_.compiled.of("drain").items()
         ]
-        self._drains.append(Drain(futures, functools.partial(self._take, open_, traced)))
+        self.defer(Deferred(futures, functools.partial(self._take, open_, traced)))
+
+    def defer(self, asked: Deferred) -> None:
+        """Let answers be taken in with those of the next step."""
+        self._deferred.append(asked)
 
     @property
-    def drains(self) -> tuple[Drain, ...]:
-        """The drains whose answers have not been taken in, which the next step does, or :meth:`drain`."""
-        while self._drains and not self._drains[0].open:
-            self._drains.popleft()
-        return tuple(self._drains)
+    def deferred(self) -> tuple[Deferred, ...]:
+        """What has been asked for whose answers have not been taken in, as the next step does, or :meth:`drain`."""
+        while self._deferred and not self._deferred[0].open:
+            self._deferred.popleft()
+        return tuple(self._deferred)
 
     @property
     def settled(self) -> bool:
         """Whether nothing is left of any step but in the steps under way."""
-        return self.open is None and not self.drains
+        return self.open is None and not self.deferred
 
     def drain(self) -> None:
         """Let the workers do what is left of the newest step, and wait for it.
@@ -216,8 +220,8 @@ class Overlap:
             OneboxError: Something failed on a worker, or the pool is broken.
         """
         self.end()
-        for drain in self.drains:
-            drain.take()
+        for asked in self.deferred:
+            asked.take()
 
     def _take(self, open_: Open, traced: Traced, answers: list[Answer]) -> None:
         """Take in what the workers answered to a drain."""
@@ -246,7 +250,7 @@ class Overlap:
     def reset(self) -> None:
         """Take note that nothing of a step is on the workers any more."""
         self.open = None
-        self._drains.clear()
+        self._deferred.clear()
 
     def free(self) -> None:
         """Free the versions.

@@ -15,7 +15,7 @@ from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
-from onebox.engine.drains import Drain
+from onebox.engine.deferred import Deferred
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
@@ -136,12 +136,12 @@ class TrainingRun:
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         compiled = ready.compiler.step(work.batch)
         before, window = overlap.begin(work, compiled, ready.group_of)
-        drains = overlap.drains
+        deferred = overlap.deferred
         changed = self._remote.changed_options(work.options)
         given = self._pool, self.uploads, self._settings, work, compiled, ready.checks, changed
         answers, beside = launch(*given, window=window, optimizer=self._remote.optimizer_number)
-        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside, drains)
-        work.loss.expect([*(future for drain in drains for future in drain.futures), *answers.values()], finish)
+        finish = functools.partial(self._finish, work, compiled, window, before, ready, beside, deferred)
+        work.loss.expect([*(future for asked in deferred for future in asked.futures), *answers.values()], finish)
         overlap.begun(work, compiled, before)
         self._leave_groups()
         return answers
@@ -194,12 +194,12 @@ class TrainingRun:
         before: Open | None,
         ready: Ready,
         beside: Mapping[int, int],
-        drains: Sequence[Drain],
+        deferred: Sequence[Deferred],
         answers: list[Answer],
     ) -> StepValues:
         """Put together what the workers answered; the memory of batches of later steps is no part of it."""
-        for drain in drains:
-            drain.take()
+        for asked in deferred:
+            asked.take()
         step, routines = work.number, compiled.of(window)
         answers = answers[len(answers) - len(routines) :]
         values = step_values(step, compiled.micro_batches, routines, answers, ready.checks)
@@ -342,7 +342,10 @@ class TrainingRun:
             return None
         check_successor(ready.plan, plan, batch.size)
         given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-        return Migration(self._pool, self._remote, ready, Ready(*given, strict=True, before=ready))
+        windows = self.overlap.windows(self.steps_done)
+        after = Ready(*given, strict=True, before=ready, windows=windows)
+        after.compiler.step(batch)  # the programs are at the workers before they are needed
+        return Migration(self._pool, self._remote, ready, after)
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> Moved:
         """Let another plan take over, from the next step on; what is not moved by it stays where it is.
@@ -366,8 +369,9 @@ class TrainingRun:
         try:
             self.overlap.end()
             migration.after.compiler.windows = self.overlap.windows(self.steps_done)
-            migration.after.compiler.step(self._first)  # the programs are at the workers before they are needed
             moved = migration.make()
+            for asked in moved.asked:
+                self.overlap.defer(asked)
             self._over.update(moved.over)
             self._past.append(migration.before)
             self._ready, self.plan = migration.after, plan

@@ -10,6 +10,7 @@ from onebox.engine.calibrate import resolve_shares
 from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
+from onebox.engine.deferred import Deferred, formed
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
 from onebox.engine.optimizers import groups_of
@@ -40,6 +41,7 @@ class Ready:
         strict: Whether to refuse what does not fit the memory of the devices.
         steps: Whether the first batch is one to train with; else it is one to evaluate.
         before: What is on the workers now, if this is to take its place; its groups serve on where that can be.
+        windows: Whether steps overlap.
 
     Raises:
         CaptureError: The model cannot be captured, or replicas cannot share it.
@@ -59,6 +61,7 @@ class Ready:
         strict: bool = False,
         steps: bool = True,
         before: Ready | None = None,
+        windows: bool = False,
     ) -> None:
         self.plan = plan
         self._remote = remote
@@ -66,6 +69,7 @@ class Ready:
         self._footprints = footprints(remote.optimizer, remote.named, remote.versions.delay)
         self._made: list[int] = []
         self.compiler = Compiler(pool, plan, captures, self._new_number)
+        self.compiler.windows = windows
         self._pool = pool
         self._strict = strict
         self._packing: Packing | None = None
@@ -109,9 +113,11 @@ class Ready:
         self._made.append(self._remote.new_number())
         return self._made[-1]
 
-    def group_of(self, members: Members) -> int:
-        """Return the group of some workers that is formed, or 0."""
-        group = 0 if members in self._unformed else self._groups.get(members, 0)
+    def group_of(self, members: Members, *, to_be: bool = False) -> int:
+        """Return the group of some workers that is formed, or that is to be, or 0."""
+        group = self._groups.get(members, 0)
+        if members in self._unformed:
+            return group if to_be else 0
         return group if group and self._pool.is_whole(group) else 0
 
     @property
@@ -119,18 +125,23 @@ class Ready:
         """The sets of workers that exchange anything."""
         return tuple(self._groups)
 
-    def form(self) -> None:
-        """Form the groups that are not formed yet.
+    def form(self) -> list[Deferred]:
+        """Let the groups be formed that are not formed yet.
+
+        Returns:
+            What tells whether they are.
 
         Raises:
-            OneboxError: A worker was lost.
+            OneboxError: The pool is broken.
         """
         if self._strict:
             self._packing = Packing(self._pool, self.plan.devices)
+        asked = []
         while self._unformed:
             members = self._unformed[0]
-            self._pool.form_group(members, self.plan.sync, number=self._groups[members])
+            asked.append(formed(self._pool, members, self.plan.sync, self._groups[members]))
             self._unformed.pop(0)
+        return asked
 
     def bring(self) -> None:
         """Bring the state to the workers.
@@ -139,7 +150,8 @@ class Ready:
             OneboxError: A worker was lost, or refuses something.
         """
         try:
-            self.form()
+            for asked in self.form():
+                asked.take()
             self._remote.upload(self.holdings.holders, self.holdings)
             self._remote.define_optimizer(self._optimizer, self.trained, self.holdings, host=self._on_host)
         except BaseException:

@@ -163,6 +163,28 @@ class Pool:
             OneboxError: The group could not be formed.
         """
         group = number or self.new_number()
+        try:
+            answers = raise_first(self.begin_group(workers, via, aside=aside, number=group))
+        except BaseException:
+            with contextlib.suppress(OneboxError):
+                self.leave_group(group, workers)
+            raise
+        self.note_group(workers, answers)
+        return group
+
+    def begin_group(
+        self, workers: Sequence[int], via: Literal["workers", "client"], *, number: int, aside: bool = False
+    ) -> list[Future[Answer]]:
+        """Let a group be formed, and do not wait for it: for the arguments see :meth:`form_group`.
+
+        Returns:
+            The answers of its members, for :meth:`note_group`; where one fails, the group has to be left.
+
+        Raises:
+            UsageError: As :meth:`form_group`.
+            OneboxError: The pool is broken; some may have been told.
+        """
+        group = number
         links = [outgoing(self.links, workers, rank) for rank in range(len(workers))]
         if via == "client" and any(links):
             raise UsageError("sums at the client do not go over the emulated links; let them go via workers")
@@ -182,23 +204,19 @@ class Pool:
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)
-        try:
-            joined = [
-                self.post(
-                    worker,
-                    [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
-                    answer=True,
-                )
-                for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
-            ]
-            answers = raise_first(joined)
-        except BaseException:
-            with contextlib.suppress(OneboxError):
-                self.leave_group(group, workers)
-            raise
+        return [
+            self.post(
+                worker,
+                [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
+                answer=True,
+            )
+            for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
+        ]
+
+    def note_group(self, workers: Sequence[int], answers: Sequence[Answer]) -> None:
+        """Take in what the members of a group answered that has been formed: why some do not share memory is logged."""
         for line in hindrances([self.devices[worker] for worker in workers], answers):
             _LOG.warning("%s", line)
-        return group
 
     def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:
         """Return how fast the devices and the links between them are, and which devices are near to each other.

@@ -256,10 +256,8 @@ class Machine:
             self._offloader.rest()
 
     def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
-        parameters = [self.store.get(number) for number in spec.parameters]
-        specs = [entry.value for entry in spec.state if isinstance(entry.value, TensorSpec)]
-        state = [from_frame(one, next(frames)) for one in specs]
-        return self._device.optimizer(spec, parameters, state, self.host)
+        state = [from_frame(one.value, next(frames)) for one in spec.state if isinstance(one.value, TensorSpec)]
+        return self._device.optimizer(spec, self.store.many(spec.parameters), state, self.host)
 
     def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         packed = put.packed or ("",) * len(put.specs)
@@ -290,7 +288,7 @@ class Machine:
 
     def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
         if isinstance(what, Recall) and isinstance(later := self._definitions.get(what.optimizer), Successor):
-            later.recalls.append(what)
+            later.said.append(what)
             return []
         return self._keeper.run(what, frames, self.frames_out)
 
@@ -320,7 +318,12 @@ class Machine:
         return self._updates.step(step, resolve, self._run, self._trace)
 
     def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        self._updates.branch(branch, resolve)
+        later = self._definitions.get(branch.optimizer)
+        if branch.behind and isinstance(later, Successor) and resolve is _same:
+            self._updates.expect(branch, later.numbers)
+            later.said.append(branch)
+        else:
+            self._updates.branch(branch, resolve)
         return []
 
     def _rename(self, rename: Rename, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -369,8 +372,8 @@ class Machine:
         charged_bytes = successor.charged_bytes
         self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
         self.store.charge(optimizer.charged_bytes - charged_bytes)
-        for recall in successor.recalls:
-            self._keeper.run(recall, iter(()), [])
+        for instruction in successor.said:
+            self._handlers[type(instruction)](self, instruction, iter(()), _same)
         return optimizer
 
     _handlers: dict[type[Any], Callable[..., list[Result]]] = {  # noqa: RUF012

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onebox.wire.messages import Optimizer
+from onebox.wire.messages import Branch, Optimizer
 from onebox.wire.state import Recall, StateEntry
 from onebox.worker.host import HostMemory
 from onebox.worker.optimizer import NativeOptimizer
@@ -23,7 +23,8 @@ class Successor:
     def __init__(self, spec: Optimizer, before: NativeOptimizer | None) -> None:
         self.numbers = spec.parameters
         self.charged_bytes = 0
-        self.recalls: list[Recall] = []
+        self.said: list[Recall | Branch] = []
+        """What is to be done when it has been made."""
         self._spec = spec
         self._entries, self._tensors = _kept(before, spec.parameters)
         if before is not None and not before.on_host:

@@ -129,7 +129,6 @@ class Updates:
         numbers = optimizer.numbers
         previous = [resolve(reference) for reference in branch.previous]
         ahead = [resolve(reference) for reference in branch.ahead]
-        self.versions.end(branch.optimizer)
         self._check_branch(branch, optimizer, (*numbers, *previous, *ahead))
         parameters = [(number, self._store.get(number)) for number in numbers]
         for index, (number, tensor) in enumerate(parameters):
@@ -144,6 +143,15 @@ class Updates:
             for index, (_, tensor) in enumerate(made[1]):
                 optimizer.expect(index, tensor)
         self.versions.begin(branch.optimizer, parameters, made[0], made[1], branch.behind)
+
+    def expect(self, branch: Branch, parameters: Sequence[int]) -> None:
+        """Take note of versions that are there already, or on their way, of an optimizer that is made later.
+
+        Args:
+            branch: What :meth:`branch` is to be given then.
+            parameters: The buffers of its parameters.
+        """
+        self.versions.expect(branch.optimizer, parameters, branch.previous, branch.ahead, branch.behind)
 
     def rename(self, rename: Rename, resolve: Resolve) -> None:
         """Let buffers be known by other numbers.
@@ -190,7 +198,8 @@ class Updates:
             raise _wrong_versions(len(branch.previous), len(branch.ahead), parameters, optimizer.delays)
         if branch.behind < 0:
             raise WireError(f"versions {branch.behind} updates behind; allowed is 0 or more")
-        if len(set(buffers)) < len(buffers) or any(number in self.versions for number in buffers):
+        others = any(self.versions.owner(number) not in (None, branch.optimizer) for number in buffers)
+        if len(set(buffers)) < len(buffers) or others:
             raise WireError("versions of parameters are buffers of their own, and those of one optimizer only")
 
     def _copied(self, number: int, parameter: Tensor) -> Tensor:

@@ -42,13 +42,14 @@ class _Version:
         owner: Whose parameter.
         position: Which.
         updates: How many updates that one has seen there.
-        tensor: The buffer's tensor; where it is another one by now, nothing is known of it.
+        tensor: The buffer's tensor; where it is another one by now, nothing is known of it. ``None`` as long as it is
+            on its way.
     """
 
     owner: _Owner
     position: int
     updates: int
-    tensor: weakref.ReferenceType[Tensor]
+    tensor: weakref.ReferenceType[Tensor] | None
 
 
 class Versions:
@@ -64,6 +65,13 @@ class Versions:
     def __contains__(self, number: object) -> bool:
         return number in self._versions
 
+    def owner(self, number: int) -> int | None:
+        """Return the optimizer of whose parameter a buffer is a version."""
+        version = self._versions.get(number)
+        if version is None:
+            return None
+        return next(optimizer for optimizer, owner in self._owners.items() if owner is version.owner)
+
     def begin(
         self,
         optimizer: int,
@@ -72,7 +80,9 @@ class Versions:
         ahead: Sequence[tuple[int, Tensor]],
         behind: int,
     ) -> None:
-        """Begin to note versions of an optimizer's parameters; what was noted of it before is forgotten.
+        """Begin to note versions of an optimizer's parameters.
+
+        What was noted of it before is forgotten, unless it was expected.
 
         Args:
             optimizer: Its number.
@@ -81,18 +91,39 @@ class Versions:
             ahead: Likewise those of expected versions; empty for none.
             behind: How many updates ``previous`` lacks.
         """
-        self.end(optimizer)
-        owner = _Owner(tuple(number for number, _ in parameters), [behind] * len(parameters))
+        read = self.end(optimizer)
+        owner = _Owner(tuple(number for number, _ in parameters), [behind] * len(parameters), read)
         self._owners[optimizer] = owner
         for buffers, updates in ((parameters, behind), (previous, 0), (ahead, behind)):
             for position, (number, tensor) in enumerate(buffers):
                 self._versions[number] = _Version(owner, position, updates, weakref.ref(tensor))
 
-    def end(self, optimizer: int) -> None:
-        """Forget the versions of an optimizer's parameters."""
+    def expect(
+        self, optimizer: int, parameters: Sequence[int], previous: Sequence[int], ahead: Sequence[int], behind: int
+    ) -> None:
+        """Note versions whose buffers are on their way; :meth:`begin` follows, and what is read until then counts.
+
+        Args:
+            optimizer: Its number.
+            parameters: Their buffers.
+            previous: Likewise those of the versions before.
+            ahead: Likewise those of expected versions; empty for none.
+            behind: How many updates ``previous`` lacks.
+        """
+        self.end(optimizer)
+        self._owners[optimizer] = owner = _Owner(tuple(parameters), [behind] * len(parameters))
+        for buffers, updates in ((parameters, behind), (previous, 0), (ahead, behind)):
+            for position, number in enumerate(buffers):
+                self._versions[number] = _Version(owner, position, updates, None)
+
+    def end(self, optimizer: int) -> dict[int, dict[int, tuple[int, int]]]:
+        """Forget the versions of an optimizer's parameters; return what was read of those that were on their way."""
         owner = self._owners.pop(optimizer, None)
-        if owner is not None:
-            self._versions = {n: version for n, version in self._versions.items() if version.owner is not owner}
+        if owner is None:
+            return {}
+        own = [version for version in self._versions.values() if version.owner is owner]
+        self._versions = {n: version for n, version in self._versions.items() if version.owner is not owner}
+        return owner.read if own and all(version.tensor is None for version in own) else {}
 
     def note(self, numbers: Iterable[int], tensors: Iterable[Tensor], step: int) -> None:
         """Note what a call reads.
@@ -104,7 +135,7 @@ class Versions:
         """
         for number, tensor in zip(numbers, tensors, strict=True):
             version = self._versions.get(number)
-            if version is None or version.tensor() is not tensor:
+            if version is None or (version.tensor is not None and version.tensor() is not tensor):
                 continue
             steps = version.owner.read
             if step not in steps:
@@ -133,7 +164,7 @@ class Versions:
             version = self._versions.get(number)
             if version is None or version.owner is not owner or version.position != position:
                 raise WireError(f"buffer {number} is no version of parameter {position} of optimizer {optimizer}")
-            if version.tensor() is not tensor:
+            if version.tensor is None or version.tensor() is not tensor:
                 raise WireError(f"buffer {number} holds something else since 'branch' made it a version of a parameter")
 
     def applied(self, optimizer: int, positions: Sequence[int], step: int) -> Delays | None:
