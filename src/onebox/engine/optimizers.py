@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,9 +68,12 @@ def options_of(optimizers: Optimizers) -> tuple[Options, ...]:
     return tuple(options for each in each_of(optimizers) for options in _options(each))
 
 
-def kinds_of(optimizers: Optimizers) -> str:
-    """Return the classes of optimizers, for people, such as ``Muon and AdamW``."""
-    return " and ".join(dict.fromkeys(type(each).__name__ for each in each_of(optimizers)))
+def elements_of(optimizers: Optimizers) -> list[tuple[str, int]]:
+    """Return how many elements each class steps, by its name: how long that takes depends on it."""
+    found: Counter[str] = Counter()
+    for kind, parameters, _ in groups_of(optimizers):
+        found[kind] += sum(parameter.numel() for parameter in parameters)
+    return sorted(found.items())
 
 
 def remembered_of(optimizers: Optimizers, parameter: Tensor) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
-from onebox.engine.optimizers import Optimizers, kinds_of
+from onebox.engine.optimizers import Optimizers, elements_of
 from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import footprints, named_state
 from onebox.errors import UsageError
@@ -50,7 +50,7 @@ def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, 
         (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
     )
     more = precision == "auto"
-    return key_of("segments in all ways", graph, found, str(torch.__version__), kinds_of(optimizer), size, more)
+    return key_of("segments in all ways", graph, found, str(torch.__version__), elements_of(optimizer), size, more)
 
 
 def divided_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_a_save_before_the_first_step_is_whole(tmp_path: Path, pools: Pools) -> 
     with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
         trainer.save(tmp_path)  # nor does one between resuming and the first step lose anything
         float(trainer.step(*batches(1)[0]))
+
+
+def test_a_save_of_earlier_days_names_one_class_for_all_groups(tmp_path: Path, pools: Pools) -> None:
+    model, loss, optimizer = make(1)
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
+        float(trainer.step(*batches(1)[0]))
+        manifest_file = trainer.save(tmp_path) / "manifest.json"
+    text = json.loads(manifest_file.read_text())
+    assert text["optimizer"] == ["AdamW", "AdamW"]
+    manifest_file.write_text(json.dumps({**text, "optimizer": "AdamW"}))
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
+        float(trainer.step(*batches(1)[0]))
+    manifest_file.write_text(json.dumps({**text, "optimizer": ["AdamW"]}))
+    with pytest.raises(CheckpointError, match="optimizers of 1 parameter groups, but 2 groups"):
+        read(tmp_path)
 
 
 def test_a_save_after_resuming_keeps_what_the_optimizer_remembers(tmp_path: Path, pools: Pools) -> None:

@@ -80,6 +80,7 @@ ENVELOPES = [
     ),
     Envelope(3, True, (Define(4, Routine((Call(3, (-1, 2), (4,), (0,)), Free((4,)), Ask("scalars", (4,))), 1)),)),
     Envelope(4, True, (Define(6, Optimizer("SGD", (((0,), {"lr": 0.1}),), (1,), (StateEntry(0, "m", SPEC),))),)),
+    Envelope(4, True, (Define(6, Optimizer(("SGD", "Adam"), (((0,), {}), ((), {})), (1,), delay=("none", "both"))),)),
     Envelope(
         6, True, (Define(7, KERNEL), Define(8, Block((7, 0, 1, 2, FREE, 0), 2, (2,), 2)), Define(9, Generator(3)))
     ),
