@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,9 @@ class Case:
         """Return the model, with the same weights each time."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(7)
-            return self.build().to(dtype)
+            model = self.build().to(dtype)
+        BUILT[model] = self
+        return model
 
     def batches(self, sizes: list[int], dtype: torch.dtype = torch.float64) -> list[tuple[Any, Any]]:
         """Return a batch of each size, the same each time."""
@@ -383,6 +386,9 @@ class Prompted(nn.Module):
         x_BTD = x_BTD + self.mix(x_BTD).tanh() * prompt_PD.sum(0)
         return self.head(x_BTD.mean(1))
 
+
+BUILT: WeakKeyDictionary[nn.Module, Case] = WeakKeyDictionary()
+"""The models that cases have built, for who wants to know what a model is."""
 
 CASES: dict[str, Case] = {
     "mlp": Case(build=mlp, data=features),

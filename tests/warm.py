@@ -3,6 +3,9 @@
 To import these is most of the work of a short program. What is started here is a child of this process like any other,
 with its own standard streams, folder, environment and signals, and runs what ``python FILE``, ``python -m MODULE`` or
 ``python -c TEXT`` would; a program that is to differ in what is read before the first import is started as usual.
+
+A module or text that is run has a process of its own to fork as well, for the nurseries and single workers that it
+starts. Those of tests themselves, of files and of the hosts of ``tests/net`` are started as a user's are.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import sys
 import tempfile
 import threading
 import time
+import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +40,12 @@ _GIVEN = (
 
 _SUBREAPER = 36  # of prctl(2)
 _PREFIXES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
+_THREADS = "OMP_NUM_THREADS"
+"""What libraries are told of threads when they are loaded: there is a process to fork for each value of it."""
+_SERVICES = ("onebox.worker", "onebox.worker.nursery")
+"""What programs start by themselves."""
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
+"""Variables that are read when a process starts, and what ``mallopt(3)`` calls them."""
 _LONGEST = 1 << 17
 _WAIT_S = 60.0
 
@@ -46,17 +57,18 @@ class Popen(subprocess.Popen[Any]):
         given = dict(zip(_GIVEN, rest, strict=True))
         line = [os.fspath(word) for word in args]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        if not _can(line, environment):
+        if not _can(line, environment, given):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         wish = {
-            "line": line[1:],
+            "line": _words(line),
             "folder": os.path.abspath(given["cwd"] or "."),
             "environment": environment,
             "session": bool(given["start_new_session"]),
         }
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        self.pid = _STARTER.fork(wish, [number if stream < 0 else stream for number, stream in enumerate(streams)])
+        ends = [number if stream < 0 else stream for number, stream in enumerate(streams)]
+        self.pid = _STARTERS[environment.get(_THREADS)].fork(wish, ends)
         self._child_created = True
         self._close_pipe_fds(*rest[9:15])  # type: ignore
 
@@ -72,35 +84,70 @@ def run(line: Sequence[str], *, timeout: float, **options: Any) -> subprocess.Co
     return subprocess.CompletedProcess(line, process.returncode, said, errors)
 
 
+def single() -> dict[str, str]:
+    """Return the environment of a program whose libraries have one thread each, and its workers' likewise."""
+    return {**os.environ, _THREADS: "1"}
+
+
 def start() -> None:
     """Start the process that is forked, where it does not run."""
-    _STARTER.start()
+    _STARTERS[os.environ.get(_THREADS)].start()
 
 
-def _can(line: Sequence[str], environment: Mapping[str, str]) -> bool:
+def _words(line: Sequence[str]) -> list[str]:
+    """Return the words behind the interpreter, without ``-P``, which a module has no use for that is imported."""
+    return list(line[2:] if line[1] == "-P" else line[1:])
+
+
+def _can(line: Sequence[str], environment: Mapping[str, str], given: Mapping[str, Any]) -> bool:
     """Tell whether a fork does what a new process would."""
-    here = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+    if line[0] != sys.executable or any(given[name] is not None for name in ("uid", "gid", "gids")):
+        return False
+    words = _words(line)
+    if _IN_PROGRAM:
+        return words[0] == "-m" and words[1] in _SERVICES and _fits_services(environment)
+    here = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)} - {_THREADS}
     early = any(name.startswith(_PREFIXES) or (name.startswith("PYTHON") and name != "PYTHONPATH") for name in here)
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
     own_start = any(Path(folder, "sitecustomize.py").exists() for folder in folders if folder)
-    return line[0] == sys.executable and not early and not own_start and (line[1] in ("-m", "-c") or line[1][0] == "/")
+    first = words[2] if words[0] == "-W" else words[0]
+    return not early and not own_start and (first in ("-m", "-c") or first[0] == "/")
+
+
+def _fits_services(environment: Mapping[str, str]) -> bool:
+    """Tell whether what libraries read when they are loaded is for a service what it is for its program."""
+    threads = environment.get(_THREADS)
+    as_loaded = {_THREADS: threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
+    early = [name for name in {*environment, *os.environ} if name.startswith(_PREFIXES) and name not in _MALLOPT]
+    return threads in _STARTERS and all(
+        environment.get(name) == as_loaded.get(name, os.environ.get(name)) for name in early
+    )
 
 
 # ---- the process that is forked, as this one sees it
 
 
 class _Starter:
-    def __init__(self) -> None:
+    def __init__(self, threads: str | None) -> None:
+        self._threads = threads
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._lock = threading.Lock()
 
+    def adopt(self, channel: socket.socket) -> None:
+        """Take one that runs."""
+        self._channel = channel
+        channel.settimeout(_WAIT_S)
+
     def start(self) -> None:
-        if self._process is not None:
+        if self._channel is not None:
             return
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(_WAIT_S)
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # whose threads start when it is loaded
+        environment.pop(_THREADS, None)
+        if self._threads is not None:
+            environment[_THREADS] = self._threads
         line = [sys.executable, __file__]
         with theirs:
             self._process = subprocess.Popen(line, stdin=theirs.fileno(), env=environment, start_new_session=True)
@@ -125,7 +172,16 @@ class _Starter:
                 libc.prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
-_STARTER = _Starter()
+class _Starters(dict[str | None, _Starter]):
+    """From a number of threads to what is forked for it."""
+
+    def __missing__(self, threads: str | None) -> _Starter:
+        return self.setdefault(threads, _Starter(threads))
+
+
+_STARTERS = _Starters()
+_IN_PROGRAM: list[str] = []
+"""The module that this process runs, where it is a fork: then only services are forked from here."""
 
 
 # ---- the process that is forked
@@ -193,23 +249,60 @@ def _become(wish: dict[str, Any], streams: Sequence[int]) -> Callable[[], None]:
     os.environ.update(wish["environment"])
     tempfile.tempdir = None
     first, *words = wish["line"]
+    if first == "-W":
+        sys.warnoptions[:], (first, *words) = words[:1], words[1:]
+        warnings.simplefilter(sys.warnoptions[0])  # type: ignore[arg-type]
     paths = [path for path in wish["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
     if first in ("-m", "-c"):
         text, *words = words
         sys.argv = ["-c" if first == "-c" else "-m", *words]
-        sys.path[:] = ["" if first == "-c" else os.getcwd(), *paths, *(each for each in sys.path if each not in paths)]
+        here = [] if text in _SERVICES else ["" if first == "-c" else os.getcwd()]
+        sys.path[:] = [*here, *paths, *(each for each in sys.path if each not in paths)]
     else:
         text = first
         sys.argv = [first, *words]
         folder = os.path.dirname(os.path.abspath(first))
         sys.path[:] = [folder, *paths, *(each for each in sys.path if each not in paths)]
     sys.excepthook = _without_ours
+    if first == "-m" and text in _SERVICES:
+        libc = ctypes.CDLL(None)
+        for name, number in _MALLOPT.items():
+            if name in os.environ:
+                libc.mallopt(number, min(int(os.environ[name]), 0x7FFFFFFF))
+    elif first in ("-m", "-c"):
+        _IN_PROGRAM.append(text)
+        serving = _fork_for_services()
+        if serving is not None:
+            return serving
     if first == "-m":
         return lambda: _leave(lambda: runpy.run_module(text, run_name="__main__", alter_sys=True))
     if first == "-c":
         main = sys.modules["__main__"].__dict__
         return lambda: _leave(lambda: exec(compile(text, "<string>", "exec"), {**main, "__name__": "__main__"}))
     return lambda: _leave(lambda: runpy.run_path(text, run_name="__main__"))
+
+
+def _fork_for_services() -> Callable[[], None] | None:
+    """Fork what the services of this program are forks of; return what runs there, and ``None`` in the program."""
+    import onebox.pool.nursery
+    import onebox.pool.process
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    me = os.pidfd_open(os.getpid())
+    if os.fork():
+        theirs.close()
+        os.close(me)
+        _STARTERS[os.environ.get(_THREADS)].adopt(ours)
+        names = {**vars(subprocess), "Popen": Popen}
+        for module in (onebox.pool.nursery, onebox.pool.process):
+            module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
+        return None
+    ours.close()
+    os.setsid()  # Ctrl-C is for the program
+    with open(os.devnull, "r+b") as nothing:
+        for standard in range(3):
+            os.dup2(nothing.fileno(), standard)
+    return _serve(theirs, me) or (lambda: os._exit(0))
 
 
 def _leave(program: Callable[[], object]) -> None:

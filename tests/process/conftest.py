@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from onebox.engine import offloading
+from onebox.engine.compiler import Captures
+from tests.process.captured import capture
 from tests.process.shelf import Shelf
 
 
@@ -31,6 +33,14 @@ def nothing_too_small() -> Iterator[None]:
     """The models here are small: let all of their values go to the host that could."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own is undone when the test ends, before other fixtures
         patch.setattr(offloading, "LEAST_BYTES", 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_capture_once() -> Iterator[None]:
+    """Let trainers share captures; those of ``tests/unit/graph`` and of all other models are made each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Captures, "_capture", capture)
         yield
 
 

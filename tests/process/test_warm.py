@@ -17,21 +17,36 @@ LINES = {
     "a module": ["-m", "onebox", "--version"],
     "a wrong command": ["-m", "onebox", "nonsense"],
     "an error": ["-c", "import os, sys; print(sys.argv, __name__, os.getcwd(), sys.path[0]); 1/0", "word"],
+    "a warning": [
+        "-W",
+        "error",
+        "-c",
+        "import sys, warnings; print(sys.warnoptions, sys.argv); warnings.warn('of it')",
+    ],
     "a status": ["-c", "import sys; sys.exit(7)"],
     "a file": ["there/script.py", "--word"],
+    "a pool": ["-m", "onebox", "run", "--pool", "cpu", "--threads", "1", "there/pool.py"],
 }
 SCRIPT = "import os, sys; print(sys.argv, __name__, __file__, sys.path[0], os.environ['ONE'], 'TWO' in os.environ)"
+POOL = """
+import os, psutil, torch
+print(torch.arange(6.0, device="cuda").view(2, 3).sum(1).tolist(), torch.get_num_threads())
+for child in psutil.Process().children():
+    if child.name() == "onebox-nursery":
+        (worker,) = child.children()
+        print(worker.name(), os.getpgid(child.pid) == child.pid, child.num_threads())
+"""
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=list(LINES))
 def test_it_says_and_returns_the_same(line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "script.py").write_text(SCRIPT)
-    warm.start()
+    (tmp_path / "there" / "pool.py").write_text(POOL)
     monkeypatch.setenv("TWO", "2")
-    environment = {**os.environ, "ONE": "1"}
+    environment = {**warm.single(), "ONE": "1"}
     del environment["TWO"]
-    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True, "timeout": 60}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True, "timeout": 100}
     line = [word.replace("there", f"{tmp_path}/there") for word in line]
     found = warm.run([sys.executable, *line], **options)
     expected = subprocess.run([sys.executable, *line], capture_output=True, check=False, **options)

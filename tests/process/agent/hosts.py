@@ -83,7 +83,8 @@ def start(count: int) -> list[Host]:
 
 def _process(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.process.agent.serving", *arguments]
-    return warm.Popen(command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return warm.Popen(command, cwd=_REPOSITORY, env=warm.single(), stdin=pipe, stdout=pipe, text=True)
 
 
 def until(condition: Callable[[], bool], within_s: float = NOTICED_S) -> None:

@@ -25,14 +25,15 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``onebox`` to its end."""
     line = [sys.executable, "-m", "onebox", *arguments]
-    return warm.run(line, cwd=folder, env=environment, text=True, timeout=WITHIN_S)
+    return warm.run(line, cwd=folder, env=environment or warm.single(), text=True, timeout=WITHIN_S)
 
 
 @contextlib.contextmanager
 def running(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start ``onebox``; whatever happens, it is gone afterwards."""
     line = [sys.executable, "-m", "onebox", *arguments]
-    with warm.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with warm.Popen(line, cwd=folder, env=warm.single(), stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:

@@ -44,7 +44,7 @@ class Serving:
 
 
 def environment(person: Path) -> dict[str, str]:
-    return os.environ | {"ONEBOX_CONFIG": str(person)}
+    return warm.single() | {"ONEBOX_CONFIG": str(person)}
 
 
 def start(arguments: list[str], person: Path, folder: Path, **streams: Any) -> subprocess.Popen[str]:

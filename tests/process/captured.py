@@ -1,0 +1,63 @@
+"""Captures of the models that all tests train, each made once: a capture takes longer than the steps of most tests.
+
+A capture depends on what a model is and not on the values of its parameters. Two trainers share one where their models
+were built by the same :class:`~tests.models.Case`, and nothing that a capture can see has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from onebox.engine.batch import Batch
+from onebox.engine.compiler import Captures, Recipe
+from onebox.graph import TracedModel
+from tests.models import BUILT
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_plain = Captures._capture
+_known: dict[Hashable, TracedModel] = {}
+
+
+def capture(captures: Captures, batch: Batch, size: int, *, train: bool) -> TracedModel:
+    """Do what :class:`Captures` does, but for what has been captured before in this process."""
+    seen = what_it_sees(captures.recipe)
+    if seen is None:
+        return _plain(captures, batch, size, train=train)
+    key = seen, batch.signature(size), train
+    if key not in _known:
+        _known[key] = _plain(captures, batch, size, train=train)
+    return _known[key]
+
+
+def what_it_sees(recipe: Recipe) -> Hashable | None:
+    """Return all that a capture can see of a model and of what it is captured with; ``None`` for other models."""
+    model = recipe.model
+    case = BUILT.get(model)
+    own = any("forward" in vars(module) for module in model.modules())
+    if case is None or own or isinstance(recipe.loss, nn.Module) or recipe.on_device is not None:
+        return None
+    modules = tuple((name, type(each), each.training, _hooks(each)) for name, each in model.named_modules())
+    metrics = tuple(recipe.metrics.items())
+    recipes = recipe.loss, metrics, recipe.precision, recipe.device_type, recipe.trained, recipe.fuse
+    return case, repr(model), modules, tuple(_tensors(model)), recipes, torch.get_default_dtype()
+
+
+def _hooks(module: nn.Module) -> Hashable:
+    return tuple(tuple(getattr(module, name)) for name in _HOOKS)
+
+
+def _tensors(model: nn.Module) -> Iterator[Hashable]:
+    """Yield what each parameter and buffer is, under all of its names; one that has several has one number."""
+    numbers: dict[int, int] = {}
+    named: list[tuple[str, Any]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        number = numbers.setdefault(id(tensor), len(numbers))
+        yield name, number, type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device
