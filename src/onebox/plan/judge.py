@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import permutations
 
 from onebox.cost import Groups
 from onebox.plan.blocks import block_schedule
@@ -15,6 +14,7 @@ from onebox.plan.depth import depths
 from onebox.plan.endless import simulate_endless
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, plan_of
+from onebox.plan.partition import numbered_matters
 from onebox.plan.places import kind, near
 from onebox.plan.plan import ASYNC, MicroBatch
 from onebox.plan.prices import AWAY
@@ -23,9 +23,6 @@ from onebox.plan.shares import deal
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.windows import steady_window
 from onebox.plan.work import Work
-
-_UNLIKE = 1.5
-"""Links of which one carries so many times as much as another are not alike; measurements scatter by less."""
 
 _BOUND_EFFORT = 20
 """What a bound costs for each stage, in actions simulated."""
@@ -120,13 +117,10 @@ class Judge:
     @cached_property
     def uneven(self) -> bool:
         """Whether some devices of a kind are nearer to each other than others, so that it matters who sits where."""
-        rows, kinds = self.problem.links.bandwidth_bps, self.kinds
-        found: dict[tuple[object, ...], tuple[float, float]] = {}
-        for a, b in permutations(sorted(kinds), 2):
-            key = kinds[a], kinds[b]
-            least, most = found.get(key, (rows[a][b], rows[a][b]))
-            found[key] = min(least, rows[a][b]), max(most, rows[a][b])
-        return any(most > _UNLIKE * least for least, most in found.values())
+        classes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+        for number, own in self.kinds.items():
+            classes.setdefault(own, []).append((number,))
+        return numbered_matters(self.problem.links, list(classes.values()))
 
     @property
     def spent(self) -> bool:

@@ -54,6 +54,9 @@ class _Laid(NamedTuple):
     behind: _Laid | None
 
 
+_UNLIKE = 1.5
+"""Links of which one carries so many times as much as another are not alike; measurements scatter by less."""
+
 _MORE = 1
 """How many stages more than the fewest possible ones are laid out for a T."""
 
@@ -140,8 +143,12 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: Groups = ()) -> list[li
     return list(groups.values())
 
 
-def best_links(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[tuple[float, float]]]:
-    """Return the most bytes a second from a device of each class to one of each class, of another unit, and back.
+_Way = tuple[float, float]
+"""Bytes a second there and back."""
+
+
+def ways_between(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[set[_Way]]]:
+    """Return for each two classes what the links carry between a device of the one and one of the other.
 
     Args:
         links: What each link carries.
@@ -149,11 +156,21 @@ def best_links(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> li
     """
     bps = links.bandwidth_bps
 
-    def most(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> tuple[float, float]:
-        pairs = [(a, b) for unit in one for peer in other if unit != peer for a in unit for b in peer]
-        return max((bps[a][b] for a, b in pairs), default=0.0), max((bps[b][a] for a, b in pairs), default=0.0)
+    def ways(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> set[_Way]:
+        pairs = ((a, b) for unit in one for peer in other if unit != peer for a in unit for b in peer)
+        return {(bps[a][b], bps[b][a]) for a, b in pairs}
 
-    return [[most(one, other) for other in classes] for one in classes]
+    return [[ways(one, other) for other in classes] for one in classes]
+
+
+def numbered_matters(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
+    """Return whether some links between two classes carry much more than others, so that it matters who sits where."""
+    for found in (found for row in ways_between(links, classes) for found in row if found):
+        for side in range(2):
+            carried = [way[side] for way in found]
+            if max(carried) > _UNLIKE * min(carried):
+                return True
+    return False
 
 
 class _Chain:
@@ -172,8 +189,14 @@ class _Chain:
             for units in self.classes
         ]
         self.forward, self.backward, self.kept = self._crossing()
-        self.best = best_links(self.links, self.classes) if limits.unseated else []
+        self.ways = [[self._common(found) for found in row] for row in ways_between(self.links, self.classes)]
         self._memory: dict[int, list[list[int]]] = {}
+
+    def _common(self, ways: set[_Way]) -> list[_Way]:
+        """Return what links between two classes carry if it is the same for all, or taken to be; else nothing."""
+        if self.limits.unseated and ways:
+            return [(max(there for there, _ in ways), max(back for _, back in ways))]
+        return list(ways) if len(ways) == 1 else []
 
     def _shares(self, unit: tuple[int, ...]) -> tuple[float, ...]:
         """Return the shares of a unit's devices, by their speeds."""
@@ -323,15 +346,15 @@ class _Chain:
         if last is None:
             return self.length
         share = max(len(devices), len(last.devices))  # so many pairs of replicas carry it side by side
-        if self.best:
-            ways = [self.best[number][after]]
-        else:
+        ways = self.ways[number][after]
+        if not ways:
             bps = self.links.bandwidth_bps
             ways = [(bps[a][b], bps[b][a]) for a in devices for b in last.devices]
         for end in range(last.start, last.end):  # the stage behind may begin later, where less crosses
             there, back = self.forward[end], self.backward[end]
-            if any(max(there / one, back / other) <= bottleneck_s * share for one, other in ways):
-                return end
+            for one, other in ways:
+                if there <= bottleneck_s * share * one and back <= bottleneck_s * share * other:
+                    return end
         return None
 
     def _keep(self, bottleneck_s: float, level: _States) -> _States:

@@ -19,7 +19,7 @@ from onebox.plan.judge import Case, Judge
 from onebox.plan.layout import Layout
 from onebox.plan.plan import ASYNC
 
-_EFFORT = 2
+_EFFORT = 1
 """What a surrogate costs for each stage, in actions simulated."""
 
 _FILLING = 0.01
@@ -29,18 +29,21 @@ _WORTH = 1 - 1e-6
 """A change is one only if it is better by more than what rounding makes of equal things."""
 
 
-def seated(judge: Judge, layout: Layout) -> Layout:
+def seated(judge: Judge, layout: Layout, *, quickly: bool = False) -> Layout:
     """Return a layout with its devices, and unused ones of their kinds, where they have the least to wait for.
 
     Args:
         judge: Knows what the layout costs.
         layout: The layout.
+        quickly: Whether to begin at the best of the orders only, and not at each.
     """
     seats = _Seats(judge, layout)
     if not seats.movable:
         return layout
     own = seats.own
-    starts = dict.fromkeys((own, seats.by_tree(), seats.by_tree(backward=True)))
+    starts = list(dict.fromkeys((own, seats.by_tree(), seats.by_tree(backward=True))))
+    if quickly:
+        starts = [min(starts, key=seats.cost)]
     best = min(map(seats.settle, starts), key=lambda found: found[0])
     return layout if best[1] == own or best[0] >= _WORTH * seats.cost(own) else seats.moved(best[1])
 
@@ -64,6 +67,7 @@ class _Seats:
             (a, b) for a, b in combinations(range(len(self.own)), 2) if kinds[a] == kinds[b] and a < self._seats
         ]
         self._kinds = kinds
+        self._changes = list(self._permutations())
         case = judge.case(layout)
         place = {device: seat for seat, device in enumerate(used)}
         self._links = problem.links
@@ -106,28 +110,28 @@ class _Seats:
         return max(self._floor, cycle_s) * self._count + round_s + sum(rings)
 
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        """Follow improving changes until there are none; return where that ends, and its cost."""
-        value = self.cost(order)
-        while not self._judge.expired():
-            for change in self._changes(order):
-                self._judge.left -= _EFFORT * len(self._busy)
-                found = self.cost(change)
-                if found < value * _WORTH:
-                    value, order = found, change
-                    break
-            else:
-                break
+        """Follow improving changes, one after the other, until none is one; return where that ends, and its cost."""
+        value, turn, tried = self.cost(order), 0, 0
+        while tried < len(self._changes) and not self._judge.expired():
+            self._judge.left -= _EFFORT * len(self._busy)
+            change = tuple(order[seat] for seat in self._changes[turn])
+            found, tried = self.cost(change), tried + 1
+            if found < value * _WORTH:
+                value, order, tried = found, change, 0
+            turn = (turn + 1) % len(self._changes)
         return value, order
 
-    def _changes(self, order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    def _permutations(self) -> Iterator[tuple[int, ...]]:
+        """Yield for each change from which seat the device of each seat comes."""
+        seats = tuple(range(len(self.own)))
         for a, b in self.movable:
-            yield (*order[:a], order[b], *order[a + 1 : b], order[a], *order[b + 1 :])
+            yield (*seats[:a], b, *seats[a + 1 : b], a, *seats[b + 1 :])
         for a, b in self.movable:
-            row = order[a : b + 1]
+            row = seats[a : b + 1]
             if b - a < 2 or b >= self._seats or len(set(self._kinds[a : b + 1])) > 1:
                 continue
             for other in (row[::-1], (*row[1:], row[0]), (row[-1], *row[:-1])):
-                yield (*order[:a], *other, *order[b + 1 :])
+                yield (*seats[:a], *other, *seats[b + 1 :])
 
     def by_tree(self, *, backward: bool = False) -> tuple[int, ...]:
         """Return an order in which, kind by kind, devices of a host come one after the other, and so do hosts."""

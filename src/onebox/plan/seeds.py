@@ -12,7 +12,7 @@ from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, single
-from onebox.plan.partition import Limits, alike, partitions
+from onebox.plan.partition import Limits, alike, numbered_matters, partitions
 from onebox.plan.places import kind
 from onebox.plan.plan import ASYNC
 from onebox.plan.seating import seated
@@ -195,10 +195,11 @@ def _programmed(
     )
     name = ASYNC if late else "1f1b"
     found = [Layout(parts, samples, name) for parts in partitions(judge.costs, order, limits)]
-    if not judge.uneven:
+    if not numbered_matters(problem.links, units):
         return found
     unseated = partitions(judge.costs, order, replace(limits, unseated=True))
-    return list(dict.fromkeys((*found, *(seated(judge, Layout(parts, samples, name)) for parts in unseated))))
+    at = (seated(judge, Layout(parts, samples, name), quickly=True) for parts in unseated)
+    return list(dict.fromkeys((*found, *at)))
 
 
 def _derived(judge: Judge, order: tuple[int, ...], layouts: Sequence[Layout]) -> Iterator[Layout]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebox.plan import DeviceSpec, Links, Problem, Value, predict, search
+from onebox.plan import ASYNC, DeviceSpec, Links, Problem, Value, predict, search
 from onebox.plan.judge import Judge
 from onebox.plan.layout import Layout, Part, single
 from onebox.plan.seating import seated
@@ -86,23 +86,24 @@ def judge_of(problem: Problem) -> Judge:
     return Judge(problem, effort=10**9, expired=lambda: False)
 
 
-def best_of_all(problem: Problem) -> float:
+def best_of_all(problem: Problem, schedule: str) -> float:
     """Return the least time of a step over all cuts on all sequences of devices."""
     judge, count, best = judge_of(problem), len(problem.segments), math.inf
     for stages in range(len(problem.devices), 0, -1):
         for devices in permutations(sorted(problem.device), stages):
             for cuts in combinations(range(1, count), stages - 1):
                 ranges = zip((0, *cuts), (*cuts, count), devices, strict=True)
-                layout = Layout(tuple(single(tuple(range(a, b)), device) for a, b, device in ranges), 2, "1f1b")
+                layout = Layout(tuple(single(tuple(range(a, b)), device) for a, b, device in ranges), 2, schedule)
                 if judge.bound(layout) < best:
                     best = min(best, judge.judge(layout).simulation.step_s)
     return best
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", ASYNC])
 @pytest.mark.parametrize("name", SMALL)
-def test_small_chains_are_placed_as_well_as_by_exhaustive_search(name: str) -> None:
-    problem = problem_on(SMALL[name], 5, crossing=400_000)
-    best = best_of_all(problem)
+def test_small_chains_are_placed_as_well_as_by_exhaustive_search(name: str, schedule: str) -> None:
+    problem = problem_on(SMALL[name], 5, crossing=400_000, schedules=(schedule,), staleness=int(schedule == ASYNC))
+    best = best_of_all(problem, schedule)
     found = search(problem, budget_s=HOUR_S, effort=ENOUGH).plan.predicted
     assert found is not None
     assert found.step_s <= 1.03 * best
