@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from tests.late import train_late
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, segments, staged
+from tests.process.test_precision import AGREE, Rounding, batches, furthest, narrowed, sgd
 from tests.reference import Outcome, assert_same, drawing
 
 SIZES = (4, 4, 3, 4, 4, 4)
 """Samples of each batch; the odd one has a smaller micro-batch."""
 
+WIDE = (6, 6, 6, 6)
 HALF = 3
 
 
@@ -49,6 +52,8 @@ def layout(name: str, which: str) -> Plan:
             return staged(name, ((0, 1), (2, 3)), optimizer="sharded", **late)
         case "shared out, tied":
             return staged(name, (0, (1, 2), 3), optimizer="sharded", **late)
+        case "stages":
+            return staged(name, (0, 1, 2), **late)
         case "on the host":
             return staged(name, (0, (1, 2)), update="host", **late)
     raise AssertionError(which)
@@ -61,8 +66,8 @@ def reference(name: str, plan: Plan, optimizer: str, **options: Any) -> Outcome:
         return [part.size for part in plan.micro_batches(size)]
 
     around = drawing(SEED) if case.draws else None
-    batches = case.batches(list(SIZES))
-    return train_late(model, case.loss, OPTIMIZERS[optimizer](model), batches, cut, around=around, **options)
+    given = case.loss, OPTIMIZERS[optimizer](model), case.batches(list(SIZES)), cut
+    return train_late(model, *given, around=around, **options)
 
 
 def trainer_on(pool: onebox.Pool, name: str, plan: Plan, optimizer: str, delay: str, **options: Any) -> onebox.Trainer:
@@ -110,6 +115,29 @@ def test_late_gradients_wherever_things_are(name: str, which: str, optimizer: st
     expected = reference(name, plan, optimizer, delay=delay, warm_up=1, max_norm=clipping.get("clip_grad_norm"))
     assert_same(found, expected)
     assert delays == {0: 1, 1: len(SIZES) - 2}
+
+
+@pytest.mark.parametrize(("which", "devices"), [("stages", (0, (1, 2))), ("replicas", (0, 1))])
+def test_stages_of_bf16_round_the_version_that_a_step_is_computed_with(which: str, devices: Any, pools: Shelf) -> None:
+    """Once a step, though what is left of it is computed a window later; the same products as in one process."""
+    plan = staged("cnn", devices, micro_batch=3, schedule=ASYNC)
+    plan = narrowed(plan if which == "stages" else Plan.data_parallel(devices, (1.0, 1.0), micro_batch=3))
+    case, model = CASES["cnn"], CASES["cnn"].model().float()
+    given: dict[str, Any] = {"pool": pools(4), "plan": plan, "staleness": 1, "delay": "predict", "warm_up": 0}
+    with onebox.Trainer(model, case.loss, sgd(model), **given) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in batches(case, WIDE)]
+        tensors = {name.removeprefix("model."): tensor for name, tensor in trainer.tensors().items()}
+        for one in compare_memory(trainer.predicted_curves(*batches(case, WIDE)[-1]), trainer.events(), len(WIDE) - 1):
+            assert (one.difference_bytes, one.where) == (0, ""), one.device
+    found = Outcome(losses=losses, norms=[], tensors=tensors)
+    expected = []
+    for around in (Rounding(), contextlib.nullcontext()):
+        model = case.model().float()
+        late = model, case.loss, sgd(model), batches(case, WIDE), lambda size: [3] * (size // 3)
+        with around:
+            expected.append(train_late(*late, delay="predict"))
+    rounded, wide = expected
+    assert furthest(found, rounded) < AGREE < furthest(found, wide) / 5
 
 
 def test_a_checkpoint_of_a_state_that_is_shared_out_has_its_versions(pools: Shelf, tmp_path: Path) -> None:

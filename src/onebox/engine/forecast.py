@@ -11,13 +11,12 @@ from torch import nn
 
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
-from onebox.engine.delays import predicts
 from onebox.engine.ledger import Contents, peaks_of
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import host_lack
 from onebox.engine.setup import Ready
-from onebox.engine.versions import Versions
+from onebox.engine.versions import versions_of
 from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
@@ -96,6 +95,7 @@ def forecast_memory(
     max_norm: float = 0.0,
     ahead: int = 0,
     delay: GroupDelays = "none",
+    staleness: int = 0,
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
 
@@ -109,14 +109,16 @@ def forecast_memory(
         captures: The captured model.
         max_norm: For clipping; 0 for none.
         ahead: How many batches like it lie there already for later steps.
-        delay: Of an asynchronous plan, what is done about gradients that are late.
+        delay: What is done about gradients that are late, if they are.
+        staleness: 1 where steps are computed with older weights under plans of one stage, too; an asynchronous plan
+            is for such steps only.
 
     Raises:
         UsageError: The plan is for another model.
         CaptureError: Replicas cannot share the model.
     """
-    ready = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay)
-    return ready.peaks(batch, ahead=ahead)
+    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
+    return _ready(*given, late=staleness > 0).peaks(batch, ahead=ahead)
 
 
 def forecast_contents(
@@ -148,15 +150,13 @@ def _ready(
     captures: Captures,
     max_norm: float,
     delay: GroupDelays,
+    *,
+    late: bool = False,
 ) -> Ready:
     nowhere = cast(Pool, Nowhere(devices))
     remote = RemoteState(model, loss, optimizer, nowhere)
-    if plan.schedule == ASYNC:
-        remote.versions = Versions(
-            previous={name: nowhere.new_number() for name in remote.wanted},
-            ahead={name: nowhere.new_number() for name in remote.wanted} if predicts(delay) else {},
-            delay=delay,
-        )
+    if late := late or plan.schedule == ASYNC:
+        remote.versions = versions_of(remote.wanted, delay, nowhere.new_number)
     ready = Ready(plan, nowhere, captures, remote, batch, max_norm)
-    ready.compiler.windows = plan.schedule == ASYNC
+    ready.compiler.windows = late
     return ready

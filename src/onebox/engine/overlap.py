@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from onebox.engine.compiler import Compiled
 from onebox.engine.deferred import Deferred
-from onebox.engine.delays import DELAYS, choose_delays, delays_of, predicts
+from onebox.engine.delays import DELAYS, choose_delays, delays_of
 from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.results import StepValues, step_values
-from onebox.engine.versions import Versions
+from onebox.engine.versions import Versions, versions_of
 from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
@@ -125,12 +125,9 @@ class Overlap:
         self._settings = settings
         self._counted: set[int] = set()  # steps from the next one on whose delays are known
         self._next: int | None = None
-        stale, ahead = settings.staleness > 0, predicts(settings.delay)
-        remote.versions = self._versions = Versions(
-            previous={name: pool.new_number() for name in remote.wanted} if stale else {},
-            ahead={name: pool.new_number() for name in remote.wanted} if stale and ahead else {},
-            delay=settings.delay,
-        )
+        stale = settings.staleness > 0
+        self._versions = versions_of(remote.wanted, settings.delay, pool.new_number) if stale else Versions()
+        remote.versions = self._versions
 
     def windows(self, step: int) -> bool:
         """Tell whether a step may overlap with the one after it."""

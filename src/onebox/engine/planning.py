@@ -156,7 +156,7 @@ def make_plan(
         given = made, model, loss, optimizer, batch
         return count_memory(*given, devices=pool.devices, captures=captures, delay=late)
 
-    if shard_optimizer and len(pool) > 1 and not staleness and short_of_memory(problem):
+    if shard_optimizer and len(pool) > 1 and short_of_memory(problem):
         result, plan, problem = search_sharing(problem, exact, budget_s)
     else:
         result, plan = search_within(problem, exact, budget_s)

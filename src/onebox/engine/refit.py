@@ -18,6 +18,7 @@ from onebox.cost import PoolProfile, load
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
+from onebox.engine.delays import extra_copies
 from onebox.engine.forecast import Count, forecast_memory
 from onebox.engine.formats import with_precisions_of
 from onebox.engine.optimizers import Optimizers
@@ -35,10 +36,11 @@ from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.spmd import product_flops
-from onebox.plan import NAMED, SCHEDULES, Links, Plan
+from onebox.plan import ASYNC, NAMED, SCHEDULES, Links, Plan
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 from onebox.wire import Program, reads, specs_by_slot
+from onebox.wire.messages import GroupDelays
 
 _BUDGET_S = 2.0
 """A search may take so long: the run waits for it."""
@@ -61,6 +63,8 @@ class Workload:
         batch: A batch.
         max_norm: For clipping; 0 for none.
         in_flight: Steps that may be under way at once: their batches lie on the devices, too.
+        staleness: How many steps old the weights may be that a step is computed with.
+        delay: What is done about gradients that are late because of it.
     """
 
     captures: Captures
@@ -68,6 +72,8 @@ class Workload:
     batch: Batch
     max_norm: float
     in_flight: int
+    staleness: int = 0
+    delay: GroupDelays = "none"
 
     def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
         """Return the most bytes that each device of a plan will use."""
@@ -82,6 +88,8 @@ class Workload:
             captures=self.captures,
             max_norm=self.max_norm,
             ahead=self.in_flight - 1,
+            delay=self.delay,
+            staleness=self.staleness,
         )
 
 
@@ -149,7 +157,7 @@ def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: 
     devices = [device for device in pool.devices if device.number in pool.present]
     programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
     times = _known_times(size, size_bytes, work, pool)
-    schedules = SCHEDULES if times else NAMED
+    schedules = (ASYNC,) if work.staleness else SCHEDULES if times else NAMED
     kinds = {device_type(device) for device in devices}
     if times is None or not kinds <= set(times):
         times = dict.fromkeys(kinds, _counted_times(size, programs, len(size_bytes.segments)))
@@ -162,6 +170,8 @@ def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: 
         schedules=schedules,
         updates=(before.update,),
         sharded=before.optimizer == "sharded",
+        staleness=work.staleness,
+        versions=2 + extra_copies(work.delay),
     )
     problem = replace(problem, replicable=replicable, free_shares=False)
     segments = [segment.name for segment in size_bytes.segments]

@@ -303,6 +303,8 @@ class TrainingRun:
             batch=self._first,
             max_norm=self._settings.max_norm,
             in_flight=self._settings.in_flight,
+            staleness=self._settings.staleness,
+            delay=self._settings.delay,
         )
         try:
             plan = refit(self.plan, work, self._pool)

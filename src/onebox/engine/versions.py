@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onebox.engine.delays import predicts
 from onebox.wire.messages import Branch, GroupDelays
 
 PREVIOUS, AHEAD = "previous", "ahead"
@@ -42,3 +43,18 @@ class Versions:
     def of(self, name: str) -> dict[int, str]:
         """Return the buffers that a parameter has beside its own, and what each is called."""
         return {numbers[name]: f"{key}.{name}" for key, numbers in self.keys.items() if name in numbers}
+
+
+def versions_of(trained: Sequence[str], delay: GroupDelays, new: Callable[[], int]) -> Versions:
+    """Return the versions of parameters whose gradients are late.
+
+    Args:
+        trained: The parameters.
+        delay: What is done about it.
+        new: Makes a number that nothing else has.
+    """
+    return Versions(
+        previous={name: new() for name in trained},
+        ahead={name: new() for name in trained} if predicts(delay) else {},
+        delay=delay,
+    )

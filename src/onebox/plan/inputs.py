@@ -233,8 +233,6 @@ class Problem:
                 f"staleness={self.staleness} with {self.versions} versions of the weights: allowed are 0 and 1, and "
                 "2 to 4 versions"
             )
-        if self.sharded and self.staleness:
-            raise UsageError("sharded=True with staleness=1: versions of weights need the whole optimizer everywhere")
         known = (*SCHEDULES, ASYNC) if self.staleness else SCHEDULES
         if not self.schedules or any(name not in known for name in self.schedules):
             hint = f"; {ASYNC} needs staleness=1" if ASYNC in self.schedules else ""

@@ -144,8 +144,8 @@ class Judge:
             return f"{fates.pop()} is not allowed"
         if layout.update is not None and layout.update not in problem.updates:
             return f"the optimizer on the {layout.update} is not allowed"
-        if layout.schedule == ASYNC and (away or (layout.update or problem.updates[0]) != "device"):
-            return f"versions of weights do not go together with {away.pop() if away else 'an optimizer on the host'}"
+        if layout.schedule == ASYNC and away:
+            return f"versions of weights do not go together with {away.pop()}"
         used = {device for part in layout.parts for device in part.devices}
         if problem.max_devices is not None and len(used) > problem.max_devices:
             return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.problem import KnownTimes, divided_bytes, times_key
 from onebox.engine.refit import Workload, refit
 from onebox.errors import PlanError
-from onebox.plan import Plan, Stage, UpdateAt
+from onebox.plan import ASYNC, Plan, Stage, UpdateAt
 from onebox.pool import DeviceInfo, Pool
 
 WIDTH, LAYERS, BATCH, SIZE = 32, 4, 8, 2
@@ -133,6 +134,18 @@ def test_what_is_found_computes_every_segment_once_on_what_is_left_within_its_me
 def test_a_shape_that_can_be_kept_is_kept() -> None:
     new = found(staged(((0,), (1,)), ((2,), (3,))), {1, 2})
     assert [stage.replicas for stage in new.stages] == [((0,),), ((3,),)]
+
+
+def test_steps_that_are_late_stay_so_within_the_memory() -> None:
+    """What is sought is asynchronous, and counted with the versions that it needs."""
+    late = dataclasses.replace(workload(), staleness=1)
+    left = cast(Pool, Left({2, 3}, int(4.6 * LAYER_BYTES)))
+    new = refit(replace(staged(((0,),), ((1,),), ((2,),), ((3,),)), schedule=ASYNC), late, left)
+    assert (new.schedule, new.devices, len(new.stages)) == (ASYNC, (0, 1), 2)
+    taken = late.peaks(new, left)
+    assert max(taken.values()) <= left.devices[0].memory_bytes
+    alone = Plan.data_parallel([0], [1.0], micro_batch=SIZE)
+    assert late.peaks(alone, left)[0] - workload().peaks(alone, left)[0] >= LAYERS * LAYER_BYTES // 4
 
 
 def test_a_shape_that_can_be_kept_but_has_no_room_is_given_up() -> None:

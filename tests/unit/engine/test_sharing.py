@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
+import msgspec
 import pytest
 
 from onebox.engine.forecast import Count
 from onebox.engine.within import search_sharing
-from onebox.errors import PlanError, UsageError
-from onebox.plan import Plan, predict
+from onebox.errors import PlanError
+from onebox.plan import ASYNC, OptimizerState, Plan, predict
 from onebox.plan.inputs import DeviceSpec, Problem
 from tests.unit.plan.problems import links, segment
 
@@ -63,6 +65,11 @@ def test_what_fits_neither_way_is_refused() -> None:
         search_sharing(given, exact(given), 5.0)  # type: ignore[arg-type]
 
 
-def test_versions_of_weights_do_not_go_together_with_it() -> None:
-    with pytest.raises(UsageError, match="sharded=True with staleness=1"):
-        replace(problem(1.0), sharded=True, staleness=1)
+def test_versions_of_weights_go_together_with_it() -> None:
+    """A plan of replicas for late gradients is predicted to take less where their state is shared out."""
+    given = replace(problem(1.0), schedules=(ASYNC,), staleness=1, versions=4)
+    plan = Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=given.micro_batches[0])
+    whole, shared = (
+        predict(given, msgspec.structs.replace(plan, optimizer=kind))[0] for kind in get_args(OptimizerState)
+    )
+    assert max(shared.peak_bytes) < min(whole.peak_bytes)
