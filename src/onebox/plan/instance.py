@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.schedule import Routes
-from onebox.plan.work import Edge, Links, StageWork, Work
+from onebox.plan.work import Edge, Leaving, Links, StageWork, Work
+
+Parts = tuple[Leaving, ...]
+
+_WHOLE = 1e-6
 
 
 class Slot(NamedTuple):
@@ -46,6 +50,8 @@ class Instance:
         into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
         latency_s: Of each link that is used, by ``source * len(devices) + target``.
         per_byte_s: Seconds of a byte on each of those.
+        leaving: For forward and for backward, for each stage and each of its edges which parts leave when; nothing
+            where all that stages give leaves at the end of actions.
     """
 
     routes: Routes
@@ -62,6 +68,7 @@ class Instance:
     into: list[tuple[tuple[int, int], ...]]
     latency_s: list[float]
     per_byte_s: list[float]
+    leaving: tuple[list[list[Parts]], list[list[Parts]]] | None = None
 
     @property
     def stages(self) -> int:
@@ -122,6 +129,7 @@ def instance_of(routes: Routes, work: Work, sizes: Sequence[float] | None = None
         into=_ends(work.edges, len(routes), count, outward=False),
         latency_s=latency_s,
         per_byte_s=per_byte_s,
+        leaving=_leaving(work.edges, len(routes)),
     )
 
 
@@ -201,6 +209,22 @@ def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) ->
         else:
             found[edge.target].append((edge.source * count, edge.backward_bytes))
     return [tuple(ends) for ends in found]
+
+
+def _leaving(edges: tuple[Edge, ...], stages: int) -> tuple[list[list[Parts]], list[list[Parts]]] | None:
+    """Return which parts leave when, in the order of :func:`_ends`."""
+    if not any(edge.forward_parts or edge.backward_parts for edge in edges):
+        return None
+    forward, backward = ([list[Parts]() for _ in range(stages)] for _ in range(2))
+    for edge in edges:
+        for parts in (edge.forward_parts, edge.backward_parts):
+            if parts and abs(sum(part.size for part in parts) - 1) > _WHOLE:
+                raise UsageError(
+                    f"parts of {sum(part.size for part in parts):.3f} of a value leave; they are all of it"
+                )
+        forward[edge.source].append(edge.forward_parts)
+        backward[edge.target].append(edge.backward_parts)
+    return forward, backward
 
 
 def _links(work: Work, devices: tuple[int, ...], first: list[int], count: int) -> tuple[list[float], list[float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onebox.plan.instance import Instance
+from onebox.plan.instance import Instance, Parts
 from onebox.plan.parking import channels
 from onebox.plan.sums import UPDATE, Sums, Turn
 
@@ -49,6 +49,7 @@ def play(  # noqa: PLR0912, PLR0915 (see below)
     slot_of, first, scale, call_s = instance.slot_of, instance.first, instance.scale, instance.work.call_s
     seconds, out, into, slots = instance.seconds, instance.out, instance.into, instance.slots
     latency_s, per_byte_s, grouped = instance.latency_s, instance.per_byte_s, instance.grouped
+    leaving = instance.leaving
     base = {"F": 0, "I": keys, "B": keys, "W": 2 * keys}
     needs = inputs_needed(instance)
     ready = [0.0] * (3 * keys)  # when the last input came, and later when the node began
@@ -112,7 +113,7 @@ def play(  # noqa: PLR0912, PLR0915 (see below)
                 ends, side = into[stage], keys
             if not ends or first[key] != device:
                 continue
-            for end, size_bytes in ends:
+            for edge, (end, size_bytes) in enumerate(ends):
                 node = end + micro_batch
                 target = first[node]
                 if target == device:
@@ -120,7 +121,11 @@ def play(  # noqa: PLR0912, PLR0915 (see below)
                 else:
                     link = device * size + target
                     sent = link_free[link]
-                    sent = (sent if sent > now else now) + size_bytes * sized * per_byte_s[link]
+                    parts = leaving[side > 0][stage][edge] if leaving is not None else ()
+                    if parts:
+                        sent = carried(parts, sent, now, took, size_bytes * sized * per_byte_s[link])[1]
+                    else:
+                        sent = (sent if sent > now else now) + size_bytes * sized * per_byte_s[link]
                     link_free[link] = sent
                     arrival = sent + latency_s[link]
                 members = slots[slot_of[node]].members if grouped else ()
@@ -135,6 +140,22 @@ def play(  # noqa: PLR0912, PLR0915 (see below)
                         stack.append(target)
         done[device], free[device], busy[device] = place, now, spent
     return Played(done, free, busy, last, ready, ended)
+
+
+def carried(parts: Parts, free_s: float, end_s: float, took_s: float, transfer_s: float) -> tuple[float, float]:
+    """Return when a link begins and ends to carry what leaves in parts.
+
+    Args:
+        parts: Which leave when.
+        free_s: When the link is free.
+        end_s: When the action ends that makes them.
+        took_s: What it takes.
+        transfer_s: How long the link carries all of it.
+    """
+    begin = max(free_s, end_s - took_s * (1 - parts[0].time))
+    for part in parts:
+        free_s = max(free_s, end_s - took_s * (1 - part.time)) + transfer_s * part.size
+    return begin, free_s
 
 
 def inputs_needed(instance: Instance) -> list[int]:

@@ -15,16 +15,19 @@ from onebox.plan.schedule import Routes, Schedule
 from onebox.plan.simulate import Simulation, simulate
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.windows import steady_window
-from onebox.plan.work import StageWork, Work
+from onebox.plan.work import Edge, StageWork, Work
 
 
-def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Prediction, Simulation]:
+def predict(
+    problem: Problem, plan: Plan, *, overlap: bool = False, leaving: Sequence[Edge] = ()
+) -> tuple[Prediction, Simulation]:
     """Time a plan and measure its memory, without running it.
 
     Args:
         problem: Segments, values, devices, links.
         plan: The plan; what it predicts itself is not looked at. Of an asynchronous one a step is one among many.
         overlap: Whether sums and updates of a step go on under the next one; then a step is one among many, too.
+        leaving: Edges of which parts leave early, by their stages; nothing else of them matters.
 
     Returns:
         The prediction that belongs into the plan, and the simulation with every action and message.
@@ -34,6 +37,7 @@ def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Pre
     """
     problem = replace(problem, sharded=plan.optimizer == "sharded")
     work, sizes = Costs(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
+    work = with_parts(work, leaving)
     routes = plan.routes(problem.batch)
     schedule = schedule_of(plan, routes, work, sizes)
     if plan.schedule == ASYNC:
@@ -43,6 +47,18 @@ def predict(problem: Problem, plan: Plan, *, overlap: bool = False) -> tuple[Pre
     else:
         simulation = simulate(schedule, routes, work, sizes)
     return prediction_of(plan, problem.batch, work, simulation), simulation
+
+
+def with_parts(work: Work, leaving: Sequence[Edge]) -> Work:
+    """Return work of which parts leave as some edges say."""
+    said = {(edge.source, edge.target): edge for edge in leaving}
+    edges = tuple(
+        replace(edge, forward_parts=found.forward_parts, backward_parts=found.backward_parts)
+        if (found := said.get((edge.source, edge.target)))
+        else edge
+        for edge in work.edges
+    )
+    return replace(work, edges=edges)
 
 
 def schedule_of(plan: Plan, routes: Routes, work: Work, sizes: Sequence[float]) -> Schedule:

@@ -1,8 +1,8 @@
 """The simulator: how long a step of a schedule takes, what each device does when, and how much memory it needs.
 
 It plays what the engine does. Each device executes its row strictly in order; an action starts when the device is free
-and its inputs are there, and sends its outputs when it ends. A link carries one message at a time, in the order in
-which its source sends, and computing goes on meanwhile.
+and its inputs are there, and sends its outputs when it ends, or parts of them when they are there. A link carries one
+message at a time, in the order in which its source sends, and computing goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 from onebox.errors import UsageError
 from onebox.plan.instance import Instance, instance_of
 from onebox.plan.memory import peak, state_bytes
-from onebox.plan.play import Played, play
+from onebox.plan.play import Played, carried, play
 from onebox.plan.schedule import Action, Routes, Schedule
-from onebox.plan.work import Work
+from onebox.plan.work import Leaving, Work
 
 
 class Span(NamedTuple):
@@ -233,12 +233,16 @@ def transfers_of(
             ends = instance.out[stage] if forward else () if kind == "W" else instance.into[stage]
             if instance.first[stage * count + micro_batch] != device:
                 continue
-            for end, size_bytes in ends:
+            for edge, (end, size_bytes) in enumerate(ends):
                 target = instance.first[end + micro_batch]
                 if target == device:
                     continue
                 link = device * size + target
-                start = max(free[link], played.end[instance.node(action)])
-                free[link] = start + size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
+                node = instance.node(action)
+                transfer_s = size_bytes * instance.scale[micro_batch] * instance.per_byte_s[link]
+                parts = instance.leaving[not forward][stage][edge] if instance.leaving is not None else ()
+                parts = parts or (Leaving(1.0, 1.0),)
+                took_s = played.end[node] - played.start[node]
+                start, free[link] = carried(parts, free[link], played.end[node], took_s, transfer_s)
                 places = (devices[device], devices[target], stage, end // count, micro_batch, forward)
                 yield action, Transfer(*places, start, free[link] + instance.latency_s[link])

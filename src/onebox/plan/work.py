@@ -62,6 +62,18 @@ class StageWork:
         return sum(part.size_bytes for part in self.parked)
 
 
+class Leaving(NamedTuple):
+    """When a part of what an action gives to another stage leaves.
+
+    Args:
+        time: The share of the action's time after which it is there, from 0 to 1.
+        size: Its share of the bytes.
+    """
+
+    time: float
+    size: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Edge:
     """Values that go from one stage to another, for one micro-batch.
@@ -71,12 +83,16 @@ class Edge:
         target: The stage whose forward (or only backward) uses them; later than ``source``.
         forward_bytes: Bytes from source to target.
         backward_bytes: Bytes of gradients from target to source.
+        forward_parts: Which parts of the values leave when, in order; empty where all leave at the end of forward.
+        backward_parts: Likewise of gradients, at the end of the action that makes them.
     """
 
     source: int
     target: int
     forward_bytes: int
     backward_bytes: int
+    forward_parts: tuple[Leaving, ...] = ()
+    backward_parts: tuple[Leaving, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
