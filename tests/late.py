@@ -38,8 +38,8 @@ def train_late(
         optimizer: Over the model's parameters.
         batches: (inputs, targets) of each step.
         cut: From the samples of a batch to those of each micro-batch.
-        delay: What is done about late gradients, by the formulas of docs/staleness.md; with ``predict`` and ``both``
-            for SGD with momentum and optimizers of Adam's kind.
+        delay: What is done about late gradients, by the formulas of docs/staleness.md; with ``predict``,
+            ``extrapolate`` and ``both`` for SGD with momentum and optimizers of Adam's kind.
         max_norm: For clipping.
         warm_up: So many steps before are exact.
         around: From (step, micro-batch) to a context for forward.
@@ -59,6 +59,7 @@ def train_late(
         norms.append(clipped(model, max_norm))
         before = newest
         _become(weights, before)
+        known = any(optimizer.state.values())
         promised = [to - weight for to, weight in zip(_expected(optimizer), before, strict=True)]
         optimizer.step()
         if late and delay in CORRECTS:
@@ -66,7 +67,7 @@ def train_late(
         newest = _copies(weights)
         if late and delay in AHEAD:
             read, ahead = ahead, _expected(optimizer)
-            if delay == "extrapolate":  # what is expected is carried on with its change
+            if delay == "extrapolate" and known:  # what is expected is carried on with its change
                 changes = [to - weight - old for to, weight, old in zip(ahead, newest, promised, strict=True)]
                 ahead = [to + change for to, change in zip(ahead, changes, strict=True)]
         else:

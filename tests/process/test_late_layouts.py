@@ -97,7 +97,7 @@ RUNS = [
     ("mlp", "split behind replicas", "adam-in-groups", "feedback"),
     ("mlp", "split twice, shared out", "sgd", "predict"),
     ("mlp", "shared out", "adamw", "none"),
-    ("mlp", "shared out in stages", "sgd", "both"),
+    ("mlp", "shared out in stages", "sgd", "extrapolate"),
     ("tied", "shared out, tied", "adamw", "predict"),
     ("mlp", "on the host", "adamw", "both"),
 ]
