@@ -17,7 +17,7 @@ The sides:
 
 What does not adapt takes the same time in each step of a state, so that these sides are timed in turn in each state, a
 few steps at a time and some steps in, and a whole case is put together of that; the adaptive side runs the whole case,
-changes of plan included. Figures are the means over all cases and both numbers of devices:
+some steps in, too, changes of plan included. Figures are the means over all cases and both numbers of devices:
 
 - ``mean_vs_gpipe``, ``mean_vs_best_peer``: speed of the adaptive side over that of ``gpipe``, and over that of the
   quickest side that is exact, in each case. A step has twice as many micro-batches as there are devices; a second table
@@ -172,7 +172,6 @@ class Measured:
         with ExitStack() as stack:
             world = World(start, stack)
             adaptive = Ours(world, self._planned(start), self.count, stack, staleness=1, adaptive=True)
-            adaptive.times(3)
             seconds = adaptive.through(scenario, world)
             lines = [decision.line for decision in adaptive.trainer.decisions]
         return Outcome(scenario, phases, seconds, lines, self.count)

@@ -26,6 +26,9 @@ from pipeline_sides import segments_of
 import onebox
 from onebox.plan import Plan
 
+WARM = 3
+"""Steps of any side that are not counted: the pipeline fills in the first, and workers are slow."""
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """Of the peer."""
 
@@ -85,8 +88,8 @@ class Ours:
         self._data = case.data()
 
     def run(self, steps: int) -> float:
-        """Return the seconds of a step, of so many behind three that are not counted."""
-        return statistics.fmean(self.times(steps + 3)[3:])
+        """Return the seconds of a step, of so many behind those that are not counted."""
+        return statistics.fmean(self.times(steps + WARM)[WARM:])
 
     def times(self, steps: int, before: Callable[[int], None] = lambda step: None) -> list[float]:
         """Run steps; return for each the seconds from the end of the one before it to its own.
@@ -113,10 +116,10 @@ class Ours:
         """Return the seconds of each step of a case, in which the machines change before some of them."""
 
         def before(step: int) -> None:
-            if step in scenario.states:
-                world.change(scenario.states[step])
+            if step - WARM in scenario.states:
+                world.change(scenario.states[step - WARM])
 
-        return self.times(scenario.steps, before)
+        return self.times(scenario.steps + WARM, before)[WARM:]
 
 
 class Theirs:
