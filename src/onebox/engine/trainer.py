@@ -111,7 +111,8 @@ class Trainer(Observed):
         warm_up: With ``staleness`` 1, so many steps are exact at the beginning, where weights move fastest; ``None``
             for 100, which is said in the log.
         overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
-            one, just before its parameters are read. The result has the same bits.
+            one, just before its parameters are read, and large values leave a stage in parts where that is predicted to
+            pay (docs/topology.md). The result has the same bits, but for the last one of matrix products of these.
 
     Raises:
         UsageError: An argument is wrong.
