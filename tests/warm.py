@@ -293,6 +293,7 @@ def _fork_for_services() -> Callable[[], None] | None:
         theirs.close()
         os.close(me)
         _STARTERS[os.environ.get(_THREADS)].adopt(ours)
+        atexit.register(ours.close)
         names = {**vars(subprocess), "Popen": Popen}
         for module in (onebox.pool.nursery, onebox.pool.process):
             module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
