@@ -8,8 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,15 +35,11 @@ COMMANDS = [
 one repeats or begins with."""
 
 
-def run_snippet(text: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run_snippet(text: str, folder: Path, *, fresh: bool = False) -> str:
+    """Run a snippet as a program for which warnings are errors; also those of imports where it is a fresh process."""
+    line = [sys.executable, "-W", "error", "-c", text]
+    options: dict[str, Any] = {"cwd": folder, "text": True, "timeout": 100}
+    done = subprocess.run(line, capture_output=True, check=False, **options) if fresh else warm.run(line, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,7 +57,7 @@ def test_snippet(snippet: str, tmp_path: Path) -> None:
 def test_the_short_interface(tmp_path: Path) -> None:
     """What README itself shows."""
     (snippet,) = (text for page, text in SNIPPETS if page == "README.md")
-    said = run_snippet(snippet, tmp_path)
+    said = run_snippet(snippet, tmp_path, fresh=True)
     assert re.match(r"loss \d+\.\d{4} Evaluation\(", said)
     assert list((tmp_path / "checkpoint").glob("step-*/model.safetensors"))
     lines = [line for line in snippet.splitlines() if line.strip()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -52,16 +53,18 @@ def results(folder: Path, *commands: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _run(folder: Path, *commands: Sequence[str]) -> list[dict[str, Any]]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**warm.single(), "CUDA_VISIBLE_DEVICES": ""}
     programs = {"python": [sys.executable], "onebox": [sys.executable, "-m", "onebox"]}
     files = [folder / f"{number}.json" for number in range(len(commands))]
     processes = []
     try:
         for (program, *arguments), file in zip(commands, files, strict=True):
+            if program == "python":
+                arguments[0] = str(ROOT / arguments[0])
             line = [*programs[program], *arguments, "--json", str(file)]
             pipe = subprocess.PIPE
             processes.append(
-                subprocess.Popen(line, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, errors="replace")
+                warm.Popen(line, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, errors="replace")
             )
         for process in processes:
             printed, complaints = process.communicate(timeout=WITHIN_S)
