@@ -20,15 +20,21 @@ from onebox.engine.versions import versions_of
 from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
+from onebox.pool.links import LinkMap
 from onebox.wire.messages import GroupDelays
 
 
 class Nowhere:
-    """A pool whose workers are not there: what is sent to them is dropped."""
+    """A pool whose workers are not there: what is sent to them is dropped.
 
-    def __init__(self, devices: Sequence[DeviceInfo]) -> None:
+    Args:
+        devices: Its devices.
+        links: Its emulated links, by which it is decided what is sent in parts.
+    """
+
+    def __init__(self, devices: Sequence[DeviceInfo], links: LinkMap | None = None) -> None:
         self.devices = tuple(devices)
-        self.links: dict[tuple[int, int], Any] = {}
+        self.links: LinkMap = links or {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -72,12 +78,14 @@ def count_memory(
     captures: Captures,
     max_norm: float = 0.0,
     delay: GroupDelays = "none",
+    links: LinkMap | None = None,
 ) -> Count:
     """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
 
     Args and errors are those of :func:`forecast_memory`.
     """
-    contents = _ready(plan, model, loss, optimizer, batch, devices, captures, max_norm, delay).contents(batch)
+    given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
+    contents = _ready(*given, links=links).contents(batch)
     peaks = {device: peaks_of(found) for device, found in contents.items()}
     lack = host_lack({device: peaks[device][1] + found.host_bytes for device, found in contents.items()}, devices)
     return Count({device: peak for device, (peak, _) in peaks.items()}, "" if lack is None else str(lack))
@@ -96,6 +104,7 @@ def forecast_memory(
     ahead: int = 0,
     delay: GroupDelays = "none",
     staleness: int = 0,
+    links: LinkMap | None = None,
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
 
@@ -112,13 +121,14 @@ def forecast_memory(
         delay: What is done about gradients that are late, if they are.
         staleness: 1 where steps are computed with older weights under plans of one stage, too; an asynchronous plan
             is for such steps only.
+        links: The pool's emulated links, if it has any.
 
     Raises:
         UsageError: The plan is for another model.
         CaptureError: Replicas cannot share the model.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    return _ready(*given, late=staleness > 0).peaks(batch, ahead=ahead)
+    return _ready(*given, late=staleness > 0, links=links).peaks(batch, ahead=ahead)
 
 
 def forecast_contents(
@@ -152,8 +162,9 @@ def _ready(
     delay: GroupDelays,
     *,
     late: bool = False,
+    links: LinkMap | None = None,
 ) -> Ready:
-    nowhere = cast(Pool, Nowhere(devices))
+    nowhere = cast(Pool, Nowhere(devices, links))
     remote = RemoteState(model, loss, optimizer, nowhere)
     if late := late or plan.schedule == ASYNC:
         remote.versions = versions_of(remote.wanted, delay, nowhere.new_number)

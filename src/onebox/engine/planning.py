@@ -131,14 +131,10 @@ def make_plan(
         fuse=fuse,
         fresh=fresh,
     )
-    links = pool_links(pool, fresh=fresh)
     problem = make_problem(
         profile,
-        [
-            replace(device, memory_bytes=min(device.memory_bytes, budget or device.memory_bytes))
-            for device, budget in zip(pool.devices, budgets, strict=True)
-        ],
-        links,
+        _within(pool.devices, budgets),
+        pool_links(pool, fresh=fresh),
         batch=batch.size,
         micro_batches=allowed,
         schedules=names,
@@ -154,16 +150,29 @@ def make_plan(
     def exact(plan: Plan) -> Count:
         made = formatted(plan, profile, pool.devices)
         given = made, model, loss, optimizer, batch
-        return count_memory(*given, devices=pool.devices, captures=captures, delay=late)
+        return count_memory(*given, devices=pool.devices, captures=captures, delay=late, links=pool.links)
 
     if shard_optimizer and len(pool) > 1 and short_of_memory(problem):
         result, plan, problem = search_sharing(problem, exact, budget_s)
     else:
         result, plan = search_within(problem, exact, budget_s)
-    plan = formatted(plan, profile, pool.devices)
-    if any(budgets):
-        plan = msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))
+    plan = _limited(formatted(plan, profile, pool.devices), budgets)
     return Planned(plan=plan, result=result, problem=problem, profile=profile)
+
+
+def _within(devices: Sequence[DeviceInfo], budgets: Sequence[int]) -> list[DeviceInfo]:
+    """Return devices that have no more memory than they may take; a budget of 0 is none."""
+    return [
+        replace(device, memory_bytes=min(device.memory_bytes, budget or device.memory_bytes))
+        for device, budget in zip(devices, budgets, strict=True)
+    ]
+
+
+def _limited(plan: Plan, budgets: Sequence[int]) -> Plan:
+    """Return a plan that carries the budgets of its devices, if there are any."""
+    if not any(budgets):
+        return plan
+    return msgspec.structs.replace(plan, memory_bytes=tuple(budgets[device] for device in plan.devices))
 
 
 def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:

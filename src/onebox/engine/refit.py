@@ -90,6 +90,7 @@ class Workload:
             ahead=self.in_flight - 1,
             delay=self.delay,
             staleness=self.staleness,
+            links=pool.links,
         )
 
 
