@@ -64,7 +64,7 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
         lines.append("sim devices compute nothing: times and memory are of use; there is no result, no checkpoint")
     elif last is not None:
         lines.append(f"test accuracy {100 * last.test_accuracy:.1f} % after epoch {last.epoch}")
-    lines += _recoveries(loop) + _decisions(loop)
+    lines += _delays(loop) + _recoveries(loop) + _decisions(loop)
     lines.append(f"run folder {loop.folder.path}")
     width = max(map(len, _CONTENTS))
     for name, what in _CONTENTS.items():
@@ -72,6 +72,21 @@ def print_outcome(loop: Loop, console: OutputConsole, found: Comparison | None =
             lines.append(f"  {name:<{width}}  {what}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _delays(loop: Loop) -> list[str]:
+    """Say how late gradients were, as the workers measured it."""
+    trainer = loop.trainer
+    if not trainer.staleness:
+        return []
+    exact = min(trainer.warm_up, trainer.steps_done)
+    if not trainer.delays:
+        return [f"no gradient was late: all {exact} steps were exact; --warm-up says how many are"]
+    said = [
+        f"{late} step{'s' * (late != 1)} late {'once' if times == 1 else f'{times} times'}"
+        for late, times in trainer.delays.items()
+    ]
+    return [f"gradients were {', '.join(said)}; {exact} step{'s were' if exact != 1 else ' was'} exact"]
 
 
 def _recoveries(loop: Loop) -> list[str]:
@@ -189,6 +204,7 @@ def _summary(loop: Loop, pool: Pool, seconds: float, found: Comparison | None) -
         ],
         "plan": plan and {"text": plan.describe(), **as_data(plan)},
         "comparison": found and {**found.to_data(), "memory": _memory(loop)},
+        "delays": {str(late): times for late, times in loop.trainer.delays.items()},
         "recoveries": [recovery_data(story) for story in loop.trainer.recoveries],
         "decisions": [decision_data(made) for made in loop.trainer.decisions],
         "checkpoint": loop.saved and str(loop.saved.relative_to(loop.folder.path)),

@@ -14,6 +14,7 @@ from onebox.cli.console import OutputConsole
 from onebox.cli.devices import print_devices
 from onebox.cli.memory import SeenMemory, memory_data, print_memory, see_memory
 from onebox.cli.planning import Foreseen, predict_plan, search_plan, write_plan
+from onebox.engine.delays import extra_copies, predicts
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan, as_data, in_flight_of, picture, stage_work, steady_window
 from onebox.pool import Pool, open_pool
@@ -101,9 +102,11 @@ def late_line(found: Foreseen) -> str:
     plan, problem = found.plan, found.problem
     edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
     counts = in_flight_of(steady_window(plan.routes(problem.batch), edges, plan.in_flight), len(plan.stages))
+    versions = 2 + predicts(found.delays)
+    last = ", and what updates were last," if 1 + extra_copies(found.delays) >= versions else ""
     return (
-        f"gradients are applied 1 step late; {problem.versions} versions of the weights on each device; micro-batches "
-        f"in flight, stage by stage: {', '.join(map(str, counts))}; the step is one among many"
+        f"gradients are applied 1 step late; {versions} versions of the weights{last} on each device; micro-batches in "
+        f"flight, stage by stage: {', '.join(map(str, counts))}; the step is one among many"
     )
 
 

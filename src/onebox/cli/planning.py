@@ -39,6 +39,7 @@ from onebox.plan.prices import AWAY
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.report.files import write_atomically
+from onebox.wire.messages import GroupDelays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,14 @@ class Foreseen:
         simulation: Its step.
         problem: What it was made or predicted from.
         candidates: What it was compared with, itself first; empty for one that was not searched for.
+        delays: What is done about gradients that are late, if they are.
     """
 
     plan: Plan
     simulation: Simulation
     problem: Problem
     candidates: tuple[Candidate, ...] = ()
+    delays: GroupDelays = "none"
 
     @property
     def shortfall(self) -> str:
@@ -109,10 +112,11 @@ def search_plan(
     """
     model = make_model(config, data)
     images, labels = sample_batch(config, data)
+    optimizer = make_optimizer(config, model)
     planned = make_plan(
         model,
         functional.cross_entropy,
-        make_optimizer(config, model),
+        optimizer,
         images,
         labels,
         pool=pool,
@@ -130,7 +134,11 @@ def search_plan(
     )
     _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
     return Foreseen(
-        plan=planned.plan, simulation=simulation, problem=planned.problem, candidates=planned.result.candidates
+        plan=planned.plan,
+        simulation=simulation,
+        problem=planned.problem,
+        candidates=planned.result.candidates,
+        delays=delays_of(optimizer, config.delay),
     )
 
 
@@ -195,7 +203,8 @@ def predict_plan(
         delay=late,
     )
     exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
-    return Foreseen(plan=msgspec.structs.replace(plan, predicted=exact), simulation=simulation, problem=problem)
+    plan = msgspec.structs.replace(plan, predicted=exact)
+    return Foreseen(plan=plan, simulation=simulation, problem=problem, delays=late)
 
 
 def _check_table(problem: Problem, plan: Plan) -> None:

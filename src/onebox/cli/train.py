@@ -18,6 +18,7 @@ from onebox.cli.loop import Loop
 from onebox.cli.outcome import print_outcome, write_outcome
 from onebox.cli.planning import plan_of_run, write_plan
 from onebox.cli.stored import to_stored
+from onebox.engine.delays import choose_delays
 from onebox.errors import OneboxError, UsageError
 from onebox.feed import Data, Feed
 from onebox.plan import ASYNC, Simulation
@@ -140,6 +141,12 @@ def _note_start(loop: Loop) -> None:
     numbers = sum(parameter.numel() for parameter in loop.trainer.model.parameters())
     sizes = f"{len(loop.data.train):,} samples to train on, {len(loop.data.test):,} to test on"
     loop.progress.note(f"{loop.config.model} of {numbers:,} parameters, {sizes}")
+    if loop.trainer.staleness:
+        for choice, _ in choose_delays(loop.trainer.optimizer, loop.trainer.delay):
+            first = f"the first {loop.trainer.warm_up} steps are exact"
+            loop.progress.note(f"late gradients: delay {choice.delay!r}, {choice.why}; {first}")
+            if choice.warning is not None:
+                loop.progress.note(f"  {choice.warning}")
     if loop.config.resume is None:
         return
     if loop.saved is None:

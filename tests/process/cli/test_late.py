@@ -41,12 +41,15 @@ def test_a_plan_is_checked_and_trained_with(folder: Path) -> None:
     name = two_stages(folder, ASYNC)
     done = command(["plan", *JOB, "--check", name], folder)
     assert done.returncode == 0, done.stderr
-    assert "1 step late; 4 versions of the weights" in done.stdout
+    assert "1 step late; 3 versions of the weights, and what updates were last, on each device" in done.stdout
     assert "in flight, stage by stage: 2, 1;" in done.stdout
     assert f"onebox train --staleness 1 --model mlp --pool 'cpu*2' --threads 1 --plan {name}" in done.stdout
     late = ("--staleness", "1", "--delay", "predict", "--warm-up", "2")
     done = command(["train", *JOB, "--plan", name, "--epochs", "1", "--run", "run", *late], folder)
     assert done.returncode == 0, done.stderr
+    assert "late gradients: delay 'predict', asked for; the first 2 steps are exact" in done.stdout
+    steps = max(line["step"] for line in metrics(folder / "run"))
+    assert f"gradients were 0 steps late once, 1 step late {steps - 3} times; 2 steps were exact" in done.stdout
     losses = [line["loss"] for line in metrics(folder / "run") if "loss" in line]
     assert losses[-1] < losses[0]
 
