@@ -101,8 +101,11 @@ class Moves:
         return proposal.step_s + proposal.cost_s / self._terms.horizon
 
     def _worth(self, found: Iterable[Layout]) -> list[Layout]:
-        """Return the layouts that are worth a closer look: of those that are about as good as the best, what moves less
-        comes first, with the devices in the places in which least moves; then the best of the others."""
+        """Return the layouts that are worth a closer look, in the order in which they are.
+
+        Of those that are about as good as the best, what moves less comes first, with devices that may stand in for each
+        other where least moves; then come the best of the others.
+        """
         known = [layout for layout in dict.fromkeys(found) if layout != self._now]
         least_s = min(map(self._value, known), default=0.0)
         near = [layout for layout in known if self._value(layout) <= least_s * NEARLY]

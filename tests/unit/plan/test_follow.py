@@ -117,6 +117,17 @@ def test_noise_moves_nothing(uneven: bool, seed: int, even: bool) -> None:
     assert not run.decisions, run.lines
 
 
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), gaps=st.lists(st.integers(4, 20), min_size=3, max_size=8), by=st.floats(1.5, 50.0))
+def test_steps_that_are_slow_one_by_one_move_nothing(seed: int, gaps: list[int], by: float) -> None:
+    """A device and a link are slow for a step, in all that they do, and usual for the next three, under noise."""
+    problem, plan = planned(uneven=False)
+    usual, hit = State(), [State(slow={seed % 4: by}), State(links={(plan.devices[1], plan.devices[2]): by})]
+    states = [state for n, gap in enumerate(gaps) for state in (*[usual] * (gap - 1), hit[n % 2])]
+    run = follow(problem, plan, len(states), states.__getitem__, noise=even_noise(seed))
+    assert not run.decisions, run.lines
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32), victim=st.integers(0, 3), begin=st.integers(4, 60))
 def test_a_third_of_the_speed_is_found_within_three_steps_under_noise(seed: int, victim: int, begin: int) -> None:
