@@ -103,8 +103,8 @@ class Moves:
     def _worth(self, found: Iterable[Layout]) -> list[Layout]:
         """Return the layouts that are worth a closer look, in the order in which they are.
 
-        Of those that are about as good as the best, what moves less comes first, with devices that may stand in for each
-        other where least moves; then come the best of the others.
+        Of those that are about as good as the best, what moves less comes first, with devices that may stand in for
+        each other where least moves; then come the best of the others.
         """
         known = [layout for layout in dict.fromkeys(found) if layout != self._now]
         least_s = min(map(self._value, known), default=0.0)
