@@ -23,7 +23,7 @@ from onebox.engine.compiler import Captures, Recipe
 from onebox.engine.forecast import forecast_memory
 from onebox.errors import DeviceMemoryError, PlanError
 from onebox.plan import Plan, Stage
-from onebox.plan.plan import Fate
+from onebox.plan.stage import Fate
 from onebox.pool import DeviceInfo
 
 DEVICE, CPU = 0, 1

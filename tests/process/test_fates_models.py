@@ -17,7 +17,7 @@ from msgspec.structs import replace
 import onebox
 from onebox.engine.batch import as_batch
 from onebox.plan import Plan, Stage
-from onebox.plan.plan import Fate
+from onebox.plan.stage import Fate
 from onebox.report.memory import compare_memory
 from tests.models import FATED, OPTIMIZERS
 from tests.process.fated import captures

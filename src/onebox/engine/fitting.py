@@ -159,6 +159,22 @@ def fit(
     if isinstance(pool, Pool) and (memory is not None or threads is not None):
         raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
     given = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    asked = _asked(given, devices, micro_batch, update, shard_optimizer=shard_optimizer)
+    captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
+    question = _Question(model, loss, optimizer, devices, captures, clip_grad_norm or 0.0)
+    batch = as_batch(inputs, targets)
+    return question.answer(asked, batch, rates, budget_s)
+
+
+def _asked(
+    given: Plan | None,
+    devices: Sequence[DeviceInfo],
+    micro_batch: int | None,
+    update: UpdateAt,
+    *,
+    shard_optimizer: bool,
+) -> Plan:
+    """Return the plan that is asked about: one that is given, or data parallel over all devices."""
     if given is not None and (micro_batch is not None or update != "device" or shard_optimizer):
         raise UsageError("a plan says itself what micro_batch, update and shard_optimizer are; leave them out")
     numbers, shares = [device.number for device in devices], [device.speed for device in devices]
@@ -167,10 +183,7 @@ def fit(
     strangers = [device for device in asked.devices if device >= len(devices)]
     if strangers:
         raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")
-    captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
-    question = _Question(model, loss, optimizer, devices, captures, clip_grad_norm or 0.0)
-    batch = as_batch(inputs, targets)
-    return question.answer(asked, batch, rates, budget_s)
+    return asked
 
 
 def _captures(

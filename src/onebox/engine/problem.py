@@ -145,41 +145,12 @@ def make_problem(
     times = {kind: found for kind, found in profile.times.items() if found}
     return Problem(
         segments=tuple(_segment(profile, index, size) for index in range(len(profile.bytes.segments))),
-        devices=tuple(
-            DeviceSpec(
-                number=device.number,
-                type=device_type(device),
-                host=device.host,
-                capacity_bytes=device.memory_bytes,
-                speed=device.speed,
-                host_bps=HOST_BPS if device_type(device) == "cpu" else ACCELERATOR_BPS,
-                processor=device.kind == "cpu",
-                threads=busy_threads(device) * min(1.0, device.speed),
-            )
-            for device in devices
-        ),
+        devices=tuple(map(_device, devices)),
         links=links,
         batch=batch,
         micro_batches=tuple(micro_batches),
-        values=tuple(
-            Value(
-                source=value.source,
-                consumers=value.consumers,
-                forward_bytes=-(-value.forward_bytes // size),
-                backward_bytes=-(-value.backward_bytes // size),
-                kept=value.kept,
-            )
-            for value in profile.bytes.values
-        ),
-        ties=tuple(
-            Tie(
-                segments=tie.segments,
-                parameter_bytes=tie.parameter_bytes,
-                state_bytes=tie.state_bytes,
-                optimizer_bytes=tie.optimizer_bytes,
-            )
-            for tie in profile.bytes.ties
-        ),
+        values=_values(profile),
+        ties=_ties(profile),
         call_s=max(found.call_s for measured in times.values() for found in measured),
         schedules=tuple(schedules),
         fates=tuple(fates),
@@ -189,6 +160,47 @@ def make_problem(
         staleness=staleness,
         versions=versions,
         sharded=sharded,
+    )
+
+
+def _device(device: DeviceInfo) -> DeviceSpec:
+    kind = device_type(device)
+    return DeviceSpec(
+        number=device.number,
+        type=kind,
+        host=device.host,
+        capacity_bytes=device.memory_bytes,
+        speed=device.speed,
+        host_bps=HOST_BPS if kind == "cpu" else ACCELERATOR_BPS,
+        processor=device.kind == "cpu",
+        threads=busy_threads(device) * min(1.0, device.speed),
+    )
+
+
+def _values(profile: ModelProfile) -> tuple[Value, ...]:
+    """Return the values between segments, with their bytes for each sample."""
+    size = profile.bytes.size
+    return tuple(
+        Value(
+            source=value.source,
+            consumers=value.consumers,
+            forward_bytes=-(-value.forward_bytes // size),
+            backward_bytes=-(-value.backward_bytes // size),
+            kept=value.kept,
+        )
+        for value in profile.bytes.values
+    )
+
+
+def _ties(profile: ModelProfile) -> tuple[Tie, ...]:
+    return tuple(
+        Tie(
+            segments=tie.segments,
+            parameter_bytes=tie.parameter_bytes,
+            state_bytes=tie.state_bytes,
+            optimizer_bytes=tie.optimizer_bytes,
+        )
+        for tie in profile.bytes.ties
     )
 
 

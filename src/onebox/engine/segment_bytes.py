@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,36 +42,16 @@ def model_bytes(
         for port in (*part.inputs, *part.outputs):
             if port.kind in ("parameter", "rounded", "buffer", "gradient", "update"):
                 readers[str(port.name)].add(phase.stage)
-
-    def held(name: str) -> tuple[int, int, int]:
-        size_bytes = state[name].size_bytes
-        if name not in trained:
-            return 0, size_bytes, 0
-        remembered_bytes = int(size_bytes * factors[name])
-        return size_bytes, 2 * size_bytes + remembered_bytes, remembered_bytes
-
-    segments = []
-    for index, name in enumerate(names):
-        own = [held(key) for key, found in readers.items() if found == {index}]
-        segments.append(
-            SegmentBytes(
-                name=name,
-                parameter_bytes=sum(parameter for parameter, _, _ in own),
-                state_bytes=sum(total for _, total, _ in own),
-                optimizer_bytes=sum(remembered for _, _, remembered in own),
-                saved_bytes=table.saved(index),
-                late_bytes=table.late(index),
-                forward_work_bytes=_work(table.part(index, "F")),
-                backward_work_bytes=max(table.back(index), *(_work(table.part(index, kind)) for kind in _BEHIND)),
-            )
-        )
+    held = {name: _held(state[name], factors[name] if name in trained else None) for name in readers}
+    own = [[held[key] for key, found in readers.items() if found == {index}] for index in range(len(names))]
+    segments = [_segment(table, index, name, own[index]) for index, name in enumerate(names)]
     ties = [
         TiedParameter(
             name=key,
             segments=tuple(sorted(found)),
-            parameter_bytes=held(key)[0],
-            state_bytes=held(key)[1],
-            optimizer_bytes=held(key)[2],
+            parameter_bytes=held[key].parameter,
+            state_bytes=held[key].total,
+            optimizer_bytes=held[key].remembered,
         )
         for key, found in sorted(readers.items())
         if len(found) > 1
@@ -82,6 +63,43 @@ def model_bytes(
         segments=tuple(segments),
         values=tuple(table.crossings()),
         ties=tuple(ties),
+    )
+
+
+class _Held(NamedTuple):
+    """Bytes that whoever holds a parameter or buffer has of it.
+
+    Args:
+        parameter: Of the parameter; 0 for a buffer, and for what is not trained.
+        total: In all, with its gradient and what the optimizer remembers.
+        remembered: By the optimizer.
+    """
+
+    parameter: int
+    total: int
+    remembered: int
+
+
+def _held(spec: TensorSpec, factor: float | None) -> _Held:
+    """Return what is held of a tensor whose optimizer remembers so many times its bytes; untrained if ``None``."""
+    size_bytes = spec.size_bytes
+    if factor is None:
+        return _Held(0, size_bytes, 0)
+    remembered_bytes = int(size_bytes * factor)
+    return _Held(size_bytes, 2 * size_bytes + remembered_bytes, remembered_bytes)
+
+
+def _segment(table: _Table, index: int, name: str, own: Sequence[_Held]) -> SegmentBytes:
+    """Return the bytes of a segment that holds some tensors alone."""
+    return SegmentBytes(
+        name=name,
+        parameter_bytes=sum(held.parameter for held in own),
+        state_bytes=sum(held.total for held in own),
+        optimizer_bytes=sum(held.remembered for held in own),
+        saved_bytes=table.saved(index),
+        late_bytes=table.late(index),
+        forward_work_bytes=_work(table.part(index, "F")),
+        backward_work_bytes=max(table.back(index), *(_work(table.part(index, kind)) for kind in _BEHIND)),
     )
 
 

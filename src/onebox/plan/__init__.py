@@ -8,19 +8,7 @@ from onebox.plan.follow_types import Decision, FollowOptions, Outcome
 from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
 from onebox.plan.misfit import Shortfall
 from onebox.plan.picture import picture
-from onebox.plan.plan import (
-    ASYNC,
-    SCHEDULES,
-    Fate,
-    MicroBatch,
-    OptimizerState,
-    Plan,
-    Prediction,
-    Stage,
-    Sync,
-    UpdateAt,
-    as_data,
-)
+from onebox.plan.plan import ASYNC, SCHEDULES, MicroBatch, Plan, Prediction, as_data
 from onebox.plan.predict import predict
 from onebox.plan.prices import FATES, ChainFate
 from onebox.plan.results import Candidate, SearchResult
@@ -30,6 +18,7 @@ from onebox.plan.search import search
 from onebox.plan.seen import Carried, Seen, Task, Took
 from onebox.plan.shares import apportion, deal, shares_from_speeds
 from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
+from onebox.plan.stage import Fate, OptimizerState, Stage, Sync, UpdateAt
 from onebox.plan.synthesis import auto_schedule
 from onebox.plan.theory import theory
 from onebox.plan.trivial import even_plan

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from onebox.plan.plan import Stage
 from onebox.plan.schedule import Action, Routes, Schedule
 from onebox.plan.schedules import named_schedule
+from onebox.plan.stage import Stage
 
 Blocks = tuple[range, ...]
 """The stages of each block."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from onebox.plan.inputs import Problem, Value
 from onebox.plan.layout import Layout, Part, layout_of, owners
-from onebox.plan.plan import Fate, MicroBatch, Plan
+from onebox.plan.plan import MicroBatch, Plan
 from onebox.plan.shares import apportion
+from onebox.plan.stage import Fate
 from onebox.plan.work import Edge, Parked, StageWork, Work
 
 

@@ -11,10 +11,11 @@ from onebox.plan.costs import Costs
 from onebox.plan.follow_types import DecisionKind
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout
-from onebox.plan.plan import Plan, Stage
+from onebox.plan.plan import Plan
 from onebox.plan.predict import prediction_of
 from onebox.plan.schedule import Schedule
 from onebox.plan.simulate import Simulation
+from onebox.plan.stage import Stage
 
 Move = tuple[str, int, int]
 """What a decision changes: a kind of thing, which one, and what it becomes; see :func:`moves_of`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onebox.plan.plan import Plan, Stage
+from onebox.plan.plan import Plan
 from onebox.plan.shares import apportion
+from onebox.plan.stage import Stage
 
 _FEW_NAMES = 3
 """More segments than this are told by the first, the last and their number."""

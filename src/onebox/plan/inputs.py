@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import permutations
 
 from onebox.errors import UsageError
-from onebox.plan.plan import ASYNC, SCHEDULES, UpdateAt
+from onebox.plan.plan import ASYNC, SCHEDULES
 from onebox.plan.prices import FATES, ChainFate
+from onebox.plan.stage import UpdateAt
 from onebox.plan.work import Links
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from onebox.errors import UsageError
 from onebox.plan.inputs import Problem
-from onebox.plan.plan import Fate, Plan, Stage, UpdateAt
+from onebox.plan.plan import Plan
+from onebox.plan.stage import Fate, Stage, UpdateAt
 
 
 class Part(NamedTuple):

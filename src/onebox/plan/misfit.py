@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onebox.errors import PlanError
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
-from onebox.plan.plan import TOLD
+from onebox.plan.stage import TOLD
 
 
 @dataclass(frozen=True, kw_only=True)

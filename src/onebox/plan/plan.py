@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
-from msgspec import Struct
 
 from onebox.errors import UsageError
 from onebox.plan.schedule import Routes
 from onebox.plan.shares import apportion, deal
-
-Sync = Literal["workers", "client"]
-
-Fate = Literal["keep", "recompute", "offload", "swap"]
-"""What becomes of the activations of a stage until its backward: they stay on the device; they are dropped, and made
-again from the stage's inputs by its backward; or they go to the host's memory and come back, by ``offload`` beside what
-the device computes, by ``swap`` while it waits, so that nothing of them is there in between. The two other fates that a
-part of a model may have are its place: a stage on a CPU worker, or on another device."""
-
-TOLD: Mapping[Fate, str] = {"recompute": "recomputed", "offload": "offloaded", "swap": "swapped"}
-"""How fates are told of stages, where they are not the usual one."""
-
-StagePrecision = Literal["fp32", "bf16"]
-"""Of a stage's products of matrices and convolutions."""
-
-UpdateAt = Literal["device", "host"]
-"""Where the optimizer's state is, and its step is computed."""
-
-OptimizerState = Literal["replicated", "sharded"]
-"""Whether each holder of a parameter has what the optimizer remembers of it and steps it, or one of them does."""
+from onebox.plan.stage import TOLD, OptimizerState, PlanPart, Stage, Sync, UpdateAt, quoted
 
 ASYNC = "async-1f1b"
 """The schedule that does not end with a step: gradients are applied one step late."""
@@ -58,61 +38,7 @@ class MicroBatch:
     size: int
 
 
-class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what stands in a plan file."""
-
-
-class Stage(_Part, frozen=True):
-    """A part of the model, and who computes it.
-
-    Args:
-        segments: Names of its segments; empty in a plan of one stage, which is the whole model.
-        replicas: For each replica its devices, by their numbers in the pool; several split its layers.
-        shares: Each replica's share of the batch; they add up to something positive.
-        fate: What becomes of its activations until its backward. Another one than ``keep`` is for plans of several
-            stages, which may be on one device: a single stage goes back right after forward, and would gain nothing.
-        channels_last: Whether its convolutions have channels last in memory, which sums in another order; on CPUs that
-            is faster, as a rule.
-        precision: ``bf16`` where its products of matrices and its convolutions are to be of bfloat16, forward and
-            backward, and everything else of float32; ``None`` for what the whole run has.
-    """
-
-    replicas: tuple[tuple[int, ...], ...]
-    shares: tuple[float, ...]
-    segments: tuple[str, ...] = ()
-    fate: Fate = "keep"
-    channels_last: bool = False
-    precision: StagePrecision | None = None
-
-    def __post_init__(self) -> None:
-        if self.fate not in get_args(Fate):
-            raise UsageError(f"fate={self.fate!r} of a stage: allowed are {_quoted(Fate)}")
-        if not self.replicas or len(self.replicas) != len(self.shares) or not all(self.replicas):
-            raise UsageError(f"{len(self.shares)} shares for {len(self.replicas)} devices: one for each is needed")
-        devices = [device for replica in self.replicas for device in replica]
-        if len(set(devices)) != len(devices) or min(devices) < 0:
-            raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
-        if len({len(replica) for replica in self.replicas}) > 1:
-            raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
-        if self.precision not in (None, *get_args(StagePrecision)):
-            raise UsageError(f"precision={self.precision!r} of a stage: allowed are {_quoted(StagePrecision)}")
-        if self.ranks > 1 and (self.channels_last or self.precision == "bf16"):
-            what = "channels_last" if self.channels_last else "precision='bf16'"
-            raise UsageError(f"{what} of a stage whose layers are split: leave it out, or give it one device each")
-        apportion(1, self.shares)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """What is said of how it is computed, where that is not the usual way."""
-        return (*(["channels last"] if self.channels_last else []), *([self.precision] if self.precision else []))
-
-    @property
-    def ranks(self) -> int:
-        """Over how many devices its layers are split."""
-        return len(self.replicas[0])
-
-
-class Prediction(_Part, frozen=True):
+class Prediction(PlanPart, frozen=True):
     """What a planner expected of a plan.
 
     Args:
@@ -133,7 +59,7 @@ class Prediction(_Part, frozen=True):
     replicas_s: tuple[tuple[tuple[float, float, float], ...], ...] = ()
 
 
-class Plan(_Part, frozen=True):
+class Plan(PlanPart, frozen=True):
     """Stages, replicas, micro-batches and schedule.
 
     Args:
@@ -200,11 +126,11 @@ class Plan(_Part, frozen=True):
 
     def _check_optimizer(self) -> None:
         if self.optimizer not in get_args(OptimizerState):
-            raise UsageError(f"optimizer={self.optimizer!r}: allowed are {_quoted(OptimizerState)}")
+            raise UsageError(f"optimizer={self.optimizer!r}: allowed are {quoted(OptimizerState)}")
         if self.optimizer == "sharded" and self.sync == "client":
             raise UsageError("optimizer='sharded' needs sync='workers': the client sums for all replicas or for none")
         if self.update not in get_args(UpdateAt):
-            raise UsageError(f"update={self.update!r}: allowed are {_quoted(UpdateAt)}")
+            raise UsageError(f"update={self.update!r}: allowed are {quoted(UpdateAt)}")
 
     def _check_stages(self) -> None:
         if self.micro_batch is None:
@@ -364,10 +290,6 @@ class Plan(_Part, frozen=True):
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number > 1 else "")
-
-
-def _quoted(literal: Any) -> str:
-    return ", ".join(map(repr, get_args(literal)))
 
 
 def _told_once(places: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from onebox.plan.inputs import DeviceSpec, Problem
 from onebox.plan.instance import instance_of
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.layout import Layout, Part, single
-from onebox.plan.plan import UpdateAt
 from onebox.plan.prices import ChainCosts, ChainFate, FateSpan, Link
 from onebox.plan.schedules import warm_up
+from onebox.plan.stage import UpdateAt
 
 _MOST_LINKS = 64
 """Longer chains are joined where least crosses, until they are so long."""

@@ -8,8 +8,9 @@ from typing import Literal
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
-from onebox.plan.plan import Fate, Plan
+from onebox.plan.plan import Plan
 from onebox.plan.recut import processor_of
+from onebox.plan.stage import Fate
 from onebox.sizes import size_text
 
 

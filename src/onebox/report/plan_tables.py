@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onebox.plan import Candidate, Kind, Plan, Simulation, Stage
-from onebox.plan.plan import TOLD
+from onebox.plan.stage import TOLD
 from onebox.report.comparison import Comparison, Pair
 from onebox.report.tables import rate_text, time_text
 from onebox.sizes import size_text
