@@ -44,6 +44,7 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[chunks.Chunking]]:
     monkeypatch.setattr(chunks, "best_parts", always)
     monkeypatch.setattr(chunks, "CALL_S", 0.0)
     monkeypatch.setattr(chunks, "ENOUGH", math.inf)
+    monkeypatch.setattr(chunks, "LEAST", 0.0)
     monkeypatch.setattr(parts, "chunked", note)
     yield found
     assert found, "nothing left in chunks"

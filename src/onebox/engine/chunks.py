@@ -8,6 +8,7 @@ together again (:mod:`onebox.plan.chunks`, :mod:`onebox.graph.chunks`). A progra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,12 @@ from onebox.graph.chunks import Tail, find_tail, in_chunks, put_together, sample
 from onebox.plan import Links, Plan
 from onebox.plan.chunks import CALL_S, MOST, best_parts
 from onebox.wire import TensorSpec, specs_by_slot
+
+PART_S = 3e-4
+"""What one part more costs: a call, a message, and that somebody wakes for it (``benchmarks/halves.py``)."""
+
+LEAST = 0.1
+"""What is gained has to be such a part of what the phase takes: predictions are no better than that."""
 
 OPERATOR_S = 2e-5
 """What an operator costs that is called once more, for fewer samples: products of fewer rows use a device less."""
@@ -122,7 +129,7 @@ def _choices(
     if transfer_s < CALL_S:
         return
     tail = find_tail(named.program, slot, samples)
-    tail_s, calls = 0.0, 0
+    tail_s, calls, phase_s = 0.0, 0, math.fsum(times)
     specs = specs_by_slot(named.program)
     for length, number in enumerate(tail.operators if tail else (), 1):
         assert tail is not None
@@ -135,11 +142,11 @@ def _choices(
         parts, gained_s = best_parts(
             tail_s,
             transfer_s,
-            each_s=CALL_S + calls * OPERATOR_S,
+            each_s=PART_S + calls * OPERATOR_S,
             once_s=copied / COPY_BPS + (CALL_S if copied else 0.0),
             most=min(MOST, samples),
         )
-        if parts > 1:
+        if parts > 1 and gained_s > LEAST * phase_s:
             yield Chunking(
                 port=port, tail=tail, length=length, samples=samples_of(samples, parts), keep=keep, gained_s=gained_s
             )

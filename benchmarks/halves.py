@@ -1,0 +1,178 @@
+"""Does it pay to send a large value in parts, the first of which travels while the rest is computed?
+
+Four EMULATED devices in a row (they sleep), links of 1, 2.5 and 10 gigabits a second, 1F1B of few micro-batches, exact
+steps that overlap: what stages exchange is large, and a step waits for it again and again. Both sides run the same plan
+in turn in every round: all values sent whole, and in as many parts as the trainer chooses, which is one where that is
+not predicted to pay. The step of each is also predicted by the simulator, which is told when what leaves.
+
+``gain_<link>`` is the step time with whole values over that with parts, a median over the rounds; ``off_<link>`` how
+far the prediction for parts is from the measured step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from common import finish, show, spread
+from pipeline_sides import in_turn, ratios
+from torch import nn
+
+import onebox
+from onebox.engine import chunks
+from onebox.engine.leaving import leaving_of
+from onebox.engine.parts import Parts
+from onebox.graph import TracedModel, capture
+from onebox.plan import Links, Plan, Prediction, Stage, Work, block_schedule, simulate_endless
+from onebox.plan.predict import with_parts
+from onebox.plan.work import Edge, StageWork
+from onebox.pool import Link
+
+DEVICES, COUNT, SAMPLES = 4, 4, 64
+"""Devices, micro-batches of a step, samples of a micro-batch."""
+
+WIDTH, NARROW = 16384, 16
+"""Features of what stages exchange, and between: 4 MiB a micro-batch."""
+
+WORK_S = 0.03
+"""Seconds of each of forward, input gradient and weight gradient of a stage for a micro-batch."""
+
+LINKS = {f"{gigabits:g}_gbit": Link(latency_s=0.2e-3, bandwidth_bps=gigabits * 125e6) for gigabits in (1, 2.5, 10)}
+
+CALL_S = 0.3e-3
+"""Of an action, beside its work, as in ``pipeline.py``."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    model, names = wide()
+    rows, result = [], {}
+    for link, speed in LINKS.items():
+        plan = plan_of(names)
+        expected = {parts: predicted(model, plan, speed, parts=parts) for parts in (False, True)}
+        with ExitStack() as stack:
+            row = {(device, device + 1): speed for device in range(DEVICES - 1)}
+            pool = stack.enter_context(onebox.open(f"sim*{DEVICES}", threads=1, links=row))
+            sides = {"whole": False, "parts": True}
+            runs = {name: Side(pool, plan, stack, parts=parts).run for name, parts in sides.items()}
+            found = in_turn(runs, options.rounds, options.steps, most_s=40.0)
+        gain = ratios(found["whole"], found["parts"])
+        for name, parts in sides.items():
+            off = expected[parts] / statistics.median(found[name]) - 1
+            told = spread(gain) if parts else "-"
+            times = spread([1e3 * one for one in found[name]], 0)
+            rows.append([link.replace("_", " "), name, times, f"{1e3 * expected[parts]:.0f} ({off:+.1%})", told])
+        result[f"gain_{link}"] = round(statistics.median(gain), 4)
+        result[f"predicted_gain_{link}"] = round(expected[False] / expected[True], 4)
+        result[f"off_{link}"] = round(expected[True] / statistics.median(found["parts"]) - 1, 4)
+    show(
+        f"EMULATED: {DEVICES} devices in a row, 1F1B of {COUNT} micro-batches, {1e3 * WORK_S:.0f} ms for each of "
+        f"forward and both gradients, {SAMPLES * WIDTH * 4 / 1e6:.1f} MB between stages: median (least to most)",
+        ["link", "values", "step, ms", "predicted", "gain"],
+        rows,
+    )
+    finish(result, as_json=options.json)
+
+
+def layers() -> nn.Module:
+    """Return a model whose every stage is narrow inside and wide at its ends."""
+    stages = [nn.Sequential(nn.Linear(WIDTH, NARROW), nn.Linear(NARROW, WIDTH)) for _ in range(DEVICES - 1)]
+    return nn.Sequential(nn.Linear(NARROW, WIDTH), *stages, nn.Linear(WIDTH, NARROW))
+
+
+def wide() -> tuple[TracedModel, tuple[tuple[str, ...], ...]]:
+    """Return the model, traced for a micro-batch, and the segments of each stage."""
+    batch = torch.zeros(SAMPLES, NARROW), torch.zeros(SAMPLES, NARROW)
+    traced = TracedModel(capture(layers(), nn.functional.mse_loss, batch), backward=True)
+    names = traced.segments
+    bounds = [0, *(1 + 2 * stage for stage in range(1, DEVICES)), len(names)]
+    return traced, tuple(names[a:b] for a, b in itertools.pairwise(bounds))
+
+
+def plan_of(names: tuple[tuple[str, ...], ...]) -> Plan:
+    """Return the plan, with the times that devices sleep for."""
+    return Plan(
+        stages=tuple(Stage(segments=own, replicas=((n,),), shares=(1.0,)) for n, own in enumerate(names)),
+        micro_batch=SAMPLES,
+        schedule="1f1b",
+        predicted=Prediction(
+            batch=SAMPLES * COUNT,
+            step_s=1.0,
+            bubble=0.0,
+            peak_bytes=(1,) * DEVICES,
+            stages_s=((WORK_S, WORK_S, WORK_S),) * DEVICES,
+        ),
+    )
+
+
+def predicted(model: TracedModel, plan: Plan, speed: Link, *, parts: bool) -> float:
+    """Return what the simulator says of a step."""
+    numbers = range(DEVICES)
+    near = {a: {b: speed.latency_s if abs(a - b) == 1 else 0.0 for b in numbers} for a in numbers}
+    quick = {a: {b: speed.bandwidth_bps if abs(a - b) == 1 else 4e9 for b in numbers} for a in numbers}
+    links = Links(latency_s=near, bandwidth_bps=quick)
+    programs = model.divide([stage.segments for stage in plan.stages])
+    whole = Parts(programs, plan, links=links)
+    leaving = leaving_of(whole.in_chunks(SAMPLES) if parts else whole, plan)
+    stages = tuple(
+        StageWork(forward_s={n: WORK_S}, input_s={n: WORK_S}, weight_s={n: WORK_S}, update_s={n: 0.0}) for n in numbers
+    )
+    size = SAMPLES * WIDTH * 4
+    edges = tuple(Edge(source=n, target=n + 1, forward_bytes=size, backward_bytes=size) for n in range(DEVICES - 1))
+    work = Work(stages=stages, edges=edges, links=links, capacity_bytes={}, call_s=CALL_S)
+    routes = plan.routes(SAMPLES * COUNT)
+    schedule = block_schedule("1f1b", routes)
+    return simulate_endless(schedule, routes, with_parts(work, leaving), updates="overlap").step_s
+
+
+class Side:
+    """A trainer of the plan.
+
+    Args:
+        pool: Where.
+        plan: How.
+        stack: Closes it.
+        parts: Whether values may be sent in parts.
+    """
+
+    def __init__(self, pool: onebox.Pool, plan: Plan, stack: ExitStack, *, parts: bool) -> None:
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self._data = torch.zeros(SAMPLES * COUNT, NARROW), torch.zeros(SAMPLES * COUNT, NARROW)
+        self._trainer = stack.enter_context(
+            onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, overlap=True)
+        )
+        with at_most(chunks.MOST if parts else 1):
+            self.run(1)  # what leaves when is fixed with the first step
+
+    def run(self, steps: int) -> float:
+        """Run so many steps and return how many seconds they took."""
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self._trainer.step(*self._data)
+        self._trainer.wait()
+        return time.perf_counter() - begin
+
+
+@contextmanager
+def at_most(parts: int) -> Iterator[None]:
+    """Let values be sent in so many parts at most."""
+    before, chunks.MOST = chunks.MOST, parts
+    try:
+        yield
+    finally:
+        chunks.MOST = before
+
+
+if __name__ == "__main__":
+    main()
