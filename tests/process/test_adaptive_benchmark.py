@@ -19,7 +19,9 @@ def test_a_short_case_runs_on_all_sides() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert {"mean_vs_gpipe", "mean_vs_best_peer", "slow_device", "slow_link", "share_of_bound"} <= set(found)
+    figures = {"mean_vs_gpipe", "mean_vs_best_peer", "slow_device", "slow_link", "share_of_bound"}
+    assert figures | {"bound_vs_gpipe", "bound_vs_best_peer"} <= set(found)
+    assert found["mean_vs_gpipe"] <= found["bound_vs_gpipe"], "nobody exceeds the bound"
     assert 0 < found["share_of_bound"] <= 1, "no device works more than always"
     assert found["mean_vs_gpipe"] >= found["mean_vs_best_peer"] > 0
     assert found["slow_device"] > 0
