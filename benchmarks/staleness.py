@@ -100,7 +100,7 @@ def _report(found: Found, tasks: Sequence[str], *, as_json: bool) -> None:
         for rule in RULES:
             chosen = auto(rule)[0]
             there = {side: {seed for t, r, s, seed in found if (t, r, s) == (task, rule, side)} for side in SIDES}
-            seeds = sorted(there["sync"] & there["none"] & there[chosen])
+            seeds = sorted(there["sync"] & there[chosen])
             if not seeds:  # sides are compared over the same seeds
                 continue
             shown = [side for side in SIDES if there[side] >= set(seeds)]
@@ -113,7 +113,7 @@ def _report(found: Found, tasks: Sequence[str], *, as_json: bool) -> None:
             sums = {side: _summary(each) for side, each in runs.items()}
             result[f"{task} {rule}"] = {
                 "sync": sums["sync"],
-                "stale": sums["none"],
+                "stale": sums.get("none"),
                 "auto": {"delay": chosen, **sums[chosen], "within": _within(task, sums["sync"], sums[chosen])},
             }
     columns = ["task", "optimizer", "late gradients", "seeds", "loss", "accuracy, %", "delays"]
