@@ -75,7 +75,8 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
         answered_ns: Trace of the other: receive, call (which waits for it), send, free.
         clock: Whether both traces are by the same clock, and tell when what was waited for was there.
         back_s: Seconds of the way back, which are taken off where only the whole round trip is known; half of it all
-            where they are not known.
+            where they are not known. Half of it is the least in any case, since what goes back is the smaller message:
+            where something held up those by which the way back is known, a message would seem to take no time.
     """
     found = []
     for start in range(0, len(sent_ns), 2 * _STEPS):
@@ -84,7 +85,8 @@ def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool
             found.append((there_ns - left_ns) / 1e9)
         else:
             there_and_back_s = (back_ns - left_ns) / 1e9
-            found.append(there_and_back_s / 2 if back_s is None else there_and_back_s - back_s)
+            half_s = there_and_back_s / 2
+            found.append(half_s if back_s is None else max(half_s, there_and_back_s - back_s))
     return [max(seconds, 1e-9) for seconds in found]
 
 

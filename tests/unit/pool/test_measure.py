@@ -58,6 +58,8 @@ def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
     assert one_way_s(sent, answered, clock=True, back_s=None) == pytest.approx([3.5e-6])
     assert one_way_s(sent, answered, clock=False, back_s=None) == pytest.approx([4.05e-6])
     assert one_way_s(sent, answered, clock=False, back_s=1e-6) == pytest.approx([7.1e-6])
+    held_up = one_way_s(sent, answered, clock=False, back_s=1.0)
+    assert held_up == pytest.approx([4.05e-6]), "half of the round trip at least"
     later = [time + 10_000 for time in sent]
     both = one_way_s([*sent, *later], [*answered, *(time + 10_100 for time in answered)], clock=True, back_s=None)
     assert both == pytest.approx([3.5e-6, 3.6e-6])

@@ -1,0 +1,52 @@
+"""A network that is measured to be slow: replicas of a host sum up first, and less crosses, with the same result."""
+
+from __future__ import annotations
+
+import pytest
+
+import onebox
+from onebox.engine import compiler
+from onebox.engine.hierarchy import find_ways
+from tests.net.fleet import Fleet
+from tests.net.hosts import Network
+from tests.net.training import GRADIENT_BYTES, alone, batch, outcome, parts, plans
+from tests.reference import assert_same
+
+RATE_BPS = 100_000_000
+"""Of the network, bits a second; memory carries hundreds of times as much."""
+
+BEFORE, STEPS = 2, 6
+TRIO = (0, 1, 2)
+
+
+def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
+    fleet: Fleet, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fleet.client():
+        pool = onebox.open(f"cpu*2,{fleet.spec('green')}", threads=1)
+    green = network["green"]
+    plan = plans()["data-parallel"]
+    with pool:
+        try:
+            green.limit(RATE_BPS)
+        except RuntimeError as error:
+            pytest.skip(f"no links of a limited rate here: {error}")
+        try:
+            measured = pool.profile(fresh=True)
+        finally:
+            green.unlimit()
+        assert sorted(measured.groups[0]) == [(0, 1), (2,)]
+        assert [way.parts for way in find_ways(pool, [TRIO])[TRIO][1:]] == [((0, 1), (2,))]
+        crossed = {}
+        for name, chosen in (("each host first", find_ways), ("one ring", lambda pool, circles: {})):
+            monkeypatch.setattr(compiler, "find_ways", chosen)
+            with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
+                losses = [trainer.step(*batch(step)) for step in range(BEFORE)]
+                trainer.wait()
+                before = green.traffic_bytes()
+                losses += [trainer.step(*batch(step)) for step in range(BEFORE, STEPS)]
+                trainer.wait()
+                crossed[name] = (green.traffic_bytes() - before) / (STEPS - BEFORE)
+                assert_same(outcome(trainer, losses), alone(plan, STEPS))
+    assert crossed["each host first"] < 0.9 * crossed["one ring"], crossed
+    assert crossed["each host first"] >= 2 * GRADIENT_BYTES, "each host sends its sum, and has the other's"
