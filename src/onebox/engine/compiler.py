@@ -6,36 +6,28 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.constants import Constants
 from onebox.engine.emulated import ActionCosts, SegmentCosts
-from onebox.engine.hierarchy import find_ways, known_links
+from onebox.engine.hierarchy import find_ways
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
+from onebox.engine.library import Library
 from onebox.engine.lowering import Lowering
-from onebox.engine.parts import Parts
 from onebox.engine.routine import Label, StepRoutine
+from onebox.engine.stages import Stages
 from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule, make_window
 from onebox.engine.windows import Window, WorkerWindows
-from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
-from onebox.graph.formats import with_channels_last
 from onebox.graph.front import OnDevice
-from onebox.graph.placements import Placement
-from onebox.plan import MicroBatch, Plan, block_numbers
+from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
-from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
-from onebox.wire.messages import Put
+from onebox.wire import TensorSpec
 
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
-
-_HALVES = ("zb-h1", "zbv", "auto", "table")
-"""Schedules that may divide backward into the gradients of inputs and of parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,22 +157,22 @@ class Compiler:
         plan: The plan.
         captures: The captured model.
         new: Makes a number for something that stays on the workers.
+        library: What workers have whichever plan it came with.
     """
 
-    def __init__(self, pool: Pool, plan: Plan, captures: Captures, new: Callable[[], int]) -> None:
+    def __init__(self, pool: Pool, plan: Plan, captures: Captures, new: Callable[[], int], library: Library) -> None:
         self._pool = pool
         self._plan = plan
         self._new = new
         self._captures = captures
-        self._constants = Constants(pool, new)
-        self._models: dict[Hashable, Parts] = {}
+        self.library = library
+        self._constants = library.constants
+        self._stages = Stages(pool, plan, captures)
         self._compiled: dict[Hashable, Compiled] = {}
         self._there: set[Hashable] = set()
         self._stored: dict[int, dict[int, int]] = {}
-        self._defined: dict[int, set[int]] = {}
         self.windows = False
         """Whether steps overlap from now on."""
-        self._settled: dict[str, Placement] = {}
         self._lowering: Lowering | None = None
 
     def first(self, batch: Batch) -> tuple[ModelPrograms, Holdings]:
@@ -191,8 +183,8 @@ class Compiler:
             UsageError: The plan's stages are none of this model.
         """
         size = self._plan.micro_batches(batch.size)[0].size
-        self._check_segments(self._captures.traced(batch, size, train=True, halves=self._halves).segments)
-        parts = self._model(batch, size, train=True)
+        self._stages.check(batch, size)
+        parts = self._stages.parts(batch, size, train=True)
         holdings = find_holdings(self._plan, parts)
         if self._plan.sync == "workers":
             circles = (members for own in holdings.circles.values() for members in own)
@@ -232,6 +224,7 @@ class Compiler:
             new=self._new,
             previous=previous or {},
             ahead=ahead or {},
+            program=self.library.number,
         )
         speeds = {worker: self._pool.devices[worker].speed for worker in self._plan.devices}
         costs = ActionCosts(plan=self._plan, speeds=speeds, segments=self._captures.recipe.costs)
@@ -284,9 +277,20 @@ class Compiler:
         """
         found: dict[int, int] = self._constants.uploaded | self._stored.get(worker, {})
         for size in {part.size for part in compiled.micro_batches}:
-            tensors = self._model(batch, size, train=train).programs.constants
+            tensors = self._stages.parts(batch, size, train=train).programs.constants
             for name, number in self._numbers_of_constants(batch, size, train=train).items():
                 found[number] = tensors[name].nbytes
+        return found
+
+    @property
+    def definitions(self) -> dict[int, set[int]]:
+        """What of the definitions that are with the workers serves this plan, by worker."""
+        found: dict[int, set[int]] = {}
+        for key in self._there:
+            compiled = self._compiled[key]
+            for worker in compiled.routines:
+                own = (define.number for routine in compiled.all_of(worker) for define in routine.definitions)
+                found.setdefault(worker, set()).update(own)
         return found
 
     @property
@@ -302,7 +306,7 @@ class Compiler:
         key = self._key(batch, plan, train=train)
         if key not in self._compiled:
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
-            models = {part.size: self._model(batch, part.size, train=train) for part in parts}
+            models = {part.size: self._stages.parts(batch, part.size, train=train) for part in parts}
             if self.windows and train:
                 models = {size: model.in_chunks(size) for size, model in models.items()}
             make = make_window if self.windows and train else make_schedule
@@ -336,68 +340,14 @@ class Compiler:
         if key not in self._there:
             self._there.add(key)
             for size in dict.fromkeys(part.size for part in compiled.micro_batches):
-                graph = (batch.signature(size), train)
-                self._constants.upload(graph, self._models[graph].programs.constants, self._plan.devices)
+                tensors = self._stages.parts(batch, size, train=train).programs.constants
+                graph = (batch.signature(size), train, *tensors)
+                self._constants.upload(graph, tensors, self._plan.devices)
             for worker in compiled.routines:
                 for routine in compiled.all_of(worker):
-                    self._store(worker, routine)
+                    self._stored.setdefault(worker, {}).update(self.library.store(worker, routine))
         return compiled
 
-    def _model(self, batch: Batch, size: int, *, train: bool) -> Parts:
-        key = (batch.signature(size), train)
-        if key not in self._models:
-            traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
-            stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
-            fates = [stage.fate for stage in self._plan.stages]
-            blocks = block_numbers(self._plan.stages)
-            programs = traced.divide(stages, fates=fates, blocks=blocks, narrow=self._narrow)
-            programs = with_channels_last(programs, self._plan.channels_last)
-            links = known_links(self._pool)
-            self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled, links=links)
-            self._settled = self._settled or self._models[key].placements
-        return self._models[key]
-
     def _numbers_of_constants(self, batch: Batch, size: int, *, train: bool) -> dict[str, int]:
-        key = (batch.signature(size), train)
-        return self._constants.numbers(key, self._models[key].programs.constants)
-
-    @property
-    def _narrow(self) -> frozenset[int]:
-        """The stages whose products are rounded here; under autocast they are all captured so."""
-        whole = self._captures.recipe.precision == "bf16"
-        if whole and any(stage.precision == "fp32" for stage in self._plan.stages):
-            raise UsageError(
-                "precision='bf16' runs the whole model in bf16, but a stage of the plan is of precision 'fp32'; "
-                "precision='auto' leaves that to the plan"
-            )
-        return frozenset() if whole else self._plan.narrow
-
-    @property
-    def _halves(self) -> bool:
-        return self._plan.schedule in _HALVES and len(self._plan.stages) > 1
-
-    @property
-    def _halved(self) -> range:
-        """The stages whose backward comes in halves where their layers are split."""
-        return range(len(self._plan.stages)) if self._halves else range(0)
-
-    def _check_segments(self, known: Sequence[str]) -> None:
-        """Refuse a plan for another model."""
-        if len(self._plan.stages) == 1:
-            return
-        named = [name for stage in self._plan.stages for name in stage.segments]
-        strangers = [name for name in named if name not in known]
-        missing = [name for name in known if name not in named]
-        if strangers or missing:
-            what = f"names segment {strangers[0]!r}, which it has not" if strangers else f"leaves out {missing[0]!r}"
-            raise UsageError(f"the plan is for another model: it {what}; the segments are {', '.join(known)}")
-
-    def _store(self, worker: int, routine: StepRoutine) -> None:
-        sizes = {number: spec.size_bytes for number, (_, spec) in routine.constants.items()}
-        self._stored.setdefault(worker, {}).update(sizes)
-        tensors = [torch.tensor(value, dtype=DTYPES[spec.dtype]) for value, spec in routine.constants.values()]
-        put = Put(tuple(routine.constants), tuple(spec_of(tensor) for tensor in tensors))
-        there = self._defined.setdefault(worker, set())
-        new = [define for define in routine.definitions if define.number not in there]
-        there.update(define.number for define in new)
-        self._pool.post(worker, [put, *new], [bytes(to_frame(tensor)) for tensor in tensors])
+        tensors = self._stages.parts(batch, size, train=train).programs.constants
+        return self._constants.numbers((batch.signature(size), train, *tensors), tensors)

@@ -25,7 +25,7 @@ class Constants:
         self._new = new
         self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
         self._numbers: dict[Hashable, dict[str, int]] = {}
-        self._there: set[Hashable] = set()
+        self._there: set[tuple[Hashable, int]] = set()
 
     def numbers(self, key: Hashable, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the buffers of a graph's constants, by name."""
@@ -35,14 +35,13 @@ class Constants:
 
     def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
         """Bring a graph's constants to workers, once."""
-        if key in self._there:
-            return
-        self._there.add(key)
+        lacking = [worker for worker in workers if (key, worker) not in self._there]
+        self._there |= {(key, worker) for worker in lacking}
         self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
-        if tensors:
+        if tensors and lacking:
             put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
             frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
-            for worker in workers:
+            for worker in lacking:
                 self._pool.post(worker, [put], frames)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from onebox.engine.emission import emit
 from onebox.engine.exchanges import Exchange, Exchanges
-from onebox.engine.holdings import Holdings, Members
+from onebox.engine.holdings import Holdings, Members, everyone
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
@@ -130,7 +130,7 @@ class Gradients:
         alone = not holdings.owners or len(holdings.devices) == 1
         if alone and not holdings.parted(self.trained):
             return None
-        return self.numbers.groups[holdings.devices]
+        return self.numbers.groups[everyone(holdings.devices, self.numbers.groups)]
 
 
 def _in_order_of_making(part: NamedProgram) -> list[Port]:

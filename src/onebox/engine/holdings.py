@@ -8,7 +8,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from onebox.cost import Groups, Way, way_to_sum
@@ -140,8 +140,21 @@ class Holdings:
         found |= {replica for stage in self.stages for replica in stage}
         found |= {*self.shared_groups}
         if everybody:
-            found.add(self.devices)
+            found.add(everyone(self.devices, found))
         return sorted((members for members in found if len(members) > 1), key=lambda members: (-len(members), members))
+
+
+def everyone(devices: Members, groups: Container[Members]) -> Members:
+    """Return all workers of a plan as a group.
+
+    In the order of the plan where all of them sum something; else in that of their numbers, so that another plan on the
+    same workers has the same group.
+
+    Args:
+        devices: The workers, in the order of the plan.
+        groups: The groups that sum something, at least.
+    """
+    return devices if devices in groups else tuple(sorted(devices))
 
 
 def find_holdings(plan: Plan, parts: Parts) -> Holdings:

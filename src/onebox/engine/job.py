@@ -9,6 +9,7 @@ from onebox.engine.holdings import Members
 from onebox.engine.parts import Part, Parts
 from onebox.graph import ModelPrograms, Port
 from onebox.plan import Action, MicroBatch, Routes, Schedule
+from onebox.wire import Program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class Numbers:
         new: Makes a number that nothing else has.
         previous: Of trained parameters as they were before the newest update, by name; none where steps are exact.
         ahead: Of what they are expected to be after the next one; none where nothing is expected.
+        program: Returns the number of a program, given what it costs a device that computes nothing; ``None`` where
+            each routine has its own.
     """
 
     state: Mapping[str, int]
@@ -30,6 +33,7 @@ class Numbers:
     new: Callable[[], int]
     previous: Mapping[str, int] = field(default_factory=dict)
     ahead: Mapping[str, int] = field(default_factory=dict)
+    program: Callable[[Program, float], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class Lowering:
         fill, drain = fill_of(job.schedule).rows, drain_of(job.schedule).rows
         found = {}
         for worker in self._plan.devices:
-            first = RoutineBuilder(self._numbers.new)
+            first = RoutineBuilder(self._numbers.new, self._numbers.program)
             filling = self._window(first, worker, job, values, fill.get(worker, ()), "fill")
             second = first.another()
             steady = self._window(second, worker, job, values, job.schedule.rows.get(worker, ()), "steady")
@@ -187,7 +187,7 @@ class Lowering:
             self._numbers,
             costs=self._costs,
             ranks=self._holdings.ranks,
-            builder=builder or RoutineBuilder(self._numbers.new),
+            builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
             actions=actions,
         )
 

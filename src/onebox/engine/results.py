@@ -290,3 +290,15 @@ def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[Label]
         before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
         own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
         error.located(labels[place].name, own.stage if own else None)
+
+
+def interrupted(what: str) -> ReplicasParted:
+    """Return the error of what has been begun by some devices and not by others, such as by KeyboardInterrupt.
+
+    Args:
+        what: What that is.
+    """
+    return ReplicasParted(
+        f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from the "
+        "last checkpoint"
+    )

@@ -61,9 +61,12 @@ class RoutineBuilder:
 
     Args:
         new: Makes a number that nothing else has.
+        known: Returns the number of a program, given what it costs a device that computes nothing; ``None`` for new
+            ones.
     """
 
     new: Callable[[], int]
+    known: Callable[[Program, float], int] | None = None
     steps: list[Step] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     definitions: list[Define] = field(default_factory=list)
@@ -91,8 +94,10 @@ class RoutineBuilder:
         """Return the number of a program, defined once."""
         key = (id(program), cost_s)
         if key not in self._programs:
-            self._programs[key] = (self.new(), program)  # kept alive, so that its id stays its own
-            self.definitions.append(Define(self._programs[key][0], StoredProgram(program, cost_s)))
+            number = self.new() if self.known is None else self.known(program, cost_s)
+            if number not in self.programs:
+                self.definitions.append(Define(number, StoredProgram(program, cost_s)))
+            self._programs[key] = (number, program)  # kept alive, so that its id stays its own
         return self._programs[key][0]
 
     def call(
@@ -114,7 +119,9 @@ class RoutineBuilder:
     def another(self) -> RoutineBuilder:
         """Return one for another routine of the same worker, which knows the programs defined so far."""
         programs = [define for define in self.definitions if isinstance(define.what, StoredProgram)]
-        return RoutineBuilder(self.new, definitions=programs, _programs=dict(self._programs), _works=self._works)
+        return RoutineBuilder(
+            self.new, self.known, definitions=programs, _programs=dict(self._programs), _works=self._works
+        )
 
     def finish(self, leaves: Sequence[tuple[int, int]], results: Sequence[tuple[int, int]]) -> StepRoutine:
         """Return the routine."""

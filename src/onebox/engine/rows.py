@@ -13,6 +13,7 @@ from typing import Protocol
 from onebox.engine.emission import emit
 from onebox.engine.emulated import ActionCosts
 from onebox.engine.gradients import WorkerGradients
+from onebox.engine.holdings import everyone
 from onebox.engine.job import Job, Numbers
 from onebox.engine.offloading import offloaded
 from onebox.engine.parts import Part
@@ -71,6 +72,7 @@ class Row:
         self._job = job
         self._values = values
         self._plan = plan
+        self._members = everyone(plan.devices, numbers.groups)
         self._numbers = numbers
         self._costs = costs
         self._ranks = ranks
@@ -336,7 +338,7 @@ class Row:
             channel = self._values.channel(port, action.micro_batch, self._worker)
             number = self._values.number(port, action.micro_batch)
             rows = self._job.rows(port, action.micro_batch)
-            receive = Receive(number, spec, self._everybody, self._plan.devices.index(source), channel, rows)
+            receive = Receive(number, spec, self._everybody, self._members.index(source), channel, rows)
             name = f"receive for {action} from device {source}"
             self.builder.add(receive, Label(name, "transfer"))
 
@@ -356,7 +358,7 @@ class Row:
             more = () if chunk is None else (chunk.whole, chunk.first)
             for target in self._targets(value, micro_batch):
                 channel = self._values.channel(value, micro_batch, target)
-                send = Send(number, self._everybody, self._plan.devices.index(target), channel, *more)
+                send = Send(number, self._everybody, self._members.index(target), channel, *more)
                 name = f"send of stage {stage} to device {target}"
                 label = Label(name, "transfer", target=target, size_bytes=size_bytes[port])
                 self.builder.add(send, label)
@@ -369,4 +371,4 @@ class Row:
 
     @property
     def _everybody(self) -> int:
-        return self._numbers.groups[self._plan.devices]
+        return self._numbers.groups[self._members]

@@ -22,14 +22,13 @@ from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
 from onebox.engine.optimizers import options_of
-from onebox.engine.overlap import Open, Overlap, Traced
+from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
-from onebox.engine.results import StepLoss, StepTrace, StepValues, locate, step_values
-from onebox.engine.routine import Label
+from onebox.engine.results import StepLoss, StepValues, interrupted, locate, step_values
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
-from onebox.engine.traces import trace_of
+from onebox.engine.traces import Traces
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
@@ -37,8 +36,6 @@ from onebox.plan import Plan
 from onebox.pool import Answer, Pool
 
 _T = TypeVar("_T")
-
-_TRACED_STEPS = 200
 
 
 class TrainingRun:
@@ -71,7 +68,7 @@ class TrainingRun:
         self.plan: Plan | None = None
         self.error: Exception | None = None
         self.saved: Path | None = None
-        self.traces: deque[StepTrace] = deque(maxlen=_TRACED_STEPS)
+        self.traces = Traces(settings.trace, uploads.beside_bytes)
         self.guard: Guard | None = None
         self._pool = pool
         self._request = request
@@ -82,8 +79,7 @@ class TrainingRun:
         self._ready: Ready | None = None
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
-        self.overlap = Overlap(pool, remote, settings, self._draining)
-        self._past: list[Ready] = []
+        self.overlap = Overlap(pool, remote, settings, self.traces.draining)
         self._over: dict[int, Members] = {}
         self.adaptive: Adaptive | None = None
         if recover:
@@ -169,7 +165,7 @@ class TrainingRun:
             except OneboxError as error:
                 self._failed(error)
             except BaseException:  # such as KeyboardInterrupt
-                self._interrupted("what is left of a step")
+                self.fail(interrupted("what is left of a step"))
                 raise
         if self.error is not None:
             raise self.error
@@ -183,7 +179,7 @@ class TrainingRun:
                 self.fail(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self._interrupted(f"step {work.number}")
+            self.fail(interrupted(f"step {work.number}"))
             raise
 
     def _finish(
@@ -208,24 +204,11 @@ class TrainingRun:
         if self.guard is not None:
             self.guard.ended(step)
         if ready is self._ready:
-            self._past.clear()
-        if self._settings.trace:
-            self.traces.append(trace_of(step, compiled, window, answers, beside))
-            if self.adaptive is not None:
-                whole = whole_of(self.traces[-1], compiled.micro_batches, ready.plan, self._pool)
-                self.adaptive.ended(whole, ready.plan)
+            self.traces.forget_replaced()
+        trace = self.traces.add(step, compiled, window, answers, beside)
+        if trace is not None and self.adaptive is not None:
+            self.adaptive.ended(whole_of(trace, compiled.micro_batches, ready.plan, self._pool), ready.plan)
         return values
-
-    def _draining(self, open_: Open) -> Traced:
-        """Return what takes the answers to a drain that is about to be asked for."""
-        step, compiled = open_.work.number, open_.compiled
-        beside = {worker: self.uploads.beside_bytes(worker) for worker in compiled.routines}
-
-        def traced(answers: Sequence[Answer]) -> None:
-            if self._settings.trace:
-                self.traces.append(trace_of(step + 1, compiled, "drain", answers, beside))
-
-        return traced
 
     # ---- failures and losses
 
@@ -234,26 +217,11 @@ class TrainingRun:
         self._locate(error)
         self.error = self.error or error
 
-    def _interrupted(self, what: str) -> None:
-        """Remember that something has been begun by some devices and not by others."""
-        self.fail(
-            ReplicasParted(
-                f"{what} was interrupted when some devices had it and others not; make another trainer, or resume from "
-                "the last checkpoint"
-            )
-        )
-
     def _locate(self, error: Exception) -> None:
         """Let an error say what of a step failed."""
         if isinstance(error, OperatorError):
-            locate(error, self._labels)
-
-    def _labels(self, worker: int, routine: int) -> Sequence[Label]:
-        """Return what the instructions of a routine are; also of one that was asked for before the plan changed."""
-        for ready in (self._ready, *self._past):
-            if ready is not None and (labels := ready.compiler.labels(worker, routine)):
-                return labels
-        return ()
+            compiler = None if self._ready is None else self._ready.compiler
+            locate(error, functools.partial(self.traces.labels, compiler))
 
     def _failed(self, error: Exception) -> None:
         if self.guard is None or not isinstance(error, LOSSES):
@@ -286,7 +254,7 @@ class TrainingRun:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
         self.uploads.use(None)
         self.overlap.reset()
-        self._past.clear()
+        self.traces.forget_replaced()
         if self.adaptive is not None:
             self.adaptive.restart()
         if self._ready is not None:
@@ -335,17 +303,15 @@ class TrainingRun:
             What :meth:`adopt` takes; ``None`` where nothing runs yet.
 
         Raises:
-            UsageError: The plan cannot take over.
-            CaptureError: The model cannot be cut so.
-            DeviceMemoryError: It needs more memory than there is.
+            OneboxError: The plan cannot take over, the model cannot be cut so, there is no room for it, or a worker was
+                lost.
         """
         ready, batch = self._ready, self._first
         if ready is None or batch is None:
             return None
         check_successor(ready.plan, plan, batch.size)
         given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-        windows = self.overlap.windows(self.steps_done)
-        after = Ready(*given, strict=True, before=ready, windows=windows)
+        after = Ready(*given, strict=True, before=ready, windows=self.overlap.windows(self.steps_done))
         after.compiler.step(batch)  # the programs are at the workers before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
@@ -357,17 +323,20 @@ class TrainingRun:
             prepared: What :meth:`prepare` made of it; made now where it is not given.
 
         Returns:
-            What was moved; nothing where a worker was lost meanwhile, and the run goes on after that as it was before.
+            What is moved; nothing where a worker is known to be lost, and the run goes on after that as it was before.
 
         Raises:
-            OneboxError: The plan cannot take over, and the one before goes on; or a worker was lost and the run cannot
-                go on after that.
+            OneboxError: The plan cannot take over, and the one before goes on; or the run cannot go on after a loss.
         """
-        migration = prepared or self.prepare(plan)
-        if migration is None or self._first is None:
-            self._request = dataclasses.replace(self._request, plan=plan)
-            return Moved()
         moved = Moved()
+        try:
+            migration = prepared or self.prepare(plan)
+        except LOSSES as error:
+            self.recover(error)
+            return moved
+        if migration is None:
+            self._request = dataclasses.replace(self._request, plan=plan)
+            return moved
         try:
             self.overlap.end()
             migration.after.compiler.windows = self.overlap.windows(self.steps_done)
@@ -375,7 +344,7 @@ class TrainingRun:
             for asked in moved.asked:
                 self.overlap.defer(asked)
             self._over.update(moved.over)
-            self._past.append(migration.before)
+            self.traces.replaced(migration.before.compiler)
             self._ready, self.plan = migration.after, plan
             self._request = dataclasses.replace(self._request, plan=plan)
             self.uploads.use(migration.after)
@@ -387,7 +356,7 @@ class TrainingRun:
             self.fail(error)
             raise
         except BaseException:  # such as KeyboardInterrupt
-            self._interrupted("a change of plan")
+            self.fail(interrupted("a change of plan"))
             raise
         return moved
 

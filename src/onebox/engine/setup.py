@@ -13,6 +13,7 @@ from onebox.engine.curve import peak_at
 from onebox.engine.deferred import Deferred, formed
 from onebox.engine.holdings import Holdings, Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
+from onebox.engine.library import Library
 from onebox.engine.optimizers import groups_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
@@ -68,7 +69,8 @@ class Ready:
         self._on_host = plan.update == "host"  # then the devices hold nothing of what the optimizer remembers
         self._footprints = footprints(remote.optimizer, remote.named, remote.versions.delay)
         self._made: list[int] = []
-        self.compiler = Compiler(pool, plan, captures, self._new_number)
+        library = Library(pool, remote.new_number) if before is None else before.compiler.library
+        self.compiler: Compiler = Compiler(pool, plan, captures, self._new_number, library)
         self.compiler.windows = windows
         self._pool = pool
         self._strict = strict
@@ -176,6 +178,10 @@ class Ready:
         kept = set(after._groups.values())
         over = {group: members for members, group in self._groups.items() if group not in kept}
         self._groups = {}
+        wanted = after.compiler.definitions
+        for worker, own in self.compiler.definitions.items():  # whose programs serve where the change is taken back
+            wanted[worker] = wanted.get(worker, set()) | own.difference(self._made)
+        self.compiler.library.keep(wanted)
         self._remote.retire(self._made)
         return over
 
