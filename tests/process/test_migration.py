@@ -17,6 +17,7 @@ from onebox.engine.compiler import Captures
 from onebox.errors import UsageError
 from onebox.plan import Action, Plan, Stage
 from onebox.plan.schedule import Kind
+from onebox.wire.messages import Define, Instruction, Routine, StoredProgram
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged
@@ -196,6 +197,42 @@ def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_
     kinds: tuple[Kind, ...] = ("F", "B")
     expected = [Action(kind, stage, part) for kind in kinds for stage in range(len(plan.stages)) for part in parts]
     assert seen == Counter((step, action) for step in range(len(batches)) for action in expected)
+
+
+def test_programs_are_sent_before_a_change_and_those_that_are_there_are_not_sent_again(
+    pool: onebox.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, plan = CASES["mlp"], staged("mlp", (0, 1), schedule="async-1f1b")
+    other = moved(plan, 0, 1)
+    model, batch = case.model(), case.batches([8])[0]
+    sent: list[Instruction] = []
+    post = pool.post
+
+    def noted(worker: int, instructions: Sequence[Instruction], *rest: Any, **more: Any) -> Any:
+        sent.extend(instructions)
+        return post(worker, instructions, *rest, **more)
+
+    def defined(kind: type[StoredProgram] | type[Routine]) -> int:
+        return sum(isinstance(one, Define) and isinstance(one.what, kind) for one in sent)
+
+    monkeypatch.setattr(pool, "post", noted)
+    with onebox.Trainer(
+        model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, staleness=1, delay="none", warm_up=0
+    ) as trainer:
+        trainer.step(*batch)
+        sent.clear()
+        prepared = trainer._run.prepare(other)
+        assert defined(StoredProgram)
+        assert defined(Routine) == 3 * len(plan.devices)
+        sent.clear()
+        trainer._run.adopt(other, prepared)
+        trainer.step(*batch).item()
+        assert not defined(StoredProgram)
+        assert not defined(Routine)
+        trainer._run.adopt(plan)
+        assert not defined(StoredProgram), "the plan is taken back, and its programs are still there"
+        assert defined(Routine) == 3 * len(plan.devices)
+        trainer.step(*batch).item()
 
 
 def test_a_checkpoint_has_the_plan_that_took_over_also_where_it_did_before_the_first_step(
