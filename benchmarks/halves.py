@@ -45,7 +45,7 @@ WORK_S = 0.03
 LINKS = {f"{gigabits:g}_gbit": Link(latency_s=0.2e-3, bandwidth_bps=gigabits * 125e6) for gigabits in (1, 2.5, 10)}
 
 CALL_S = 0.3e-3
-"""Of an action, beside its work, as in ``pipeline.py``."""
+"""Of an action, and of each further piece of one, beside its work, as in ``pipeline.py``."""
 
 
 def main() -> None:
@@ -123,9 +123,17 @@ def predicted(model: TracedModel, plan: Plan, speed: Link, *, parts: bool) -> fl
     links = Links(latency_s=near, bandwidth_bps=quick)
     programs = model.divide([stage.segments for stage in plan.stages])
     whole = Parts(programs, plan, links=links)
-    leaving = leaving_of(whole.in_chunks(SAMPLES) if parts else whole, plan)
+    made = whole.in_chunks(SAMPLES) if parts else whole
+    leaving = leaving_of(made, plan)
+    forward, back = ([CALL_S * (len(made.of(n, n, kind).steps) - 1) for n in numbers] for kind in ("F", "B"))
     stages = tuple(
-        StageWork(forward_s={n: WORK_S}, input_s={n: WORK_S}, weight_s={n: WORK_S}, update_s={n: 0.0}) for n in numbers
+        StageWork(
+            forward_s={n: WORK_S + forward[n]},
+            input_s={n: WORK_S},
+            weight_s={n: WORK_S + back[n]},
+            update_s={n: 0.0},
+        )
+        for n in numbers
     )
     size = SAMPLES * WIDTH * 4
     edges = tuple(Edge(source=n, target=n + 1, forward_bytes=size, backward_bytes=size) for n in range(DEVICES - 1))
