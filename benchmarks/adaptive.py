@@ -161,7 +161,7 @@ class Measured:
     def __init__(self, theirs: Theirs, count: int, rounds: int, steps: int, *, quick: bool = False) -> None:
         self.count = count
         self._exact, self._schedules = (EXACT[:1], SCHEDULES[:1]) if quick else (EXACT, SCHEDULES)
-        self._budget_s = 0.5 if quick else 60.0
+        self._budget_s = 0.5 if quick else 5.0
         self._theirs, self._rounds, self._steps = theirs, rounds, steps
         self._known: dict[tuple[State, State], Seconds] = {}
 

@@ -176,13 +176,13 @@ def problem_of(state: State, count: int, *, staleness: int = 1) -> Problem:
 
 
 @functools.cache
-def planned(state: State, count: int, budget_s: float = 60.0) -> Plan:
+def planned(state: State, count: int, budget_s: float = 5.0) -> Plan:
     """Return the plan for a state that the planner finds, of the asynchronous schedule.
 
     Args:
         state: Devices and links.
         count: Micro-batches of a step.
-        budget_s: The most seconds that the search may take; it ends by itself long before, where there is time.
+        budget_s: About how many seconds the search may take, counted in what it simulates.
     """
     return search(problem_of(state, count), budget_s=budget_s).plan
 
