@@ -32,7 +32,7 @@ _HARDWARE = {
 """By instruction set the function of ``torch.cpu`` that knows of it; they have no public names."""
 
 _ISA = re.compile(r"^onednn_verbose,.*\bcpu,isa:(?:Intel )?(.*)$", re.MULTILINE)
-_MKL = re.compile(r"^MKL_VERBOSE .*architecture (.*?),", re.MULTILINE)
+_MKL = re.compile(r"^MKL_VERBOSE .*? architecture (.*), \w+ [\d.]+GHz", re.MULTILINE)
 
 _ASKING = threading.Lock()
 """Libraries answer once, to whichever thread asks first, on an output that all threads share."""

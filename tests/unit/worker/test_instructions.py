@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from onebox.worker.instructions import VARIABLES, instructions, words_of_mkl
+from onebox.worker.instructions import _MKL, VARIABLES, instructions, words_of_mkl
 
 ASK = "from onebox.worker.instructions import instructions as ask; print(ask().aten, ask().onednn, sep='|')"
 
@@ -28,7 +29,23 @@ def test_each_library_is_named() -> None:
     assert found.onednn.startswith(("AVX", "SSE"))
     assert ("AVX2" in found.hardware) == torch.cpu._is_avx2_supported()
     assert ("bf16" in found.hardware) == torch.cpu._is_avx512_bf16_supported()
-    assert "processors" in words_of_mkl() or not torch.backends.mkl.is_available()
+    assert words_of_mkl().startswith("Intel(R) ") or not torch.backends.mkl.is_available()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Intel(R) Architecture processors",
+        "Intel(R) Advanced Vector Extensions 512 (Intel(R) AVX-512) with support for INT8, BF16, FP16 (limited) "
+        "instructions, and Intel(R) Advanced Matrix Extensions (Intel(R) AMX) with INT8 and BF16",
+    ],
+)
+def test_what_mkl_says_is_taken_whole(words: str) -> None:
+    """The words have commas where the processor has much to name."""
+    line = f"MKL_VERBOSE oneMKL 2024.0 Update 2 for Intel(R) 64 architecture {words}, Lnx 2.00GHz lp64 gnu_thread"
+    found = _MKL.search(f"{line}\nMKL_VERBOSE SGEMM(N,N,4,4,4) 72.89us CNR:OFF Dyn:1\n")
+    assert found is not None
+    assert found[1] == words
 
 
 def test_limits_are_seen() -> None:
