@@ -21,11 +21,11 @@ from onebox.engine.state import (
     state_entries,
     trained_names,
 )
-from onebox.engine.versions import KEYS, Versions
+from onebox.engine.versions import KEYS, Versions, handed_over
 from onebox.graph.placements import REPLICATE, Shard, shard_of
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Ask, Broadcast, Define, Free, Instruction, Options, Put
+from onebox.wire.messages import Ask, Define, Free, Instruction, Options, Put
 from onebox.wire.sayings import Memory
 from onebox.wire.state import Fill, Recall, StateEntry
 
@@ -208,14 +208,9 @@ class RemoteState:
         """
         for worker, trained in self._trained.items():
             self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained)])
-        holdings = self.holdings
-        for name, owners in holdings.owners.items():
-            for members, owner in zip(holdings.circles[name], owners, strict=True):
-                spec = holdings.spec(owner, name, self.named.spec(name))
-                for number in self.versions.of(name) if len(members) > 1 else ():
-                    hand = Broadcast((number,), group_of(members), members.index(owner), (spec,))
-                    for worker in members:
-                        self._pool.post(worker, [hand])
+        for members, handed in handed_over(self.versions, self.holdings, self.named.spec, group_of):
+            for worker in members:
+                self._pool.post(worker, [handed])
         self.branched = True
 
     def number_of(self, item: Item) -> int:

@@ -11,17 +11,16 @@ from onebox.engine.choosing import with_measured_formats
 from onebox.engine.compiler import Captures, Compiled, Compiler
 from onebox.engine.curve import peak_at
 from onebox.engine.deferred import Deferred, formed
-from onebox.engine.holdings import Holdings, Members
+from onebox.engine.elements import check_elements
+from onebox.engine.holdings import Members
 from onebox.engine.ledger import Contents, Held, peak_of, peaks_of
 from onebox.engine.library import Library
-from onebox.engine.optimizers import groups_of
 from onebox.engine.packing import Packing
 from onebox.engine.remote import RemoteState
 from onebox.engine.room import IN_EVALUATION, host_lack, no_room
 from onebox.engine.settings import Request
 from onebox.engine.state import footprints
-from onebox.errors import OneboxError, UsageError
-from onebox.graph.placements import Shard
+from onebox.errors import OneboxError
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.messages import Ask
@@ -87,7 +86,7 @@ class Ready:
         trained = tuple(name for name in remote.wanted if name in with_gradient)
         self.holdings, self.trained = holdings, trained
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
-        _check_split(remote, holdings)
+        check_elements(remote, holdings)
         self._optimizer = remote.optimizer_number if before else remote.new_number()
         for members in holdings.groups(trained, affine, everybody=holdings.parted(trained) or len(plan.stages) > 1):
             known = before.group_of(members) if before and before.plan.sync == plan.sync else 0
@@ -354,25 +353,6 @@ class Ready:
             if members not in self._unformed:
                 self._pool.leave_group(group, members)
         self._groups = {}
-
-
-_BY_ELEMENT = frozenset(
-    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"}
-)
-"""Optimizers that treat every element of a parameter by itself, so that shares of it are stepped as the whole is."""
-
-
-def _check_split(remote: RemoteState, holdings: Holdings) -> None:
-    """Refuse to split a parameter whose optimizer looks at it as a whole."""
-    names = {id(remote.named.tensors[name]): name for name in remote.wanted}
-    for group in groups_of(remote.optimizer):
-        own = (names[id(parameter)] for parameter in group.parameters if id(parameter) in names)
-        split = [name for name in own if isinstance(holdings.placement(name), Shard)]
-        if split and group.kind not in _BY_ELEMENT:
-            raise UsageError(
-                f"the plan splits {split[0]}, but {group.kind} looks at a parameter as a whole; split layers with one "
-                f"of {', '.join(sorted(_BY_ELEMENT))}"
-            )
 
 
 def set_up(

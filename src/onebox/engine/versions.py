@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onebox.engine.delays import predicts
-from onebox.wire.messages import Branch, GroupDelays
+from onebox.engine.holdings import Holdings, Members
+from onebox.wire import TensorSpec
+from onebox.wire.messages import Branch, Broadcast, GroupDelays
 
 PREVIOUS, AHEAD = "previous", "ahead"
 """What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""
@@ -58,3 +60,21 @@ def versions_of(trained: Sequence[str], delay: GroupDelays, new: Callable[[], in
         ahead={name: new() for name in trained} if predicts(delay) else {},
         delay=delay,
     )
+
+
+def handed_over(
+    versions: Versions, holdings: Holdings, specs: Callable[[str], TensorSpec], group_of: Callable[[Members], int]
+) -> Iterator[tuple[Members, Broadcast]]:
+    """Yield what hands the versions of parameters from who steps one alone to its other holders, and these.
+
+    Args:
+        versions: The versions.
+        holdings: Who holds and steps what.
+        specs: From a parameter to what the whole of it is.
+        group_of: From workers that hold the same to their group.
+    """
+    for name, owners in holdings.owners.items():
+        for members, owner in zip(holdings.circles[name], owners, strict=True):
+            spec = holdings.spec(owner, name, specs(name))
+            for number in versions.of(name) if len(members) > 1 else ():
+                yield members, Broadcast((number,), group_of(members), members.index(owner), (spec,))
