@@ -241,7 +241,7 @@ def fewer_groups(model: nn.Module) -> torch.optim.Optimizer:
     [
         ("cnn", adamw, "belongs to another model"),
         ("tied", adamw, "belongs to another model"),
-        ("mlp", sgd, "was written with AdamW, but the optimizer is a SGD"),
+        ("mlp", sgd, "was written with AdamW, but the optimizer is SGD"),
         ("mlp", fewer_groups, "other parameter groups"),
     ],
 )
