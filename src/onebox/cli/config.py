@@ -154,8 +154,8 @@ class TrainConfig(LateConfig):
         micro_batch: Samples that are computed at once; without it each device's share of the batch is.
         clip_grad_norm: The most that the 2-norm of all gradients may be; without it they are not clipped.
         warm_up: With --staleness 1, so many steps are exact at the beginning; without it 100 are.
-        overlap: Let a part of the averaging and of the update of each exact step come under the next one; the result is
-            the same.
+        overlap: Let a part of the averaging and of the update of each exact step come under the next one, and large
+            values leave in parts; the result is the same, but for the last bit of products that are made in parts.
         sync: Where gradients are averaged: from worker to worker, or at the client.
         update: Where the optimizer's state is, and its step is computed: on the device, or in the memory of its host.
         shard_optimizer: Let the replicas share out the optimizer's state, instead of each having all of it.
