@@ -10,7 +10,7 @@ differ in the last bit; operators that draw random numbers are in no tail.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from onebox.graph.placements import Shard, reshaped
 from onebox.graph.shard_rules import MOVES, RESHAPES, SAME_SIZES, WHOLE, Rule, Specs, order, slot_of
 from onebox.graph.shard_sight import look
+from onebox.graph.shard_state import renamed
 from onebox.wire import (
     Many,
     Operator,
@@ -313,8 +314,8 @@ class _Chunking:
                 slot if rows is None else local[slot] if slot in self.made else self._cut(cut, slot, rows, start, count)
                 for slot, rows in zip(reads(operator), way.inputs, strict=True)
             ])  # fmt: skip
-            args: list[Value] = [_renamed(value, given) for value in operator.args]
-            kwargs = {key: _renamed(value, given) for key, value in operator.kwargs.items()}
+            args: list[Value] = [renamed(value, given) for value in operator.args]
+            kwargs = {key: renamed(value, given) for key, value in operator.kwargs.items()}
             made = [
                 None if spec is None else rows.local(spec, count) if rows else spec
                 for spec, rows in zip(operator.specs, way.outputs, strict=True)
@@ -373,15 +374,6 @@ class _Chunking:
     def _new(self) -> int:
         self.slots += 1
         return self.slots - 1
-
-
-def _renamed(value: Value, slots: Iterator[int]) -> Value:
-    """Return an argument with its slots replaced by the next ones."""
-    if isinstance(value, Slot):
-        return Slot(next(slots))
-    if isinstance(value, Many):
-        return Many(tuple(Slot(next(slots)) if isinstance(item, Slot) else item for item in value.items))
-    return value
 
 
 def samples_of(samples: int, chunks: int) -> tuple[int, ...]:

@@ -252,8 +252,8 @@ class Placing(abc.ABC):
         """
         local = [self.want(slot, p) for slot, p in zip(self.sight(operator).slots, wanted, strict=True)]
         slots = iter(local)
-        args: list[Argument] = [_renamed(value, slots) for value in operator.args]
-        kwargs = {key: _renamed(value, slots) for key, value in operator.kwargs.items()}
+        args: list[Argument] = [renamed(value, slots) for value in operator.args]
+        kwargs = {key: renamed(value, slots) for key, value in operator.kwargs.items()}
         for position, output in (sizes or {}).items():
             spec = operator.specs[output]
             assert spec is not None
@@ -271,7 +271,7 @@ class Placing(abc.ABC):
         self.spmd.run(operator.name, args, outs, local, kwargs, operator.position)
 
 
-def _renamed(value: Value, slots: Iterator[int]) -> Value:
+def renamed(value: Value, slots: Iterator[int]) -> Value:
     """Return an argument with its slots replaced by the next ones."""
     if isinstance(value, Slot):
         return Slot(next(slots))
