@@ -84,7 +84,8 @@ class Stream:
         self._first: list[tuple[Instruction, Sequence[Any]]] = []  # what must be there before the calls, with frames
         self._frame_bytes = 0
         self._calls: list[Record] = []
-        self._rooms: set[int] = set()
+        self._rooms: set[int] = set()  # kernels that only make room
+        self._room = 0  # the buffer that the last operator of all made room for, or none
         self._batches = Batches(pool.new_number)
 
     # ---- recording
@@ -103,6 +104,7 @@ class Stream:
             first = self._next
             self._next = first + recipe.keeps
             calls.append((recipe.number, inputs, first, recipe.keeps, floats))
+            self._room = first if recipe.number in self._rooms else 0
             self.records += 1
             full = len(calls) >= self._size or self.synchronous
         if full:
@@ -142,6 +144,7 @@ class Stream:
         with self.lock:
             first = self._next
             self._next += outputs
+            self._room = 0
             takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
             made = tuple(range(first, self._next))
             numbers = tuple(handle.number for handle in handles)
@@ -180,12 +183,17 @@ class Stream:
             self.flush()
 
     def fresh(self, number: int) -> bool:
-        """Take back the call that filled a buffer, if it is the last one and only made room."""
+        """Tell whether a buffer is mere room that nothing has used, and may be filled from the client.
+
+        The call that made the room is taken back where it has not been sent; where the idle thread was faster, what
+        fills the buffer takes the room's place.
+        """
         with self.lock:
-            kernel, _, first, keeps, _ = self._calls[-1] if self._calls else (FREE, (), 0, 0, ())
-            if (first, keeps) != (number, 1) or kernel not in self._rooms:
+            if self._room != number:
                 return False
-            self._calls.pop()
+            self._room = 0
+            if self._calls and self._calls[-1][2] == number:
+                self._calls.pop()
             return True
 
     # ---- sending
@@ -268,6 +276,7 @@ class Stream:
         with self.lock:
             first = self._next
             self._next += RETURNS
+            self._room = 0
             asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
         answer = self.sent.answer(asked.pop())
         (made,) = (result for result in answer.results if isinstance(result, Made))

@@ -73,10 +73,35 @@ def test_an_upload_finds_the_room_of_what_has_gone() -> None:
             y = torch.ones(3 << 20).cuda()
             assert torch.cuda.memory_allocated() == 12 << 20
             del y
+        y = torch.empty(3 << 20, device="cuda")
+        torch.cuda.synchronize()  # the room is on the worker now, and may be all that there is
+        y.copy_(torch.ones(3 << 20))
+        assert y.sum().item() == 3 << 20
+        del y
         with pytest.raises(torch.cuda.OutOfMemoryError, match="quota"):
             torch.ones(6 << 20, device="cuda").sum().item()
         assert torch.ones(4 << 20).cuda().sum().item() == 4 << 20
         assert len(small) == 1
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_an_upload_into_new_room_leaves_its_other_elements_and_names(sent: bool) -> None:
+    x = torch.empty(4, device="cuda")
+    if sent:
+        torch.cuda.synchronize()
+    other = x.detach()
+    other.copy_(torch.arange(4.0))
+    assert x.tolist() == other.tolist() == [0, 1, 2, 3]
+    x = torch.zeros(4, device="cuda")
+    x[:2].copy_(torch.ones(2))
+    assert x.tolist() == [1, 1, 0, 0]
+    x = torch.empty(4, device="cuda")
+    if sent:
+        torch.cuda.synchronize()
+    row = x.view(2, 2)
+    x.copy_(torch.arange(4.0))
+    row.add_(1)
+    assert x.tolist() == [1, 2, 3, 4] and row.tolist() == [[1, 2], [3, 4]]
 
 
 def draw(*, device: str = "cuda", generator: Any = None) -> list[float]:
