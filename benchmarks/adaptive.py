@@ -26,6 +26,9 @@ some steps in, too, changes of plan included. Figures are the means over all cas
   of the best static plan for the state that there is then; the worst. At most 1.1 is wanted.
 - ``share_of_bound``: the least time that all work takes if each device is busy always, over the time of the adaptive
   side. ``bound_vs_gpipe`` is what nobody could exceed.
+
+What is slept does not depend on the machine that this runs on; what the sides themselves do does. ``--slower`` makes up
+for a slow machine: devices, links and steps are slower by the same factor, and shares of a step stay what they are.
 """
 
 from __future__ import annotations
@@ -65,12 +68,16 @@ def main() -> None:
         "--many", type=int, default=4, help="micro-batches for each device in the second table; 0: none"
     )
     parser.add_argument("--shorter", type=int, default=1, help="divides the steps of all cases, to try it out")
+    parser.add_argument(
+        "--slower", type=float, default=1.0, help="all that is emulated takes so many times as long: for slow machines"
+    )
     parser.add_argument("--quick", action="store_true", help="one short case on 4 devices, to see that all of it runs")
     options = parser.parse_args()
     if options.quick:
         quick = {"devices": "4", "cases": "2", "rounds": 1, "steps": 1, "many": 0, "shorter": 10}
         options = argparse.Namespace(**{**vars(options), **quick})
         world_of.coarsen()
+    world_of.slow_down(options.slower)
     cases = [int(case) for case in options.cases.split(",")]
     found: list[Outcome] = []
     for devices in map(int, options.devices.split(",")):

@@ -125,6 +125,13 @@ def coarsen() -> None:
     PARTS, PART_S = PARTS // 4, 4 * PART_S
 
 
+def slow_down(times: float) -> None:
+    """Let all that is emulated take so many times as long, devices and links alike."""
+    global PART_S, ETHERNET
+    PART_S *= times
+    ETHERNET = Link(latency_s=ETHERNET.latency_s * times, bandwidth_bps=ETHERNET.bandwidth_bps / times)
+
+
 def case_of(count: int) -> Case:
     """Return the model, with batches of so many micro-batches of one sample."""
     return Linears(parts=PARTS, count=count, micro_batch=1, tokens=TOKENS, width=WIDTH).case()
