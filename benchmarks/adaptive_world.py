@@ -128,8 +128,8 @@ def coarsen() -> None:
 def slow_down(times: float) -> None:
     """Let all that is emulated take so many times as long, devices and links alike."""
     global PART_S, ETHERNET
-    PART_S *= times
-    ETHERNET = Link(latency_s=ETHERNET.latency_s * times, bandwidth_bps=ETHERNET.bandwidth_bps / times)
+    slower = Link(latency_s=ETHERNET.latency_s * times, bandwidth_bps=ETHERNET.bandwidth_bps / times)
+    PART_S, ETHERNET = PART_S * times, slower
 
 
 def case_of(count: int) -> Case:

@@ -52,33 +52,25 @@ from onebox.wire.agents import (
 )
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.grouping import FormGroup, LeaveGroup, Rendezvous
-from onebox.wire.messages import (
+from onebox.wire.messages import Bye, Define, Envelope, Instruction, Optimizer, Put, Routine, Run, StoredProgram
+from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Saying, Scalars
+from onebox.wire.state import Read, Snapshot, StateEntry
+from onebox.wire.steps import (
     Ask,
     Branch,
-    Bye,
     Call,
-    Define,
-    Envelope,
     Evict,
     Free,
     Gather,
     Get,
-    Instruction,
     Offload,
-    Optimizer,
     OptimizerStep,
     Prefetch,
-    Put,
     Receive,
     Reduce,
     Rename,
-    Routine,
-    Run,
     Send,
-    StoredProgram,
 )
-from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Saying, Scalars
-from onebox.wire.state import Read, Snapshot, StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
 FRAME = bytes(24)

@@ -14,7 +14,8 @@ from torch import nn
 
 import onebox
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Get, Put
+from onebox.wire.messages import Put
+from onebox.wire.steps import Get
 
 WITHOUT = {"encryption": "not encrypted", "acknowledgement": "not acknowledged"}
 STEPS = {"cnn": 2, "mlp": 12}

@@ -44,8 +44,9 @@ from onebox.wire.agents import (
     decode_agent_saying,
     encode_agent,
 )
-from onebox.wire.messages import Ask, Envelope
+from onebox.wire.messages import Envelope
 from onebox.wire.sayings import Reply
+from onebox.wire.steps import Ask
 from onebox.worker import WorkerConfig
 
 WORKER_SHARE = 0.05

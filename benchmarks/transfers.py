@@ -28,7 +28,8 @@ import onebox
 from onebox.cost.kernels import filled
 from onebox.pool import Pool, raise_first
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import Ask, Call, Define, Free, Instruction, Receive, Routine, Run, Send, Step, StoredProgram
+from onebox.wire.messages import Define, Instruction, Routine, Run, StoredProgram
+from onebox.wire.steps import Ask, Call, Free, Receive, Send, Step
 
 SIZES = {"4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
 ROUND_BYTES = 128 << 20

@@ -12,7 +12,7 @@ import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Fate, Plan, Stage
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Call, Evict, Free, Offload, Prefetch
+from onebox.wire.steps import Call, Evict, Free, Offload, Prefetch
 from onebox.worker.device import Device
 from tests.unit.machines import Rig, define, elementwise
 

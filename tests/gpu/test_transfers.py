@@ -8,7 +8,8 @@ import torch
 import onebox
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import Gather, Get, Put, Receive, Reduce, Send
+from onebox.wire.messages import Put
+from onebox.wire.steps import Gather, Get, Receive, Reduce, Send
 from onebox.worker.memory import supported
 from tests.process.test_ways import SHAPES, maps, swap, used_bytes
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from onebox.wire.messages import Branch, Define, Optimizer, OptimizerStep
+from onebox.wire.messages import Define, Optimizer
+from onebox.wire.steps import Branch, OptimizerStep
 from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from tests.unit.machines import Rig

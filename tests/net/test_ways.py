@@ -6,7 +6,7 @@ import pytest
 
 import onebox
 from onebox.pool import raise_first
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 from onebox.worker.memory import supported
 from tests.leaks import mapped
 from tests.net.fleet import Fleet

@@ -7,8 +7,8 @@ import gc
 import onebox
 from onebox.errors import OneboxError
 from onebox.pool import Pool
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 
 MOST = 2
 """Pools that are open at a time: a test may use two side by side, and each worker takes memory."""

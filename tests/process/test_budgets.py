@@ -17,8 +17,8 @@ from onebox.errors import DeviceMemoryError, PlanError, UsageError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.process.shelf import Shelf
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10

@@ -11,7 +11,8 @@ from onebox.errors import OneboxError
 from onebox.pool import open_pool
 from onebox.wire import DType, Hole, Items, Kernel, Strided, TensorSpec, to_frame
 from onebox.wire.eager import Perform
-from onebox.wire.messages import Ask, Put, Reduce
+from onebox.wire.messages import Put
+from onebox.wire.steps import Ask, Reduce
 from onebox.worker import seccomp
 
 

@@ -13,8 +13,8 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, staged

@@ -178,6 +178,16 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
     assert_same_bits(trained(pool, "mlp", plan, changes, optimizer="sgd", **more), whole)
 
 
+@pytest.mark.parametrize(("delay", "optimizer"), [("none", "sgd"), ("predict", "sgd"), ("both", "adamw")])
+def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, delay: str, optimizer: str) -> None:
+    late: dict[str, Any] = {"schedule": "async-1f1b", "optimizer": "sharded"}
+    plan, others = (staged("unet", places, **late) for places in (((0, 1), (2, 3)), ((2, 1), (0, 3))))
+    more = {"optimizer": optimizer, "staleness": 1, "delay": delay, "warm_up": 1}
+    whole = trained(pool, "unet", plan, {}, **more)
+    changes = {2: others, 4: moved(others, 0, -1), 5: plan}
+    assert_same_bits(trained(pool, "unet", plan, changes, **more), whole)
+
+
 def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_drained(pool: onebox.Pool) -> None:
     case, plan, other = CASES["mlp"], *(staged("mlp", own, schedule="async-1f1b") for own in ((0, 1), (1, 0)))
     model, batches = case.model(), case.batches([8] * 5)

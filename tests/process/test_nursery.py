@@ -320,7 +320,7 @@ with open_pool("cpu*1", threads=1) as pool:
 def test_a_fork_of_a_client_has_its_own(tmp_path: Path) -> None:
     body = """
 import psutil
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 def nurseries():
     return {psutil.Process(process).parent() for process in pool.process_ids}
 with open_pool("cpu*2", threads=1) as pool:

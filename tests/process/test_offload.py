@@ -24,8 +24,8 @@ from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerH
 from onebox.plan import Fate, Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.report.memory import compare_memory
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.models import FATED, OPTIMIZERS
 from tests.process.fated import captures
 from tests.process.faults.scripts import Script, gone

@@ -11,8 +11,8 @@ from torch import nn
 import onebox
 from onebox.plan import ASYNC, Plan, Stage, predict
 from onebox.pool import raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.process.shelf import Shelf
 
 SAMPLES = 16

@@ -13,8 +13,8 @@ from onebox.engine.planning import Planned
 from onebox.errors import PlanError
 from onebox.plan import Plan
 from onebox.pool import raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.process.shelf import Shelf
 from tests.reference import assert_same, train
 

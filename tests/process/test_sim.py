@@ -13,23 +13,9 @@ import onebox
 from onebox.errors import DeviceMemoryError, OperatorError, UsageError
 from onebox.pool import Answer, Pool, open_pool, raise_first
 from onebox.wire import TensorSpec, to_frame
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Free,
-    Get,
-    Optimizer,
-    OptimizerStep,
-    Put,
-    Receive,
-    Reduce,
-    Routine,
-    Run,
-    Send,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Optimizer, Put, Routine, Run, StoredProgram
 from onebox.wire.sayings import Digest, Memory, Scalars
+from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
 from onebox.worker.sim import MEMORY_BYTES
 from tests.unit.machines import elementwise
 

@@ -18,8 +18,9 @@ from onebox.errors import OneboxError, UsageError
 from onebox.plan import Plan
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Ask, Free, Get, Put
+from onebox.wire.messages import Put
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask, Free, Get
 from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged

@@ -13,20 +13,9 @@ import onebox
 from onebox.errors import UsageError, WorkerDied
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Free,
-    Get,
-    Instruction,
-    Put,
-    Receive,
-    Reduce,
-    Send,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Instruction, Put, StoredProgram
 from onebox.wire.sayings import Digest, Memory
+from onebox.wire.steps import Ask, Call, Free, Get, Receive, Reduce, Send
 from onebox.worker.memory import supported
 from tests import leaks
 from tests.process.shelf import Shelf

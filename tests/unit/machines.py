@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from onebox.wire import Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
-from onebox.wire.messages import Define, Get, Instruction, Put, StoredProgram
+from onebox.wire.messages import Define, Instruction, Put, StoredProgram
 from onebox.wire.sayings import Failure, Result, Tensors
+from onebox.wire.steps import Get
 from onebox.worker.device import Device
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import PeerLost

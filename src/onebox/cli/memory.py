@@ -21,7 +21,7 @@ from onebox.plan import Plan, Reason, reasons
 from onebox.pool import Pool, raise_first
 from onebox.report.memory import MemoryComparison, compare_memory, curve_lines, fates_table, peak_table
 from onebox.report.memory_figure import MemoryRow, measured_rows, predicted_rows
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 
 _STEPS = 3
 """The first has no optimizer state yet when it begins, the second may be held up by what is done once."""

@@ -39,7 +39,7 @@ from onebox.plan.prices import AWAY
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.report.files import write_atomically
-from onebox.wire.messages import GroupDelays
+from onebox.wire.steps import GroupDelays
 
 
 @dataclass(frozen=True, kw_only=True)

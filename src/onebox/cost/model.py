@@ -21,6 +21,7 @@ class SegmentBytes(_Part, frozen=True):
         late_bytes: What its weight gradient needs once its input gradient has begun.
         forward_work_bytes: What forward needs beyond those while it runs.
         backward_work_bytes: What a gradient needs beyond those while it runs.
+        update_bytes: What its optimizer step costs, in bytes that are gone through: only its share of all counts.
     """
 
     name: str
@@ -31,6 +32,7 @@ class SegmentBytes(_Part, frozen=True):
     forward_work_bytes: int
     backward_work_bytes: int
     optimizer_bytes: int = 0
+    update_bytes: float = 0.0
 
 
 class CrossingValue(_Part, frozen=True):

@@ -19,7 +19,6 @@ from onebox.engine.overlap import check_overlap, treatment
 from onebox.engine.remote import RemoteState
 from onebox.engine.run import TrainingRun
 from onebox.engine.settings import Request
-from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.front import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
@@ -122,19 +121,6 @@ def recipe_of(
         fuse=fuse,
         costs=costs,
     )
-
-
-def check_following(adaptive: bool | Problem, settings: Settings, request: Request) -> None:
-    """Refuse to let a plan follow its devices where versions that owners hand out would be lost.
-
-    Raises:
-        UsageError: It would.
-    """
-    if adaptive and settings.staleness and (request.plan or request).optimizer == "sharded":
-        raise UsageError(
-            "adaptive with staleness=1 and the optimizer's state shared out: these three do not go together; leave one "
-            "of them out"
-        )
 
 
 def follow(run: TrainingRun, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:

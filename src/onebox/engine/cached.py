@@ -25,7 +25,8 @@ from onebox.errors import OneboxError
 from onebox.pool import Pool
 from onebox.wire import Argument, DType, Items, Kernel, OwnDevice, Slot, Strided, TensorSpec, spec_of
 from onebox.wire.eager import Operate
-from onebox.wire.messages import Define, Free, Instruction, Put
+from onebox.wire.messages import Define, Instruction, Put
+from onebox.wire.steps import Free
 
 LEAST_BYTES = 16
 """Rows of no more bytes travel, such as classes: places would take as many."""

@@ -14,7 +14,8 @@ from onebox.errors import UsageError
 from onebox.graph import ModelPrograms
 from onebox.plan import apportion, shares_from_speeds
 from onebox.pool import Pool, raise_first
-from onebox.wire.messages import Call, Define, Free, Routine, Run, StoredProgram
+from onebox.wire.messages import Define, Routine, Run, StoredProgram
+from onebox.wire.steps import Call, Free
 
 _ROUNDS = 4
 """Timed runs of forward; the first warms up."""

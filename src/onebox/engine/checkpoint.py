@@ -25,7 +25,7 @@ from torch import Tensor
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
-from onebox.wire.messages import Options
+from onebox.wire.steps import Options
 
 VERSION = 2
 _MANIFEST = "manifest.json"

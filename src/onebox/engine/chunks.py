@@ -94,12 +94,17 @@ class ChunkedProgram:
 def choose_chunks(programs: ModelPrograms, plan: Plan, samples: int, links: Links | None) -> dict[Phase, Chunking]:
     """Return which phases make a value in chunks, and how.
 
+    An asynchronous pipeline that is as deep as its messages are long waits for none of them: there chunks cost time and
+    gain nothing.
+
     Args:
         programs: The programs of all stages.
         plan: The plan.
         samples: Samples of the micro-batch that they are for.
         links: How fast the links between devices are; ``None`` where nobody knows.
     """
+    if any(plan.in_flight):
+        return {}
     found: dict[Phase, Chunking] = {}
     phases = [(phase.stage, named) for phase, named in programs.phases.items()]
     for phase, named in programs.phases.items():

@@ -11,7 +11,7 @@ from onebox.cost import alive_at, footprint, owners
 from onebox.engine.ledger import Contents, Ledger, follow
 from onebox.plan import Action
 from onebox.wire import Operator, Program, TensorSpec, specs_by_slot
-from onebox.wire.messages import Call
+from onebox.wire.steps import Call
 
 Sort = Literal["parameters", "buffers", "gradients", "optimizer state", "activations", "batch", "work", "constants"]
 """What memory is used for. Activations are what actions hand on to later ones, gradients of activations among them;

@@ -8,7 +8,7 @@ import torch
 
 from onebox.engine.optimizers import Optimizers, each_of
 from onebox.errors import UsageError
-from onebox.wire.messages import Delay, GroupDelays
+from onebox.wire.steps import Delay, GroupDelays
 from onebox.worker import AHEAD, PREDICTS, REMEMBERS, momentum_of
 
 DELAYS: tuple[str, ...] = ("auto", *get_args(Delay))

@@ -9,7 +9,7 @@ from onebox.engine.parts import Part
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import Piece, Port
 from onebox.graph.shard import AllReduce, RankStep
-from onebox.wire.messages import Free, Gather, Reduce
+from onebox.wire.steps import Free, Gather, Reduce
 
 
 def emit(

@@ -14,6 +14,7 @@ from onebox.engine.compiler import Captures
 from onebox.engine.forecast import Nowhere
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
+from onebox.engine.state import PASSES
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
 from onebox.pool import DeviceInfo, Pool
@@ -30,9 +31,6 @@ _CALL_S = 1e-4
 
 _LATENCY_S, _BANDWIDTH_BPS = 1e-4, 1e9
 """Of links of which nothing is known."""
-
-_PASSES = 4
-"""So often an optimizer's step reads or writes each byte of parameter, gradient and state, about."""
 
 
 def profile_unseen(
@@ -138,10 +136,10 @@ def _times(programs: ModelPrograms, sizes: ModelBytes, rates: Rates) -> SegmentT
     def taken(segment: int, kind: PhaseKind) -> float:
         return program_s(programs.of(segment, kind).program, rates)
 
-    state = sum(segment.state_bytes for segment in sizes.segments) + sum(tie.state_bytes for tie in sizes.ties)
+    state = sum(segment.update_bytes for segment in sizes.segments) + sum(tie.state_bytes for tie in sizes.ties)
     return SegmentTimes(
         size=sizes.size,
         seconds=tuple((taken(n, "F"), taken(n, "I"), taken(n, "W")) for n in range(len(sizes.segments))),
-        update_s=_PASSES * state / rates.bandwidth_bps,
+        update_s=PASSES * state / rates.bandwidth_bps,
         call_s=_CALL_S,
     )

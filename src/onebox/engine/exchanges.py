@@ -21,7 +21,7 @@ from onebox.engine.hierarchy import leaders
 from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Broadcast, Reduce
+from onebox.wire.steps import Broadcast, Reduce
 
 
 @dataclass

@@ -21,7 +21,7 @@ from onebox.graph import Loss
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, DeviceInfo, Pool
 from onebox.pool.links import LinkMap
-from onebox.wire.messages import GroupDelays
+from onebox.wire.steps import GroupDelays
 
 
 class Nowhere:

@@ -141,7 +141,7 @@ class Guard:
             OneboxError: A worker was lost.
         """
         self._give_up()
-        self._snapshots.form(reachable=reachable)
+        self._snapshots.form(reachable=reachable, wait=False)
 
     def record(self, work: Work) -> None:
         """Take note of a step that is about to begin."""

@@ -14,7 +14,8 @@ from onebox.engine.results import StepLoss
 from onebox.engine.upload import Uploads
 from onebox.engine.windows import Window
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Ask, GroupDelays, Options, Run
+from onebox.wire.messages import Run
+from onebox.wire.steps import Ask, GroupDelays, Options
 
 
 @dataclass(frozen=True, kw_only=True)

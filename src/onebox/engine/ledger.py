@@ -14,7 +14,8 @@ from typing import Literal
 from onebox.cost import footprint, owners
 from onebox.engine.routine import StepRoutine
 from onebox.wire import Program, TensorSpec, specs_by_slot
-from onebox.wire.messages import (
+from onebox.wire.messages import Routine, StoredProgram
+from onebox.wire.steps import (
     Broadcast,
     Call,
     Evict,
@@ -26,9 +27,7 @@ from onebox.wire.messages import (
     Receive,
     Reduce,
     Rename,
-    Routine,
     Step,
-    StoredProgram,
 )
 
 

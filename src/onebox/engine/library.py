@@ -12,7 +12,8 @@ from onebox.engine.constants import Constants
 from onebox.engine.routine import StepRoutine
 from onebox.pool import Pool
 from onebox.wire import DTYPES, Program, spec_of, to_frame
-from onebox.wire.messages import Free, Put, StoredProgram
+from onebox.wire.messages import Put, StoredProgram
+from onebox.wire.steps import Free
 
 
 class Library:

@@ -24,9 +24,10 @@ from onebox.graph.placements import Shard
 from onebox.plan import Plan
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Define, Free, Instruction, Receive, Send
+from onebox.wire.messages import Define, Instruction
 from onebox.wire.sayings import Kept
 from onebox.wire.state import Lay, Recall, StateEntry
+from onebox.wire.steps import Free, Receive, Send
 
 _CHANNEL = 0
 """Steps use it, too; what they sent on it has been asked for before, and what they will send is asked for later."""
@@ -181,8 +182,7 @@ class Migration:
             come.setdefault(move.target, []).append(receive)
 
         for version in (versions.previous, numbers, versions.ahead):  # in the order in which they are read
-            stepped = moves.remembered if version is not numbers else ()
-            for move in moves.tensors if version is numbers else stepped:
+            for move in moves.tensors:
                 if move.name in version:
                     carry(move, version[move.name], self._spec(move.target, move.name))
         for move in moves.remembered:

@@ -22,18 +22,8 @@ from onebox.cost import owners
 from onebox.engine.routine import Label
 from onebox.plan import Action, Fate
 from onebox.wire import Program, specs_by_slot
-from onebox.wire.messages import (
-    Call,
-    Evict,
-    Free,
-    Gather,
-    Offload,
-    Prefetch,
-    Receive,
-    Reduce,
-    Step,
-)
 from onebox.wire.references import references
+from onebox.wire.steps import Call, Evict, Free, Gather, Offload, Prefetch, Receive, Reduce, Step
 
 LEAST_BYTES = 1 << 14
 """Smaller storages stay: whatever its size, each takes 20 µs of the worker's own time to go and to come back, in which

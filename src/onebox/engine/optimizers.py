@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import UsageError
-from onebox.wire.messages import Options
+from onebox.wire.steps import Options
 from onebox.worker import OPTIMIZERS
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -21,8 +21,9 @@ from onebox.engine.windows import Window
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import Answer, Pool
-from onebox.wire.messages import Free, GroupDelays, Run
+from onebox.wire.messages import Run
 from onebox.wire.sayings import Delays
+from onebox.wire.steps import Free, GroupDelays
 
 
 def treatment(optimizer: Optimizers, asked: str) -> GroupDelays:

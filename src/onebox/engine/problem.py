@@ -13,7 +13,7 @@ from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.optimizers import Optimizers, elements_of
 from onebox.engine.segment_bytes import model_bytes
-from onebox.engine.state import footprints, named_state
+from onebox.engine.state import footprints, named_state, update_bytes
 from onebox.errors import UsageError
 from onebox.graph import ModelPrograms, Precision
 from onebox.plan import SCHEDULES, Links, UpdateAt
@@ -74,6 +74,7 @@ def divided_bytes(
         state=captures.state_specs(),
         trained=captures.trained,
         factors={name: found.factor for name, found in footprints(optimizer, named).items()},
+        updates=update_bytes(optimizer, named),
     )
 
 
@@ -206,8 +207,8 @@ def _ties(profile: ModelProfile) -> tuple[Tie, ...]:
 
 def _segment(profile: ModelProfile, index: int, size: int) -> Segment:
     memory = profile.bytes.segments[index]
-    everything = sum(segment.state_bytes for segment in profile.bytes.segments)
-    part = memory.state_bytes / everything if everything else 0.0
+    everything = sum(segment.update_bytes for segment in profile.bytes.segments)
+    part = memory.update_bytes / everything if everything else 0.0
 
     def fitted(place: int) -> Mapping[str, Time]:
         return {

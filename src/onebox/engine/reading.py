@@ -13,8 +13,9 @@ from onebox.engine.state import OptimizerEntries
 from onebox.graph.placements import unshard
 from onebox.pool import Answer
 from onebox.wire import TensorSpec, from_frame
-from onebox.wire.messages import Ask, Get, Instruction
+from onebox.wire.messages import Instruction
 from onebox.wire.sayings import OptimizerState, Tensors
+from onebox.wire.steps import Ask, Get
 
 
 @dataclass(frozen=True, kw_only=True)

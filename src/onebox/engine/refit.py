@@ -40,7 +40,7 @@ from onebox.plan import ASYNC, NAMED, SCHEDULES, Links, Plan
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 from onebox.wire import Program, reads, specs_by_slot
-from onebox.wire.messages import GroupDelays
+from onebox.wire.steps import GroupDelays
 
 _BUDGET_S = 2.0
 """A search may take so long: the run waits for it."""

@@ -25,9 +25,10 @@ from onebox.engine.versions import KEYS, Versions, handed_over
 from onebox.graph.placements import REPLICATE, Shard, shard_of
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Ask, Define, Free, Instruction, Options, Put
+from onebox.wire.messages import Define, Instruction, Put
 from onebox.wire.sayings import Memory
 from onebox.wire.state import Fill, Recall, StateEntry
+from onebox.wire.steps import Ask, Free, Options
 
 
 class RemoteState:

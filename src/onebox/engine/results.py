@@ -11,8 +11,8 @@ from onebox.engine.routine import Label, StepRoutine
 from onebox.errors import OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action, MicroBatch
 from onebox.pool import Answer, raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Digest, Scalars
+from onebox.wire.steps import Ask
 
 
 @dataclass(frozen=True, kw_only=True)

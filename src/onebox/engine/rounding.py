@@ -13,7 +13,7 @@ from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import Port, round_all
 from onebox.plan import Action
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Free
+from onebox.wire.steps import Free
 
 EARLIER = -1
 """Stands in the place of a micro-batch for the step before."""

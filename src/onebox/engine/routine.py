@@ -9,7 +9,8 @@ from onebox.cost.estimate import program_s
 from onebox.engine.splitting import RATES
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
-from onebox.wire.messages import Call, Define, Routine, Step, StoredProgram
+from onebox.wire.messages import Define, Routine, StoredProgram
+from onebox.wire.steps import Call, Step
 
 LATE = " of the step before"
 """Ends the name of what is done for the step before."""

@@ -23,7 +23,7 @@ from onebox.engine.values import Values
 from onebox.graph import Port
 from onebox.plan import Action, Plan
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Ask, Free, Receive, Rename, Send
+from onebox.wire.steps import Ask, Free, Receive, Rename, Send
 
 
 class Watcher(Protocol):

@@ -15,9 +15,8 @@ from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
-from onebox.engine.deferred import Deferred
+from onebox.engine.deferred import Deferred, OldGroups
 from onebox.engine.guard import LOSSES, Guard
-from onebox.engine.holdings import Members
 from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
@@ -80,7 +79,7 @@ class TrainingRun:
         self._first: Batch | None = None
         self._running: deque[StepLoss] = deque()
         self.overlap = Overlap(pool, remote, settings, self.traces.draining)
-        self._over: dict[int, Members] = {}
+        self._old_groups = OldGroups(pool)
         self.adaptive: Adaptive | None = None
         if recover:
             self.guard = Guard(pool, remote, self, every=snapshot_every, in_flight=settings.in_flight)
@@ -139,13 +138,8 @@ class TrainingRun:
         finish = functools.partial(self._finish, work, compiled, window, before, ready, beside, deferred)
         work.loss.expect([*(future for asked in deferred for future in asked.futures), *answers.values()], finish)
         overlap.begun(work, compiled, before)
-        self._leave_groups()
+        self._old_groups.step()
         return answers
-
-    def _leave_groups(self) -> None:
-        """Leave groups that nobody needs any more once the step that has just been asked for has begun."""
-        while self._over:
-            self._pool.leave_group(*self._over.popitem())
 
     def _get_ready(self, batch: Batch, step: int) -> Ready:
         """Return what a step is launched with; from some step on they overlap."""
@@ -259,7 +253,7 @@ class TrainingRun:
             self.adaptive.restart()
         if self._ready is not None:
             with contextlib.suppress(OneboxError):
-                self._leave_groups()
+                self._old_groups.leave()
                 self._ready.close()
             self._ready = None
         self._remote.reset(copies)
@@ -343,7 +337,7 @@ class TrainingRun:
             moved = migration.make()
             for asked in moved.asked:
                 self.overlap.defer(asked)
-            self._over.update(moved.over)
+            self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
             self.traces.replaced(migration.before.compiler)
             self._ready, self.plan = migration.after, plan
             self._request = dataclasses.replace(self._request, plan=plan)
@@ -388,7 +382,7 @@ class TrainingRun:
             self.adaptive.close()
         self.uploads.close()
         self.overlap.free()
-        self._leave_groups()
+        self._old_groups.leave()
         if self._ready is not None:
             self._ready.close()
         if self.guard is not None:

@@ -84,8 +84,8 @@ def _update_s(
     speeds: Mapping[int, float],
 ) -> float:
     """Return the seconds of the optimizer's step over all parameters on devices of one type; 0 where none is known."""
-    sizes = [segment.state_bytes for segment in profile.bytes.segments]
-    own: dict[int, int] = {}
+    sizes = [segment.update_bytes for segment in profile.bytes.segments]
+    own: dict[int, float] = {}
     for stage, indices in enumerate(stages):
         for device in (device for replica in plan.stages[stage].replicas for device in replica):
             own[device] = own.get(device, 0) + sum(sizes[index] for index in indices)

@@ -25,6 +25,7 @@ def model_bytes(
     state: Mapping[str, TensorSpec],
     trained: frozenset[str],
     factors: Mapping[str, float],
+    updates: Mapping[str, float],
 ) -> ModelBytes:
     """Return the bytes of a model's segments.
 
@@ -35,6 +36,7 @@ def model_bytes(
         state: What each parameter and buffer is.
         trained: Parameters that have gradients.
         factors: For each of these the bytes of its optimizer's state, as a multiple of its own.
+        updates: For each of these what a step of it costs, in bytes that are gone through.
     """
     table = _Table(model)
     readers: dict[str, set[int]] = defaultdict(set)
@@ -44,7 +46,11 @@ def model_bytes(
                 readers[str(port.name)].add(phase.stage)
     held = {name: _held(state[name], factors[name] if name in trained else None) for name in readers}
     own = [[held[key] for key, found in readers.items() if found == {index}] for index in range(len(names))]
-    segments = [_segment(table, index, name, own[index]) for index, name in enumerate(names)]
+    cost = [
+        sum(updates.get(key, 0.0) for key, found in readers.items() if found == {index} and key in trained)
+        for index in range(len(names))
+    ]
+    segments = [_segment(table, index, name, own[index], cost[index]) for index, name in enumerate(names)]
     ties = [
         TiedParameter(
             name=key,
@@ -89,7 +95,7 @@ def _held(spec: TensorSpec, factor: float | None) -> _Held:
     return _Held(size_bytes, 2 * size_bytes + remembered_bytes, remembered_bytes)
 
 
-def _segment(table: _Table, index: int, name: str, own: Sequence[_Held]) -> SegmentBytes:
+def _segment(table: _Table, index: int, name: str, own: Sequence[_Held], update_bytes: float) -> SegmentBytes:
     """Return the bytes of a segment that holds some tensors alone."""
     return SegmentBytes(
         name=name,
@@ -100,6 +106,7 @@ def _segment(table: _Table, index: int, name: str, own: Sequence[_Held]) -> Segm
         late_bytes=table.late(index),
         forward_work_bytes=_work(table.part(index, "F")),
         backward_work_bytes=max(table.back(index), *(_work(table.part(index, kind)) for kind in _BEHIND)),
+        update_bytes=update_bytes,
     )
 
 

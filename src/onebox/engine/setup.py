@@ -23,7 +23,7 @@ from onebox.engine.state import footprints
 from onebox.errors import OneboxError
 from onebox.plan import Plan
 from onebox.pool import Pool
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 
 
 class Ready:

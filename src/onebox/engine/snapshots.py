@@ -19,13 +19,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from onebox.engine.copies import CLIENT, Copies, Part, Place, Sending, behind_runs, find_buddies, join_runs
+from onebox.engine.deferred import Deferred, formed
 from onebox.engine.fetching import Fetch
 from onebox.engine.remote import RemoteState
 from onebox.errors import PeerLost
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Kept, Slots
 from onebox.wire.state import Drop, Extent, Give, Snapshot, Take
+from onebox.wire.steps import Ask
 
 _LOOK_S = 0.002
 """How often to look for what comes while nothing else is to be done."""
@@ -71,6 +72,7 @@ class Snapshots:
         self._remote = remote
         self._sendings: dict[int, Sending] = {}
         self._groups: dict[int, int] = {}  # of each worker that sends, with its buddy
+        self._forming: list[Deferred] = []
         self._taking: _Taking | None = None
         self._slots: set[tuple[int, int]] = set()  # that are of no use any more
 
@@ -84,11 +86,12 @@ class Snapshots:
         """Whether something is sent from worker to worker now."""
         return self._taking is not None and self._taking.copies is not None
 
-    def form(self, *, reachable: bool) -> None:
+    def form(self, *, reachable: bool, wait: bool = True) -> None:
         """Find out who sends what to whom, now that the state has been brought to the workers.
 
         Args:
             reachable: Whether workers reach each other; where sums are made at the client that is not known.
+            wait: Whether to wait until they can; else what fails is told of with the next snapshot.
 
         Raises:
             OneboxError: A worker was lost.
@@ -104,9 +107,18 @@ class Snapshots:
         )
         between = {worker: sending for worker, sending in self._sendings.items() if sending.buddy != CLIENT}
         for worker, sending in between.items():
-            self._groups[worker] = self._pool.form_group((worker, sending.buddy), "workers", aside=True)
+            self._groups[worker] = group = self._pool.new_number()
+            members = (worker, sending.buddy)
+            self._forming.append(formed(self._pool, members, "workers", group, aside=True))
         self._drop(self._slots)
         self._slots = set()
+        if wait:
+            self._formed()
+
+    def _formed(self) -> None:
+        """Wait until workers can send to each other."""
+        while self._forming:
+            self._forming.pop().take()
 
     def ask(self, over_s: float = 0.0) -> Mapping[int, Future[Answer]]:
         """Ask for a snapshot of the state as it is when all that has been asked for before is done.
@@ -188,6 +200,7 @@ class Snapshots:
 
     def _send(self, taking: _Taking) -> Copies:
         """Let what only one worker has be sent to another; return what the snapshot will be."""
+        self._formed()
         copies = Copies(placements=dict(self._remote.holdings.placements))
         for worker, part in taking.parts.items():
             (kept,) = taking.asked[worker].result().results
@@ -252,7 +265,7 @@ class Snapshots:
         """Leave the groups by which snapshots are sent."""
         for worker, group in self._groups.items():
             self._pool.leave_group(group, (worker, self._sendings[worker].buddy))
-        self._groups = {}
+        self._groups, self._forming = {}, []
 
     def _drop(self, slots: set[tuple[int, int]], *, again: bool = False) -> None:
         of: dict[int, list[int]] = {}

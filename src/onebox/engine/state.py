@@ -11,14 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from onebox.engine.optimizers import Group, Optimizers, groups_of, remembered_of
+from onebox.engine.splitting import RATES
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import GroupDelays, Optimizer
+from onebox.wire.messages import Optimizer
 from onebox.wire.state import StateEntry
+from onebox.wire.steps import GroupDelays
 from onebox.worker import REMEMBERS, for_each_group
 
 OptimizerEntries = list[tuple[str, str, Tensor | bool | int | float | None]]
 """What an optimizer remembers: (parameter, key, value)."""
+
+
+PASSES = 4
+"""So often an optimizer's step reads or writes each byte of parameter, gradient and state, about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +187,30 @@ def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "n
             known[key] = _tried(group)
         for parameter in group.parameters:
             found[names[id(parameter)]] = Footprint(*known[key], treatment in REMEMBERS)
+    return found
+
+
+def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
+    """Return what a step of each parameter costs, in bytes of it and of what is remembered that are gone through.
+
+    Muon multiplies matrices besides, which takes as long as some more bytes: for a parameter of m rows and n columns,
+    m <= n, each of its Newton-Schulz iterations takes 4 m² n + 2 m³ operations (Jordan 2024, "Muon").
+
+    Args:
+        optimizer: One or several.
+        state: Parameters and buffers.
+    """
+    names = {id(state.tensors[name]): name for name in state.parameters}
+    factors = {name: 2 + found.factor for name, found in footprints(optimizer, state).items()}
+    found = {}
+    for group in groups_of(optimizer):
+        for parameter in group.parameters:
+            name, flops = names[id(parameter)], 0.0
+            if group.kind == "Muon":
+                rows, columns = sorted(parameter.shape)
+                iterations = group.options.get("ns_steps")
+                flops = float(iterations or 5) * (4 * rows**2 * columns + 2 * rows**3)
+            found[name] = factors[name] * parameter.nbytes + flops / RATES.flops * RATES.bandwidth_bps / PASSES
     return found
 
 

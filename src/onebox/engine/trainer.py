@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from onebox.engine.assembly import check_following, exact_settings, follow, recipe_of, requested, with_lateness
+from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read
 from onebox.engine.compiler import Captures
@@ -173,7 +173,6 @@ class Trainer(Observed):
         check_adaptive(adaptive, given, pool, trace=trace)
         settings = exact_settings(seed, check_every, in_flight, clip_grad_norm, trace=trace)
         settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
-        check_following(adaptive, settings, request)
         self.staleness, self.delay, self.warm_up = staleness, delay, settings.warm_up
         self._in_flight = in_flight
         remote = RemoteState(model, loss, optimizer, pool)

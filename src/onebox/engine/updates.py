@@ -16,7 +16,7 @@ from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.engine.sharding import Bucket
 from onebox.graph import square_norm
-from onebox.wire.messages import Broadcast, Free, OptimizerStep, Reduce, Rename
+from onebox.wire.steps import Broadcast, Free, OptimizerStep, Reduce, Rename
 
 if TYPE_CHECKING:
     from onebox.engine.gradients import Gradients

@@ -23,7 +23,7 @@ from onebox.engine.setup import Ready
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import Pool
 from onebox.sizes import parse_size
-from onebox.wire.messages import Free
+from onebox.wire.steps import Free
 
 AHEAD_STEPS = 2
 """Batches that lie at the workers beside those of the steps under way."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from onebox.engine.delays import predicts
 from onebox.engine.holdings import Holdings, Members
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Branch, Broadcast, GroupDelays
+from onebox.wire.steps import Branch, Broadcast, GroupDelays
 
 PREVIOUS, AHEAD = "previous", "ahead"
 """What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""

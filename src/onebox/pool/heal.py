@@ -14,7 +14,7 @@ from onebox.pool.line import Answer
 from onebox.pool.member import Member
 from onebox.pool.switchboard import Switchboard
 from onebox.wire.grouping import LeaveGroup
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 
 PATIENCE_S = 30.0
 """How long a survivor may take to be done with what it was given before the loss."""

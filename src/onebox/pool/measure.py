@@ -22,20 +22,9 @@ from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links
 from onebox.pool.ways import shares_memory
 from onebox.wire import TensorSpec
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Evict,
-    Free,
-    Offload,
-    Prefetch,
-    Routine,
-    Run,
-    Step,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Routine, Run, StoredProgram
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask, Call, Evict, Free, Offload, Prefetch, Step
 
 if TYPE_CHECKING:
     from onebox.pool.pool import Pool

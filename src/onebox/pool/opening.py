@@ -28,7 +28,7 @@ from onebox.pool.spec import AgentPart, RayPart, asked_parts
 from onebox.pool.switchboard import Switchboard
 from onebox.sizes import Memory, parse_budgets
 from onebox.wire import new_keys
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 from onebox.worker import Fault
 
 _LOG = logging.getLogger("onebox")

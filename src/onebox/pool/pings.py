@@ -12,19 +12,8 @@ from onebox.cost.kernels import filled, first_element
 from onebox.errors import OneboxError
 from onebox.pool.failures import raise_first
 from onebox.wire import TensorSpec
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Free,
-    Instruction,
-    Receive,
-    Routine,
-    Run,
-    Send,
-    Step,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Instruction, Routine, Run, StoredProgram
+from onebox.wire.steps import Ask, Call, Free, Receive, Send, Step
 
 if TYPE_CHECKING:
     from onebox.pool.pool import DeviceInfo, Pool

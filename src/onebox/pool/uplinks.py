@@ -14,7 +14,8 @@ from onebox.errors import OneboxError
 from onebox.pool.failures import raise_first
 from onebox.pool.line import Answer
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Ask, Free, Instruction, Put
+from onebox.wire.messages import Instruction, Put
+from onebox.wire.steps import Ask, Free
 
 if TYPE_CHECKING:
     from onebox.pool.pool import Pool

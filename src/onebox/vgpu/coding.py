@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from onebox.wire import FREE, Block
 from onebox.wire.eager import Operate, Replay
-from onebox.wire.messages import Define, Free, Instruction
+from onebox.wire.messages import Define, Instruction
+from onebox.wire.steps import Free
 
 Record = tuple[int, Any, int, int, Sequence[float]]
 

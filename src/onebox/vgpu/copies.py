@@ -16,7 +16,8 @@ from onebox.vgpu.metadata import dense, dense_order
 from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
 from onebox.wire import TensorSpec, dtype_name, from_frame, to_frame
-from onebox.wire.messages import Instruction, Put, Receive, Send
+from onebox.wire.messages import Instruction, Put
+from onebox.wire.steps import Receive, Send
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from onebox.vgpu import box, generators, order
 from onebox.vgpu.box import Device, current_box, current_device, device_count, place
 from onebox.vgpu.order import Event, Stream
 from onebox.wire import DTYPES
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 
 # ---- devices
 

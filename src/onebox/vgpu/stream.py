@@ -24,8 +24,9 @@ from onebox.vgpu.sent import Sent
 from onebox.vgpu.tensor import Handle
 from onebox.wire import FREE, Kernel, TensorSpec, dtype_name
 from onebox.wire.eager import DefaultType, Perform
-from onebox.wire.messages import Call, Define, Free, Get, Instruction
+from onebox.wire.messages import Define, Instruction
 from onebox.wire.sayings import Made, Tensors
+from onebox.wire.steps import Call, Free, Get
 
 CALLS = 64
 """Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""

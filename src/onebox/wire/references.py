@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onebox.wire.messages import (
+from onebox.wire.steps import (
     Ask,
     Branch,
     Broadcast,

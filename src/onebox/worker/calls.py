@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from onebox.errors import WireError
-from onebox.wire.messages import Call, Run
+from onebox.wire.messages import Run
+from onebox.wire.steps import Call
 from onebox.worker.device import Device
 from onebox.worker.store import BufferStore, QuotaExceeded
 from onebox.worker.tape import OperatorFailed, Progress, Tape

@@ -6,24 +6,21 @@ from collections.abc import Sequence
 
 from onebox.wire import TensorSpec
 from onebox.wire.eager import KeepGenerator
-from onebox.wire.messages import (
+from onebox.wire.messages import Define, Instruction, Optimizer, Put
+from onebox.wire.state import Fill, Lay, Write
+from onebox.wire.steps import (
     Branch,
     Broadcast,
     Call,
-    Define,
     Evict,
     Gather,
-    Instruction,
     Offload,
-    Optimizer,
     OptimizerStep,
     Prefetch,
-    Put,
     Receive,
     Reduce,
     Rename,
 )
-from onebox.wire.state import Fill, Lay, Write
 
 
 def writes(instruction: Instruction) -> Sequence[int]:

@@ -11,32 +11,27 @@ from onebox.errors import WireError
 from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
 from onebox.wire.eager import EagerWork, Operate, Perform, Replay
 from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
-from onebox.wire.messages import (
-    Ask,
-    Branch,
-    Broadcast,
-    Call,
-    Define,
-    Evict,
-    Free,
-    Gather,
-    Get,
-    Instruction,
-    Offload,
-    OptimizerStep,
-    Prefetch,
-    Put,
-    Reduce,
-    Rename,
-    Routine,
-    Run,
-    Send,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Instruction, Put, Routine, Run, StoredProgram
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.references import references
 from onebox.wire.sayings import Digest, Failure, OptimizerState, Result, Scalars, Tensors
 from onebox.wire.state import Lay, Read, Recall, SlotInstruction, Snapshot
+from onebox.wire.steps import (
+    Ask,
+    Branch,
+    Broadcast,
+    Call,
+    Evict,
+    Free,
+    Gather,
+    Get,
+    Offload,
+    OptimizerStep,
+    Prefetch,
+    Reduce,
+    Rename,
+    Send,
+)
 from onebox.worker.calls import Calls
 from onebox.worker.device import Device
 from onebox.worker.eager import Eager, VoidKernel

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from onebox.wire.grouping import EmulatedLink, FormGroup
-from onebox.wire.messages import Broadcast, Gather, Receive, Reduce, Routine, Send
+from onebox.wire.messages import Routine
 from onebox.wire.sayings import Failure, Joined, Left
+from onebox.wire.steps import Broadcast, Gather, Receive, Reduce, Send
 from onebox.worker.groups import ClientChannel, Group, PeerLost, Wires, form_group
 from onebox.worker.pinning import roaming
 from onebox.worker.shared import SharedGroup

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Evict, Offload, Prefetch
+from onebox.wire.steps import Evict, Offload, Prefetch
 from onebox.worker.faults import FaultInjector
 from onebox.worker.host import HostMemory
 from onebox.worker.movers import Moved, Mover, mover_for

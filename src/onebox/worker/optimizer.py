@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
-from onebox.wire.messages import Delay, Optimizer, Options
+from onebox.wire.messages import Optimizer
 from onebox.wire.state import StateEntry
+from onebox.wire.steps import Delay, Options
 from onebox.wire.tensors import spec_of
 from onebox.worker.delays import (
     AHEAD,

@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from onebox.cost import owners
 from onebox.errors import UsageError, WireError
 from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
-from onebox.wire.messages import Optimizer, Options, StoredProgram
+from onebox.wire.messages import Optimizer, StoredProgram
 from onebox.wire.sayings import Instructions
+from onebox.wire.steps import Options
 from onebox.worker.device import Device, check_cost, wait_until
 from onebox.worker.host import HostMemory
 from onebox.worker.memory import wake_on_time

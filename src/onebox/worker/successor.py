@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onebox.wire.messages import Branch, Optimizer
+from onebox.wire.messages import Optimizer
 from onebox.wire.state import Recall, StateEntry
+from onebox.wire.steps import Branch
 from onebox.worker.host import HostMemory
 from onebox.worker.optimizer import NativeOptimizer
 

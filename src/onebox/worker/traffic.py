@@ -8,7 +8,7 @@ import torch
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
-from onebox.wire.messages import Broadcast, Gather, Receive, Reduce, Send
+from onebox.wire.steps import Broadcast, Gather, Receive, Reduce, Send
 from onebox.worker.groups import Bucket
 from onebox.worker.membership import Memberships
 from onebox.worker.peers import Finish, Within

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import spec_of
-from onebox.wire.messages import Branch, OptimizerStep, Options, Rename, Run
+from onebox.wire.messages import Run
 from onebox.wire.sayings import Result, Scalars
+from onebox.wire.steps import Branch, OptimizerStep, Options, Rename
 from onebox.worker.delays import AHEAD
 from onebox.worker.device import Device
 from onebox.worker.offload import Offloader

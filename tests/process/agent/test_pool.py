@@ -19,7 +19,7 @@ import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied, WorkerError, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import NOTICED_S, Host, start, until
 from tests.reference import Outcome, assert_same, train

@@ -25,7 +25,7 @@ from onebox.errors import PoolError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
 from onebox.pool.local import LocalSource
-from onebox.wire.messages import Ask
+from onebox.wire.steps import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.faults.conftest import SETTLE_S, belongings
 from tests.process.stages import staged

@@ -13,8 +13,8 @@ from torch import nn
 import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.pool import open_pool, raise_first
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from tests.process.faults.training import (
     AT_ONCE_S,
     WITHIN_S,

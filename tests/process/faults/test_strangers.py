@@ -26,7 +26,8 @@ from onebox.pool import device as device_module
 from onebox.pool import local as local_module
 from onebox.pool import open_pool
 from onebox.wire import KeyPair, configure, encode, new_keys
-from onebox.wire.messages import Ask, Bye, Envelope
+from onebox.wire.messages import Bye, Envelope
+from onebox.wire.steps import Ask
 from onebox.worker import WorkerConfig
 from tests.process.faults.training import Tensors, batch, steps, train, trainer_on
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from onebox.wire import Program
-from onebox.wire.messages import (
+from onebox.wire.messages import Routine, StoredProgram
+from onebox.wire.steps import (
     Ask,
     Broadcast,
     Call,
@@ -25,10 +26,8 @@ from onebox.wire.messages import (
     Prefetch,
     Receive,
     Reduce,
-    Routine,
     Send,
     Step,
-    StoredProgram,
 )
 from onebox.worker.tape import Progress, Tape
 from tests.unit.engine.nets import Lowered, build, state_of

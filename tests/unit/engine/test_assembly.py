@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 import pytest
 import torch
 
-from onebox.engine.assembly import check_following, exact_settings, with_lateness
+from onebox.engine.assembly import exact_settings, with_lateness
 from onebox.engine.delays import WARM_UP
 from onebox.engine.settings import Request
 from onebox.errors import UsageError
@@ -31,15 +30,6 @@ def test_the_first_steps_are_exact_unless_that_is_not_wanted(
     said = [record.getMessage() for record in caplog.records if "warm_up" in record.getMessage()]
     assert len(said) == int(staleness == 1 and asked is None)
     assert all(f"warm_up={WARM_UP}" in line for line in said)
-
-
-def test_a_plan_does_not_follow_its_devices_where_versions_are_handed_out() -> None:
-    shared = dataclasses.replace(REQUEST, optimizer="sharded")
-    late = dataclasses.replace(EXACT, staleness=1)
-    for adaptive, settings, request in ((True, EXACT, shared), (True, late, REQUEST), (False, late, shared)):
-        check_following(adaptive, settings, request)
-    with pytest.raises(UsageError, match="these three do not go together"):
-        check_following(True, late, shared)
 
 
 def test_fewer_than_no_steps_are_refused() -> None:

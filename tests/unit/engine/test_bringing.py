@@ -18,9 +18,10 @@ from onebox.engine.fetching import Fetch
 from onebox.graph.placements import REPLICATE, Placement, Shard, shard_of
 from onebox.pool import Answer, Pool
 from onebox.wire import TensorSpec, from_frame, spec_of
-from onebox.wire.messages import Define, Get, Instruction, Optimizer, OptimizerStep
+from onebox.wire.messages import Define, Instruction, Optimizer
 from onebox.wire.sayings import Kept, Tensors
 from onebox.wire.state import PIECE_BYTES, Fill, Read, Snapshot, Write
+from onebox.wire.steps import Get, OptimizerStep
 from tests.unit.machines import Rig
 
 WEIGHT = torch.arange(48, dtype=torch.float64).reshape(6, 8)

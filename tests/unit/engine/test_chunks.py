@@ -13,7 +13,7 @@ from onebox.engine.chunks import choose_chunks
 from onebox.engine.leaving import leaving_of
 from onebox.engine.parts import Parts
 from onebox.graph import ModelPrograms, Phase, TracedModel, capture
-from onebox.plan import Links, Plan, Prediction, Stage
+from onebox.plan import ASYNC, Links, Plan, Prediction, Stage
 
 SAMPLES, WIDE, NARROW = 16, 4096, 8
 
@@ -68,6 +68,14 @@ def test_only_what_travels_long_and_is_made_long_leaves_in_chunks() -> None:
     assert choose_chunks(programs(), plan_of(), SAMPLES, links(size_bytes / 1e-5)) == {}
     assert choose_chunks(programs(), plan_of(1e-5), SAMPLES, links(size_bytes / 0.01)) == {}
     assert choose_chunks(programs(), replace(plan_of(), predicted=None), SAMPLES, links(1e3)) == {}
+
+
+def test_pipelines_that_are_deep_enough_for_their_messages_send_them_whole() -> None:
+    known = links(SAMPLES * WIDE * 4 / 0.01)
+    late = replace(plan_of(), schedule=ASYNC)
+    assert choose_chunks(programs(), late, SAMPLES, known) == choose_chunks(programs(), plan_of(), SAMPLES, known) != {}
+    assert choose_chunks(programs(), replace(late, in_flight=(0, 0, 0)), SAMPLES, known) != {}
+    assert choose_chunks(programs(), replace(late, in_flight=(5, 3, 1)), SAMPLES, known) == {}
 
 
 def test_links_of_which_nothing_is_known_are_those_of_ten_gigabits() -> None:

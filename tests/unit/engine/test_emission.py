@@ -12,7 +12,7 @@ from onebox.engine.emission import emit
 from onebox.engine.parts import whole_part
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.graph import NamedProgram, Port, split
-from onebox.wire.messages import Call
+from onebox.wire.steps import Call
 from tests.unit.programs import Sample, samples
 
 

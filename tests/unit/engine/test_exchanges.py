@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onebox.engine.exchanges import Exchange, Exchanges
 from onebox.engine.holdings import Members
 from onebox.engine.routine import RoutineBuilder
-from onebox.wire.messages import Reduce
+from onebox.wire.steps import Reduce
 
 GROUPS: dict[Members, int] = {(0, 1): 7, (0, 1, 2): 8}
 

@@ -16,7 +16,7 @@ from onebox.engine.routine import RoutineBuilder
 from onebox.errors import CaptureError
 from onebox.plan import Action, Plan
 from onebox.wire import Program
-from onebox.wire.messages import Call, Free, OptimizerStep, Reduce, Step
+from onebox.wire.steps import Call, Free, OptimizerStep, Reduce, Step
 from tests.unit.engine.nets import PLANS, Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, programs_of, steps_of
 

@@ -14,18 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from onebox.plan import Action, Plan, Prediction
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Free,
-    OptimizerStep,
-    Receive,
-    Reduce,
-    Send,
-    Step,
-    StoredProgram,
-)
+from onebox.wire.messages import StoredProgram
 from onebox.wire.references import references
+from onebox.wire.steps import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send, Step
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import Played, play, programs_of, steps_of
 

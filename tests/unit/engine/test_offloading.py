@@ -16,19 +16,8 @@ from onebox.engine.offloading import Absence, find_absences, offloaded, with_tra
 from onebox.engine.routine import Label
 from onebox.plan import Action, Fate, Plan, UpdateAt
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Evict,
-    Free,
-    Offload,
-    OptimizerStep,
-    Prefetch,
-    Receive,
-    Send,
-    Step,
-)
 from onebox.wire.references import references
+from onebox.wire.steps import Ask, Call, Evict, Free, Offload, OptimizerStep, Prefetch, Receive, Send, Step
 from tests.unit.engine.nets import Lowered, batch, lower, plan, stage
 from tests.unit.engine.player import play, steps_of
 from tests.unit.engine.test_lowering import check

@@ -36,6 +36,7 @@ def profile() -> ModelProfile:
             late_bytes=0,
             forward_work_bytes=0,
             backward_work_bytes=0,
+            update_bytes=30.0,
         )
 
     found = ModelBytes(graph="", size=4, segments=tuple(map(segment, "abc")), values=(), ties=())

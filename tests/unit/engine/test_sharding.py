@@ -23,7 +23,7 @@ from onebox.engine.sharding import buckets_by_owner, share_out
 from onebox.plan import Plan
 from onebox.pool import Link
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Broadcast, OptimizerStep, Reduce
+from onebox.wire.steps import Broadcast, OptimizerStep, Reduce
 from tests.unit.engine.nets import PLANS, Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import Played, play, steps_of
 

@@ -11,12 +11,14 @@ from torch import nn
 
 from onebox.engine.optimizers import options_of
 from onebox.engine.state import (
+    PASSES,
     footprints,
     local_optimizer_state,
     named_state,
     optimizer_definition,
     state_entries,
     trained_names,
+    update_bytes,
 )
 from onebox.errors import UsageError
 from onebox.wire import TensorSpec
@@ -165,3 +167,16 @@ def test_what_the_state_of_every_optimizer_takes_is_known(kind: str) -> None:
     optimizer.step()
     made = sum(value.nbytes for value in optimizer.state[matrix].values() if isinstance(value, torch.Tensor))
     assert found.size_bytes(matrix.nbytes) == made
+
+
+def test_an_update_costs_what_is_gone_through_and_multiplied() -> None:
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    first, second = model.parameters()
+    plain = [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW([second])]
+    costs = update_bytes(plain, numbered(model))
+    assert costs == {"model.0.weight": 2 * first.nbytes, "model.1.weight": 4 * second.nbytes}
+    muon = [torch.optim.Muon([first], ns_steps=3), torch.optim.AdamW([second])]
+    dearer = update_bytes(muon, numbered(model))
+    assert dearer["model.1.weight"] == 4 * second.nbytes
+    flops = 3 * 6 * 256**3
+    assert dearer["model.0.weight"] == pytest.approx(3 * first.nbytes + flops / 5 / PASSES)

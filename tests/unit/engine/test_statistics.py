@@ -18,7 +18,7 @@ from onebox.engine.statistics import Statistics
 from onebox.errors import CaptureError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, deal
-from onebox.wire.messages import Call
+from onebox.wire.steps import Call
 from tests.unit.engine.nets import Lowered, batch, build, lower, plan, stage, state_of
 from tests.unit.engine.player import play, steps_of
 

@@ -24,7 +24,8 @@ from onebox.plan import MicroBatch
 from onebox.pool import Pool
 from onebox.wire import DTYPES, Kernel, from_frame
 from onebox.wire.eager import Operate
-from onebox.wire.messages import Define, Free, Put
+from onebox.wire.messages import Define, Put
+from onebox.wire.steps import Free
 
 SAMPLES = 12
 DATA = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(1))

@@ -18,19 +18,8 @@ from hypothesis import strategies as st
 
 from onebox.engine.routine import Label, StepRoutine
 from onebox.plan import ASYNC, Action, Plan
-from onebox.wire.messages import (
-    Ask,
-    Broadcast,
-    Call,
-    Free,
-    OptimizerStep,
-    Receive,
-    Reduce,
-    Rename,
-    Routine,
-    Send,
-    Step,
-)
+from onebox.wire.messages import Routine
+from onebox.wire.steps import Ask, Broadcast, Call, Free, OptimizerStep, Receive, Reduce, Rename, Send, Step
 from tests.unit.engine.nets import Lowered, lower, plan, stage
 
 PLANS: dict[str, Plan] = {

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from onebox.errors import PoolError, UsageError
 from onebox.pool.delay import DelayLine
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import Free, Get, Put
+from onebox.wire.messages import Put
+from onebox.wire.steps import Free, Get
 from tests.unit.house import OpenPool, threads_for_processes
 
 LATENCY_S = 0.05

@@ -13,7 +13,8 @@ from onebox.pool import Link
 from onebox.pool.links import directed, outgoing
 from onebox.wire import TensorSpec
 from onebox.wire.grouping import EmulatedLink
-from onebox.wire.messages import Define, Get, Put, Receive, Routine, Run, Send
+from onebox.wire.messages import Define, Put, Routine, Run
+from onebox.wire.steps import Get, Receive, Send
 from tests.unit.house import OpenPool, threads_for_processes
 
 FAST, SLOW = Link(bandwidth_bps=1e9), Link(latency_s=0.05, bandwidth_bps=1e6)

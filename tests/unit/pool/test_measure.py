@@ -15,8 +15,8 @@ from onebox.pool import DeviceInfo, Fault, Link, Pool, measure, pings
 from onebox.pool import pool as pool_module
 from onebox.pool.measure import block_seconds, blocks, profile_key
 from onebox.pool.pings import one_way_s
-from onebox.wire.messages import Ask
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask
 from onebox.worker import groups
 from tests.unit.house import OpenPool, threads_for_processes
 

@@ -28,8 +28,9 @@ from onebox.errors import (
 )
 from onebox.pool import Answer, Fault, Pool, raise_first, switchboard
 from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
-from onebox.wire.messages import Ask, Bye, Call, Get, Put, Receive, Reduce, Send
+from onebox.wire.messages import Bye, Put
 from onebox.wire.sayings import Contribution, Lookup, Scalars
+from onebox.wire.steps import Ask, Call, Get, Receive, Reduce, Send
 from tests.leaks import nothing_left
 from tests.unit.house import OpenPool, threads_for_processes
 

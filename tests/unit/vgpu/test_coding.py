@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from onebox.vgpu.coding import Batches, Book, Record, block_of, coded, plain
 from onebox.wire import FREE, Block
 from onebox.wire.eager import Operate, Replay
-from onebox.wire.messages import Define, Free
+from onebox.wire.messages import Define
+from onebox.wire.steps import Free
 
 READS = {1: 0, 2: 1, 3: 2, 4: 3}
 KEEPS = {1: 1, 2: 1, 3: 2, 4: 0}

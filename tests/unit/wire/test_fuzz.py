@@ -36,22 +36,10 @@ from onebox.wire import (
 )
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
 from onebox.wire.grouping import FormGroup
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Envelope,
-    Free,
-    Get,
-    Optimizer,
-    OptimizerStep,
-    Put,
-    Routine,
-    Run,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Envelope, Optimizer, Put, Routine, Run, StoredProgram
 from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
 from onebox.wire.state import StateEntry
+from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep
 
 SPEC = TensorSpec("float32", (2, 3))
 PROGRAM = Program(

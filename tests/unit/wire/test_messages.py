@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, decode_envelope, decode_saying, encode
-from onebox.wire.messages import Ask, Bye, Call, Envelope, Get, Instruction, Put, Run, Step
+from onebox.wire.messages import Bye, Envelope, Instruction, Put, Run
 from onebox.wire.sayings import Reply, Saying, Scalars
+from onebox.wire.steps import Ask, Call, Get, Step
 from tests.unit.wire.samples import INSTRUCTIONS, SAYINGS, STRUCTS, values_of
 
 

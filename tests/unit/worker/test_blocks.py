@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from onebox.wire import FREE, Block
 from onebox.wire.eager import Operate, Replay
-from onebox.wire.messages import Ask, Define, Free
+from onebox.wire.messages import Define
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask, Free
 from onebox.worker.faults import Fault
 from tests.unit.machines import Rig
 from tests.unit.worker.scripts import (

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from onebox.wire import Operator, Program, Slot, Strided, TensorSpec, with_deaths
-from onebox.wire.messages import Call, Define, Routine, Run, StoredProgram
+from onebox.wire.messages import Define, Routine, Run, StoredProgram
+from onebox.wire.steps import Call
 from tests.unit.machines import Rig
 
 SPEC = TensorSpec("float64", (2, 3))

@@ -10,7 +10,8 @@ import torch
 
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Call, Define, Optimizer, OptimizerStep, StoredProgram
+from onebox.wire.messages import Define, Optimizer, StoredProgram
+from onebox.wire.steps import Call, OptimizerStep
 from onebox.worker import device as module
 from onebox.worker import memory
 from onebox.worker.device import Device, wait_until

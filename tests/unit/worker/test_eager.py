@@ -11,8 +11,9 @@ from torch import Tensor
 
 from onebox.wire import FREE, Block, Complex, Generator, Items, Kernel, OwnDevice, Slot, Source, Strided
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
-from onebox.wire.messages import Define, Free, Get
+from onebox.wire.messages import Define
 from onebox.wire.sayings import Made
+from onebox.wire.steps import Free, Get
 from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig

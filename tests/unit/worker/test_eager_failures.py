@@ -9,7 +9,8 @@ import torch
 
 from onebox.wire import FREE, Block, Complex, Generator, Hole, Items, Kernel, Slot, Source, Strided
 from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
-from onebox.wire.messages import Ask, Define
+from onebox.wire.messages import Define
+from onebox.wire.steps import Ask
 from onebox.worker.faults import Fault
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig

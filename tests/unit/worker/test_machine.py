@@ -10,23 +10,10 @@ import torch
 from onebox.graph import add_all
 from onebox.wire import Many, Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
 from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvous
-from onebox.wire.messages import (
-    Ask,
-    Bye,
-    Call,
-    Define,
-    Free,
-    Optimizer,
-    OptimizerStep,
-    Put,
-    Receive,
-    Reduce,
-    Routine,
-    Run,
-    Send,
-)
+from onebox.wire.messages import Bye, Define, Optimizer, Put, Routine, Run
 from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
 from onebox.wire.state import Fill, Read, Snapshot, StateEntry, Take, Write
+from onebox.wire.steps import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send
 from onebox.worker.faults import Fault
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise
@@ -85,7 +72,7 @@ def test_free_passes_over_what_is_not_there(rig: Rig) -> None:
 
 def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
     """An optimizer writes to its parameters in place; an answer before it in the same message must not change."""
-    from onebox.wire.messages import Get
+    from onebox.wire.steps import Get
 
     rig.put(b5=torch.ones(2, 2, dtype=torch.float64))
     rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0}),), (1,))))

@@ -12,21 +12,9 @@ import torch
 from onebox.cost import ACCELERATOR_BPS
 from onebox.cost.kernels import filled
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Evict,
-    Free,
-    Offload,
-    Optimizer,
-    OptimizerStep,
-    Prefetch,
-    Routine,
-    Run,
-    Step,
-)
+from onebox.wire.messages import Define, Optimizer, Routine, Run
 from onebox.wire.sayings import Memory
+from onebox.wire.steps import Ask, Call, Evict, Free, Offload, OptimizerStep, Prefetch, Step
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.host import HOST_SHARE, HostMemory
 from onebox.worker.movers import ThreadMover

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import Tensor
 
-from onebox.wire.messages import Call, Evict, Free, Offload, Prefetch
+from onebox.wire.steps import Call, Evict, Free, Offload, Prefetch
 from tests.unit.machines import Rig, define
 from tests.unit.worker.test_offload import VIEWS, X
 

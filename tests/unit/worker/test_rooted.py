@@ -16,7 +16,8 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of
 from onebox.wire.grouping import EmulatedLink, FormGroup
-from onebox.wire.messages import Broadcast, Reduce, Routine
+from onebox.wire.messages import Routine
+from onebox.wire.steps import Broadcast, Reduce
 from onebox.worker.groups import ClientGroup, Group, PeerLost, Wires, form_group
 from onebox.worker.joint import JointGroup
 from onebox.worker.membership import groups_of

@@ -16,8 +16,9 @@ import zmq
 
 from onebox.wire import TensorSpec, configure, decode_saying, encode, from_frame, new_keys, to_frame
 from onebox.wire.grouping import FormGroup, Gone, Reduced, Rendezvous
-from onebox.wire.messages import PROTOCOL, Ask, Bye, Call, Envelope, Get, Instruction, Put, Reduce
+from onebox.wire.messages import PROTOCOL, Bye, Envelope, Instruction, Put
 from onebox.wire.sayings import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
+from onebox.wire.steps import Ask, Call, Get, Reduce
 from onebox.worker import WorkerConfig, serve
 from onebox.worker.serve import Ports, Server
 from onebox.worker.tape import Progress

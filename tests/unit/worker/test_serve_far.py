@@ -24,9 +24,10 @@ from onebox.wire import (
     send,
     to_frame,
 )
-from onebox.wire.messages import Ask, Bye, Call, Envelope, Free, Get, Instruction, Put
+from onebox.wire.messages import Bye, Envelope, Instruction, Put
 from onebox.wire.reliable import Reliable
 from onebox.wire.sayings import Hello, Left, Reply
+from onebox.wire.steps import Ask, Call, Free, Get
 from onebox.worker import WorkerConfig, serve
 from onebox.worker.serve import Server
 from onebox.worker.tape import Progress

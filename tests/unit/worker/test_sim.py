@@ -16,20 +16,10 @@ from torch import Tensor
 from onebox.errors import UsageError, WireError
 from onebox.wire import Many, Operator, Program, Slot, TensorSpec, spec_of, with_deaths
 from onebox.wire.grouping import Retime
-from onebox.wire.messages import (
-    Ask,
-    Call,
-    Define,
-    Free,
-    Get,
-    Optimizer,
-    OptimizerStep,
-    Options,
-    Put,
-    StoredProgram,
-)
+from onebox.wire.messages import Define, Optimizer, Put, StoredProgram
 from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
 from onebox.wire.state import StateEntry
+from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep, Options
 from onebox.worker import sim as module
 from onebox.worker.device import Device
 from onebox.worker.host import HostMemory

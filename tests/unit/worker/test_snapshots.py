@@ -15,7 +15,7 @@ from torch import Tensor
 from onebox.errors import WireError
 from onebox.wire import TensorSpec, from_frame, spec_of
 from onebox.wire.grouping import FormGroup
-from onebox.wire.messages import Ask, Define, Free, Optimizer, OptimizerStep
+from onebox.wire.messages import Define, Optimizer
 from onebox.wire.sayings import Kept, Memory, OptimizerState
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import (
@@ -34,6 +34,7 @@ from onebox.wire.state import (
     layout,
     pieces,
 )
+from onebox.wire.steps import Ask, Free, OptimizerStep
 from onebox.worker.courier import Courier
 from onebox.worker.faults import Fault, FaultInjector
 from onebox.worker.groups import Wires, form_group

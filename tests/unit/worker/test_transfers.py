@@ -11,21 +11,8 @@ import torch
 
 from onebox.wire import TensorSpec
 from onebox.wire.grouping import EmulatedLink, FormGroup, Retime
-from onebox.wire.messages import (
-    Broadcast,
-    Call,
-    Define,
-    Free,
-    Gather,
-    Get,
-    Optimizer,
-    OptimizerStep,
-    Receive,
-    Reduce,
-    Routine,
-    Run,
-    Send,
-)
+from onebox.wire.messages import Define, Optimizer, Routine, Run
+from onebox.wire.steps import Broadcast, Call, Free, Gather, Get, OptimizerStep, Receive, Reduce, Send
 from onebox.worker.memory import supported
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise

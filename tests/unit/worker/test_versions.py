@@ -11,22 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import (
-    Branch,
-    Call,
-    Define,
-    Evict,
-    Free,
-    Offload,
-    Optimizer,
-    OptimizerStep,
-    Prefetch,
-    Rename,
-    Routine,
-    Run,
-    Step,
-)
+from onebox.wire.messages import Define, Optimizer, Routine, Run
 from onebox.wire.sayings import Delays, OptimizerState
+from onebox.wire.steps import Branch, Call, Evict, Free, Offload, OptimizerStep, Prefetch, Rename, Step
 from onebox.worker import delays
 from onebox.worker.sim import SimDevice
 from onebox.worker.store import Poisoned
@@ -154,7 +141,7 @@ def test_what_a_treatment_remembers_is_counted_and_told(delay: str) -> None:
     put_gradients(rig, 0)
     run(rig, 1, update(0))
     assert rig.used == 10 * BYTES, "as without, and the last update of each parameter"
-    from onebox.wire.messages import Ask
+    from onebox.wire.steps import Ask
 
     (state,) = rig.do(Ask("optimizer", (7,)))
     assert isinstance(state, OptimizerState)

@@ -23,7 +23,7 @@ from onebox.vgpu.stream import Stream
 from onebox.vgpu.tensor import Handle, VirtualTensor, wrap
 from onebox.wire import TensorSpec, dtype_name
 from onebox.wire.grouping import LeaveGroup
-from onebox.wire.messages import Gather, Receive, Reduce, Send
+from onebox.wire.steps import Gather, Receive, Reduce, Send
 
 aten = torch.ops.aten
 
