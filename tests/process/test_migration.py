@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from onebox.engine.compiler import Captures
 from onebox.errors import UsageError
 from onebox.plan import Action, Plan, Stage
 from onebox.plan.schedule import Kind
+from onebox.pool import Link
 from onebox.wire.messages import Define, Instruction, Routine, StoredProgram
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
@@ -180,12 +182,16 @@ def test_versions_of_weights_move_with_what_is_stepped(pool: onebox.Pool, delay:
 
 @pytest.mark.parametrize(("delay", "optimizer"), [("none", "sgd"), ("predict", "sgd"), ("both", "adamw")])
 def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, delay: str, optimizer: str) -> None:
+    """Also where what owners hand out is under way for longer than a step takes."""
     late: dict[str, Any] = {"schedule": "async-1f1b", "optimizer": "sharded"}
     plan, others = (staged("unet", places, **late) for places in (((0, 1), (2, 3)), ((2, 1), (0, 3))))
     more = {"optimizer": optimizer, "staleness": 1, "delay": delay, "warm_up": 1}
     whole = trained(pool, "unet", plan, {}, **more)
     changes = {2: others, 4: moved(others, 0, -1), 5: plan}
     assert_same_bits(trained(pool, "unet", plan, changes, **more), whole)
+    slow = dict.fromkeys(itertools.combinations(range(4), 2), Link(latency_s=0.1))
+    with onebox.open("cpu*4", threads=1, links=slow) as far:
+        assert_same_bits(trained(far, "unet", plan, changes, **more), whole)
 
 
 def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_drained(pool: onebox.Pool) -> None:

@@ -208,8 +208,9 @@ def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
             name, flops = names[id(parameter)], 0.0
             if group.kind == "Muon":
                 rows, columns = sorted(parameter.shape)
-                iterations = group.options.get("ns_steps")
-                flops = float(iterations or 5) * (4 * rows**2 * columns + 2 * rows**3)
+                iterations = group.options["ns_steps"]
+                assert isinstance(iterations, int)
+                flops = iterations * (4.0 * rows**2 * columns + 2.0 * rows**3)
             found[name] = factors[name] * parameter.nbytes + flops / RATES.flops * RATES.bandwidth_bps / PASSES
     return found
 
