@@ -7,13 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "adaptive.py"
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 
 
-@pytest.mark.timeout(TIMEOUT_S + 10)
 def test_a_short_case_runs_on_all_sides() -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

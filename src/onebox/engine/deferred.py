@@ -71,13 +71,13 @@ class OldGroups:
         self._groups.update({group: (members, steps) for group, members in groups.items()})
 
     def step(self) -> None:
-        """Take note that a step has begun.
+        """Take note that a step has begun; what is not even formed yet is left later.
 
         Raises:
             OneboxError: The pool is broken.
         """
         self._groups = {group: (members, steps - 1) for group, (members, steps) in self._groups.items()}
-        self.leave([group for group, (_, steps) in self._groups.items() if not steps])
+        self.leave([group for group, (_, steps) in self._groups.items() if steps <= 0 and self._pool.is_formed(group)])
 
     def leave(self, groups: Collection[int] | None = None) -> None:
         """Leave some groups, or all.

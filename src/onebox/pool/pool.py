@@ -61,6 +61,7 @@ class Pool:
         self._members = list(members)
         self._sources = sources
         self._switchboard = switchboard
+        self._forming: dict[int, list[Future[Answer]]] = {}  # of groups that nobody has left
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
@@ -204,7 +205,7 @@ class Pool:
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
         self._switchboard.form(group, workers)
-        return [
+        self._forming[group] = asked = [
             self.post(
                 worker,
                 [FormGroup(group, rank, len(workers), backend, address, GROUP_S, shared, links[rank], aside)],
@@ -212,6 +213,14 @@ class Pool:
             )
             for rank, (worker, address) in enumerate(zip(workers, addresses, strict=True))
         ]
+        return asked
+
+    def is_formed(self, group: int) -> bool:
+        """Tell whether all members of a group have answered that it is formed, or why not; until then none may leave.
+
+        One that leaves as soon as it has met the others would be lost to those that are still about to meet it.
+        """
+        return all(future.done() for future in self._forming.get(group, ()))
 
     def note_group(self, workers: Sequence[int], answers: Sequence[Answer]) -> None:
         """Take in what the members of a group answered that has been formed: why some do not share memory is logged."""
@@ -254,6 +263,7 @@ class Pool:
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
+        self._forming.pop(group, None)
         for worker in workers:
             if worker not in self.gone:
                 self.post(worker, [LeaveGroup(group)])

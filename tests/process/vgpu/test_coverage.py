@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from onebox.errors import WorkerDied
@@ -40,7 +39,6 @@ ALSO_REFUSED_BY_THE_CPU = "Jiterator is only supported on CUDA"
 """The one error of the CPU: anything else would be due to the device beside it."""
 
 
-@pytest.mark.timeout(180)
 def test_a_part_of_the_databases_gives_what_the_cpu_gives() -> None:
     choose = random.Random(SEED)
     cases = [

@@ -18,6 +18,10 @@ class Leaving:
 
     def __init__(self) -> None:
         self.left: list[tuple[int, Sequence[int]]] = []
+        self.forming: set[int] = set()
+
+    def is_formed(self, group: int) -> bool:
+        return group not in self.forming
 
     def leave_group(self, group: int, members: Sequence[int]) -> None:
         self.left.append((group, members))
@@ -38,6 +42,19 @@ def test_groups_are_left_when_steps_have_read_what_came_by_them() -> None:
     groups.leave()
     groups.step()
     assert pool.left[3:] == [(10, (0, 1))]
+
+
+def test_nobody_leaves_a_group_that_others_are_about_to_join() -> None:
+    pool = Leaving()
+    groups = OldGroups(cast(Pool, pool))
+    pool.forming = {7}
+    groups.add({7: (0, 1)}, 1)
+    for _ in range(3):
+        groups.step()
+    assert not pool.left
+    pool.forming = set()
+    groups.step()
+    assert pool.left == [(7, (0, 1))]
 
 
 def test_answers_are_taken_in_once() -> None:
