@@ -59,6 +59,7 @@ def nodes() -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # else actors wait for minutes beside other tests: Ray's own is 15
         nodes = Nodes(Cluster())
         try:
             nodes.add(HEAD, include_dashboard=False, ray_client_server_port=nodes.port)

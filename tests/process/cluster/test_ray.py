@@ -83,6 +83,20 @@ def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_a
         assert raised.error.worker == worker
 
 
+def test_a_worker_of_a_killed_node_is_given_up_where_there_is_no_room_for_it(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebox.pool.cluster.source.ROOM_S", 1.0)
+    with open_pool("ray/cpu*2/spread") as pool:
+        worker = next(device.number for device in pool.devices if device.address != HEAD)
+        nodes.kill(pool.devices[worker].address)
+        fails(lambda: train(pool, "workers", 10_000))
+        healing = pool.heal()
+        assert (healing.replaced, healing.gone) == ((), (worker,))
+        assert "found no room for the actor" in str(healing.lost[worker])
+        nodes.add(OTHER)
+
+
 def test_a_client_that_is_killed_leaves_nothing(nodes: Nodes) -> None:
     script = "import onebox, os; len(onebox.open('ray/cpu*2')); print('opened', flush=True); os.kill(os.getpid(), 9)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)

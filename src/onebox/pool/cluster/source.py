@@ -38,10 +38,13 @@ RESTARTS = -1
 """Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
 waits, with its share of the placement group, until it is told to start one."""
 
-REPLACE_S = 30.0
-"""How long an actor may take to be there again after it or its node was lost."""
+ROOM_S = 30.0
+"""How long the cluster may take to find room on another node for the actor of one that it knows to be dead."""
 
 _AGAIN_S = 0.25
+
+_LOOK_S = 5.0
+"""How often it is looked whether an actor that does not answer has room at all."""
 
 _CALLS = 4
 """How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
@@ -90,11 +93,12 @@ class RaySource:
         """Start a worker in the place of one that has ended, where Ray has put its actor by now.
 
         Raises:
-            PoolError: Its actor is not there again in time: there is no room for it, or its node is out of reach.
+            PoolError: There is no room for its actor within ``ROOM_S``, or it is not there again in time: its node is
+                out of reach.
         """
         if self._ray is None or not self._first <= number < self._first + len(self._actors):
             return None
-        [one] = self._launch([number - self._first], client_key, REPLACE_S)
+        [one] = self._launch([number - self._first], client_key, START_S)
         return one
 
     def connected(self) -> None:
@@ -228,27 +232,35 @@ class RaySource:
             PoolError: It did not answer in time, or could not.
         """
         named = f"the actor of worker {self._first + number}"
-        late = PoolError(
-            f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, 'ray logs' what "
-            "its node is busy with"
-        )
-        while True:
-            left_s = end_s - time.monotonic()
+        while (left_s := end_s - time.monotonic()) > 0:
             try:
-                answer: str = self._ray.get(asked, timeout=max(0.0, left_s))
+                answer: str = self._ray.get(asked, timeout=min(left_s, _LOOK_S))
                 return answer
             except self._ray.exceptions.ActorUnavailableError:
-                if left_s < 0:
-                    raise late from None
+                self._require_room(named, min(left_s, ROOM_S))
                 time.sleep(_AGAIN_S)
                 asked = ask(number)
             except self._ray.exceptions.GetTimeoutError:
-                raise late from None
+                self._require_room(named, min(left_s, ROOM_S))
             except (self._ray.exceptions.RayError, ConnectionError) as error:
                 raise PoolError(
                     f"{named} did not start: {what(error)}\n  every node needs onebox {own_versions().onebox} in the "
                     "Python that Ray runs there: pip install 'onebox[cluster]'"
                 ) from None
+        raise PoolError(
+            f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, 'ray logs' what "
+            "its node is busy with"
+        )
+
+    def _require_room(self, named: str, limit_s: float) -> None:
+        """Wait until the cluster has room for each actor; it has at once while it knows of no dead node among theirs.
+
+        Raises:
+            PoolError: It has none in time.
+        """
+        if not self._group.wait(limit_s):
+            has = describe_nodes(line.nodes(self._ray))
+            raise PoolError(f"the Ray cluster found no room for {named} within {limit_s:.0f} s; it has: {has}")
 
     def _check(self, number: int) -> None:
         """Refuse a node with other versions, or one whose PyTorch cannot use the GPU that Ray gave."""
