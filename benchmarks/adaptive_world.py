@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise, permutations
 
 from pipeline_models import Case, Linears
@@ -71,9 +72,23 @@ class State:
         ends = set(self.weak or ())
         return {pair: weak if set(pair) == ends else ETHERNET for pair in permutations(range(len(self.speeds)), 2)}
 
-    def bound_s(self, count: int) -> float:
-        """Return what no step can beat that uses each device to the full: all work over the sum of all speeds."""
+    def busy_s(self, count: int) -> float:
+        """Return what a step takes in which all devices are busy always: all work over the sum of all speeds.
+
+        Where devices are uneven, nobody reaches that with whole segments; see :meth:`bound_s`.
+        """
         return count * 3 * PARTS * PART_S / sum(self.speeds)
+
+    def bound_s(self, count: int) -> float:
+        """Return the work of the busiest device in a step, if each segment is on one device and they are dealt out
+        best: the shortest time in which the devices, each with whole segments, get all of them done."""
+        times = sorted({Fraction(parts) / _exact(speed) for speed in self.speeds for parts in range(1, PARTS + 1)})
+        least = next(time for time in times if sum(int(time * _exact(speed)) for speed in self.speeds) >= PARTS)
+        return count * 3 * PART_S * float(least)
+
+
+def _exact(speed: float) -> Fraction:
+    return Fraction(speed).limit_denominator(12)
 
 
 @dataclass(frozen=True, kw_only=True)

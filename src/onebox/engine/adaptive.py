@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ _BEHIND = 64
 
 _SLICE_S = 0.1
 """How long workers are waited for at a time."""
+
+_WORTH = 0.25
+"""What a new plan has to save of a step for the next step to wait for it: to let a pipeline run empty costs less."""
 
 _JOIN_S = 10.0
 """How long a thread is waited for that is to end: a decision, or what makes a plan ready, is in no hurry to stop."""
@@ -125,7 +129,8 @@ class Adaptive:
         self._batch = batch
         self._told: queue.Queue[_Step | _Done | None] = queue.Queue()
         self._ready: _Ready | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._patience_s = 0.0
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
@@ -141,30 +146,48 @@ class Adaptive:
             self._thread.start()
         self._told.put(_Step(whole=whole, plan=plan))
 
-    def between_steps(self) -> None:
-        """Let a plan take over that is ready to.
+    def between_steps(self, *, under_way: bool = False) -> bool:
+        """Let a plan take over that is ready to, or is about to be because something has plainly changed.
+
+        Args:
+            under_way: Whether workers are busy with a step, so that the next one may wait.
+
+        Returns:
+            Whether a plan was to take over.
 
         Raises:
             OneboxError: A worker was lost, and the run cannot go on after that.
         """
-        with self._lock:
-            ready = self._ready
-            if ready is None:
-                return
-            self._ready = None
+        with self._changed:
+            if under_way:
+                self._wait()
+            ready, self._ready = self._ready, None
+        if ready is None:
+            return False
         told = self._told
         moved = self._run.adopt(ready.decision.plan, ready.migration)
         if self._told is not told:  # a worker was lost meanwhile, and all begins anew
-            return
+            return True
         self.note(Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes))
         self._told.put(_Done(decision=ready.decision))
+        return True
+
+    def _wait(self) -> None:
+        """Wait, with the lock, until the thread has nothing to do any more or a plan is ready; once for each doubt."""
+        begin_s = time.monotonic()
+        while self._ready is None and self._told.unfinished_tasks:
+            left_s = begin_s + self._patience_s - time.monotonic()
+            if left_s <= 0:
+                break
+            self._changed.wait(left_s)
+        self._patience_s = 0.0
 
     def restart(self) -> None:
         """Forget what was seen and decided: the run goes on after a loss, maybe with another plan and other devices."""
         self.close()
         self._told, self._stopped, self._thread = queue.Queue(), threading.Event(), None
-        with self._lock:
-            self._ready = None
+        with self._changed:
+            self._ready, self._patience_s = None, 0.0
 
     def close(self) -> None:
         """End the thread; what it is about to decide is not done. Idempotent."""
@@ -184,8 +207,25 @@ class Adaptive:
         """Return the samples of a batch that is as most are."""
         return self._batch()
 
+    def looked(self, told: queue.Queue[_Step | _Done | None], patience_s: float) -> None:
+        """Say that something that was told has been looked at.
+
+        Args:
+            told: Where it was.
+            patience_s: How long the step after the next one may wait for what is found about the next.
+        """
+        told.task_done()
+        with self._changed:
+            if told is self._told:
+                self._patience_s = patience_s
+                self._changed.notify_all()
+
     def offer(self, decision: Decision, stopped: threading.Event) -> str:
         """Make a plan ready, and let it take over before the next step; return why not, where it cannot."""
+        saved_s = decision.before_s - decision.after_s
+        with self._changed:  # the step under way is waited for at no cost, and then as long as another one would lose
+            self._patience_s = decision.before_s + saved_s if saved_s > _WORTH * decision.before_s else 0.0
+            self._changed.notify_all()
         try:
             migration = self._run.prepare(decision.plan)
             if migration is not None:
@@ -198,14 +238,15 @@ class Adaptive:
             if not stopped.is_set():
                 self.note(Made(decision=decision, step=decision.step, refused=why))
             return why
-        with self._lock:
+        with self._changed:
             if not stopped.is_set():
                 self._ready = _Ready(decision=decision, migration=migration)
+                self._changed.notify_all()
         return ""
 
     def note(self, made: Made) -> None:
         """Add a decision to those that were made."""
-        with self._lock:
+        with self._changed:
             self.decisions = (*self.decisions, made)
         _LOG.warning("adaptive: %s", made.line)
 
@@ -219,7 +260,7 @@ class Adaptive:
         self._add(decision, seconds=seconds)
 
     def _add(self, decision: Decision, **known: Any) -> None:
-        with self._lock:
+        with self._changed:
             self.decisions = tuple(
                 replace(made, **known) if made.decision is decision else made for made in self.decisions
             )
@@ -249,18 +290,25 @@ class _Work:
     def run(self) -> None:
         """Take what is told until the end."""
         while (told := self._told.get()) is not None and not self._stopped.is_set():
+            patience_s = 0.0
             try:
                 if isinstance(told, _Done):
                     self._made = told
                 else:
-                    self._take(told)
+                    patience_s = self._take(told)
             except OneboxError as error:
                 if not self._stopped.is_set():
                     _LOG.warning("adaptive: the schedule does not follow this run: %s", error)
                 return
+            finally:
+                self._owner.looked(self._told, patience_s)
 
-    def _take(self, step: _Step) -> None:
-        """Take a step that has another one before it, or the pace of steps is not known."""
+    def _take(self, step: _Step) -> float:
+        """Take a step that has another one before it, or the pace of steps is not known.
+
+        Returns:
+            How long the step after the next one may wait for what is found about the next.
+        """
         last, self._last = self._last, step
         made = self._made
         if made is not None and self._follower is not None and step.plan == made.decision.plan:
@@ -268,11 +316,11 @@ class _Work:
             seconds = 0.0 if last is None else max(0.0, apart_s(last.whole, step.whole) - made.decision.after_s)
             self._follower.applied(made.decision, seconds)
             self._owner.took(made.decision, seconds)
-            return
+            return 0.0
         if last is None or last.plan != step.plan:
-            return
+            return 0.0
         if sum(part.size for part in step.whole.micro_batches) != self._owner.samples():
-            return
+            return 0.0
         seen = see(step.whole, last.whole.trace)
         if self._follower is None or self._problem is None:
             self._passed += 1
@@ -280,12 +328,13 @@ class _Work:
                 self._first.append(seen)
             if len(self._first) == _MEASURED:
                 self._follower, self._problem = self._owner.begin(step.plan, list(self._first))
-            return
+            return 0.0
         if last.plan != self._follower.plan:
-            return
+            return 0.0
         decision = self._follower.see(without_jitter(seen, self._problem.links))
         for outcome in self._follower.outcomes[self._judged :]:
             self._owner.judged(outcome)
         self._judged = len(self._follower.outcomes)
         if decision is not None and self._owner.offer(decision, self._stopped):
             self._follower.refused(decision)
+        return seen.step_s if self._follower.doubts else 0.0

@@ -89,11 +89,12 @@ class TrainingRun:
     def step(self, batch: Batch, uploaded: Uploaded | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
-        if self.adaptive is not None:
-            self.adaptive.between_steps()
         number, guard = self.steps_done, self.guard
         self.surely(lambda: self._get_ready(batch, number).step(batch))
         self.wait(self._settings.in_flight - 1)
+        under_way = not all(loss.done for loss in self._running)
+        if self.adaptive is not None and self.adaptive.between_steps(under_way=under_way):
+            self.surely(lambda: self._get_ready(batch, number).step(batch))
         kept = self.uploads.kept(batch) if parcel is None else batch
         result = StepLoss(number, self._failed, self.drain)
         work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result, parcel=parcel)

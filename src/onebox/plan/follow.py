@@ -107,6 +107,11 @@ class Follower:
         """What became of the decisions that were judged so far."""
         return tuple(self._outcomes)
 
+    @property
+    def doubts(self) -> bool:
+        """Whether one more step like the last may lead to a decision."""
+        return self._open is None and self._trial is None and self._rates.doubted
+
     def see(self, seen: Seen) -> Decision | None:
         """Take the measurements of a step; each step is told once, in their order.
 

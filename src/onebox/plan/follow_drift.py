@@ -82,6 +82,11 @@ class Drift:
         """Whether the last samples may be the begin of a change."""
         return max(self._runs) > 1
 
+    @property
+    def doubted(self) -> bool:
+        """Whether the last sample was so far from what is believed that another one like it would tell a change."""
+        return max(self._clear) > _VAGUE
+
     def see(self, factor: float, step: int, parts: tuple[float, float] = _UNKNOWN) -> bool:
         """Take a sample.
 

@@ -162,6 +162,11 @@ class Rates:
         """Whether something may be changing just now."""
         return any(drift.alarmed for drift in (*self._found.devices.values(), *self._found.links.values()))
 
+    @property
+    def doubted(self) -> bool:
+        """Whether one more step like the last would tell that something has changed."""
+        return any(drift.doubted for drift in (*self._found.devices.values(), *self._found.links.values()))
+
     def differing(self) -> list[Change]:
         """Return what is believed not to be as planned."""
         devices = ((f"device {number}", (number,), drift) for number, drift in self._found.devices.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -29,9 +30,13 @@ def cut(bound: int) -> Plan:
     return Plan(stages=stages, micro_batch=2, schedule="1f1b")
 
 
-def problem() -> Problem:
-    """Return six segments that take 10 ms forward, and each half of backward likewise, on either of two devices."""
-    each = {"cpu": Time(sample_s=0.005)}
+def problem(scale: float) -> Problem:
+    """Return six segments that take 10 ms forward, and each half of backward likewise, on either of two devices.
+
+    Args:
+        scale: All takes so many times as long.
+    """
+    each = {"cpu": Time(sample_s=0.005 * scale)}
     return Problem(
         segments=tuple(Segment(name=n, forward_s=each, input_s=each, weight_s=each, update_s={}) for n in NAMES),
         devices=tuple(DeviceSpec(number=number, type="cpu") for number in range(2)),
@@ -45,13 +50,17 @@ def problem() -> Problem:
 class Trained:
     """A run whose workers take what they are said to take; it keeps what it is asked to do."""
 
-    def __init__(self, refuses: OneboxError | None = None) -> None:
+    def __init__(self, refuses: OneboxError | None = None, scale: float = 1.0) -> None:
         self.plan, self.steps_done = cut(3), 0
         self.adopted: list[Plan] = []
         self.prepared = 0
+        self.may_prepare = threading.Event()
+        self.may_prepare.set()
         self._refuses = refuses
+        self.scale = scale
 
     def prepare(self, plan: Plan) -> Migration | None:
+        assert self.may_prepare.wait(WAIT_S)
         self.prepared += 1
         if self._refuses is not None:
             raise self._refuses
@@ -65,12 +74,18 @@ class Trained:
     def step(self, adaptive: Adaptive, slow: float) -> None:
         """Do a step, in which the second device takes so many times as long."""
         adaptive.between_steps()
-        workers, begin = {}, self.steps_done * 10_000_000_000
+        self.end(adaptive, slow)
+        while adaptive._told.qsize():  # what has been told is looked at before the next step
+            time.sleep(0.001)
+
+    def end(self, adaptive: Adaptive, slow: float) -> None:
+        """Let a step end."""
+        workers, begin = {}, self.steps_done * int(1e10 * self.scale)
         for device, stage in enumerate(self.plan.stages):
             labels, times, now = [], [], begin
             for part in PARTS:
                 for kind in KINDS:
-                    took = int(1e7 * len(stage.segments) * (1 + (kind == "B")) * (slow if device else 1.0))
+                    took = int(1e7 * self.scale * len(stage.segments) * (1 + (kind == "B")) * (slow if device else 1.0))
                     labels.append(Label("", "compute", Action(kind, device, part.index)))
                     times += [now, now + took]
                     now += took
@@ -79,12 +94,10 @@ class Trained:
         self.steps_done += 1
         whole = Whole(trace=trace, micro_batches=PARTS, full=2, hosts={0: "", 1: ""}, timed=lambda one, other: False)
         adaptive.ended(whole, self.plan)
-        while adaptive._told.qsize():  # what has been told is looked at before the next step
-            time.sleep(0.001)
 
 
 def followed(run: Trained) -> Adaptive:
-    return Adaptive(run, lambda plan, steps: problem(), lambda: 8)
+    return Adaptive(run, lambda plan, steps: problem(run.scale), lambda: 8)
 
 
 def until(run: Trained, adaptive: Adaptive, slow: float) -> None:
@@ -149,3 +162,48 @@ def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> N
         assert run.adopted == []
         run.step(adaptive, 1.0)
         adaptive.close()
+
+
+def doubted(run: Trained, adaptive: Adaptive) -> None:
+    """Do steps as usual, and one that is slow, and wait until it has been looked at."""
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    run.end(adaptive, 3.0)
+    end_s = time.monotonic() + WAIT_S
+    while not adaptive._patience_s and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert adaptive._patience_s > 0
+
+
+def test_where_something_has_plainly_changed_the_next_step_waits_for_the_plan_that_follows() -> None:
+    run = Trained(scale=1000.0)  # whose steps take minutes, as far as anybody knows: so long may be waited
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.end(adaptive, 3.0)
+    assert adaptive.between_steps(under_way=True)
+    assert [made.decision.plan for made in adaptive.decisions] == run.adopted == [run.plan]
+    adaptive.close()
+
+
+@pytest.mark.parametrize("refuses", [None, DeviceMemoryError("no room")])
+def test_a_step_that_waits_goes_on_where_no_plan_follows(refuses: OneboxError | None) -> None:
+    run = Trained(refuses=refuses, scale=1000.0)
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.end(adaptive, 1.0 if refuses is None else 3.0)
+    assert not adaptive.between_steps(under_way=True)
+    assert (run.prepared, run.adopted) == (0 if refuses is None else 1, [])
+    adaptive.close()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_nobody_waits_while_no_step_is_under_way_or_for_longer_than_it_is_worth(under_way: bool) -> None:
+    run = Trained(scale=0.1)  # steps of about a tenth of a second
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.may_prepare.clear()
+    run.end(adaptive, 3.0)
+    assert not adaptive.between_steps(under_way=under_way)
+    assert run.prepared == 0, "it would have been waited for until now"
+    run.may_prepare.set()
+    adaptive.close()
