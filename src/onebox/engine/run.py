@@ -92,8 +92,7 @@ class TrainingRun:
         number, guard = self.steps_done, self.guard
         self.surely(lambda: self._get_ready(batch, number).step(batch))
         self.wait(self._settings.in_flight - 1)
-        under_way = not all(loss.done for loss in self._running)
-        if self.adaptive is not None and self.adaptive.between_steps(under_way=under_way):
+        if self.adaptive is not None and self.adaptive.between_steps(under_way=self._under_way):
             self.surely(lambda: self._get_ready(batch, number).step(batch))
         kept = self.uploads.kept(batch) if parcel is None else batch
         result = StepLoss(number, self._failed, self.drain)
@@ -112,6 +111,11 @@ class TrainingRun:
             self.fail(error)
             raise
         return result
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether a step is."""
+        return not all(loss.done for loss in self._running)
 
     def _begun(self, loss: StepLoss) -> None:
         self._running.append(loss)
