@@ -232,35 +232,41 @@ class RaySource:
             PoolError: It did not answer in time, or could not.
         """
         named = f"the actor of worker {self._first + number}"
-        while (left_s := end_s - time.monotonic()) > 0:
+        while True:
+            left_s = max(0.0, end_s - time.monotonic())
             try:
                 answer: str = self._ray.get(asked, timeout=min(left_s, _LOOK_S))
                 return answer
-            except self._ray.exceptions.ActorUnavailableError:
-                self._require_room(named, min(left_s, ROOM_S))
-                time.sleep(_AGAIN_S)
-                asked = ask(number)
-            except self._ray.exceptions.GetTimeoutError:
-                self._require_room(named, min(left_s, ROOM_S))
+            except (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError) as error:
+                lost = isinstance(error, self._ray.exceptions.ActorUnavailableError)
             except (self._ray.exceptions.RayError, ConnectionError) as error:
                 raise PoolError(
                     f"{named} did not start: {what(error)}\n  every node needs onebox {own_versions().onebox} in the "
                     "Python that Ray runs there: pip install 'onebox[cluster]'"
                 ) from None
-        raise PoolError(
-            f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, 'ray logs' what "
-            "its node is busy with"
-        )
+            if not left_s:
+                raise PoolError(
+                    f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, "
+                    "'ray logs' what its node is busy with"
+                )
+            self._require_room(named, min(left_s, ROOM_S))
+            if lost:
+                time.sleep(_AGAIN_S)
+                asked = ask(number)
 
     def _require_room(self, named: str, limit_s: float) -> None:
         """Wait until the cluster has room for each actor; it has at once while it knows of no dead node among theirs.
 
         Raises:
-            PoolError: It has none in time.
+            PoolError: It has none in time, or is out of reach.
         """
-        if not self._group.wait(limit_s):
+        try:
+            if self._group.wait(limit_s):
+                return
             has = describe_nodes(line.nodes(self._ray))
-            raise PoolError(f"the Ray cluster found no room for {named} within {limit_s:.0f} s; it has: {has}")
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            raise PoolError(f"the Ray cluster does not say whether it has room for {named}: {what(error)}") from None
+        raise PoolError(f"the Ray cluster found no room for {named} within {limit_s:.0f} s; it has: {has}")
 
     def _check(self, number: int) -> None:
         """Refuse a node with other versions, or one whose PyTorch cannot use the GPU that Ray gave."""
