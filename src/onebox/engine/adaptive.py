@@ -286,29 +286,26 @@ class _Work:
         self._passed = 0
         self._first: deque[Seen] = deque(maxlen=_MEASURED)
         self._judged = 0
+        self._doubt_s = 0.0  # how long a step may wait for what is found about the next one
 
     def run(self) -> None:
         """Take what is told until the end."""
         while (told := self._told.get()) is not None and not self._stopped.is_set():
-            patience_s = 0.0
+            self._doubt_s = 0.0
             try:
                 if isinstance(told, _Done):
                     self._made = told
                 else:
-                    patience_s = self._take(told)
+                    self._take(told)
             except OneboxError as error:
                 if not self._stopped.is_set():
                     _LOG.warning("adaptive: the schedule does not follow this run: %s", error)
                 return
             finally:
-                self._owner.looked(self._told, patience_s)
+                self._owner.looked(self._told, self._doubt_s)
 
-    def _take(self, step: _Step) -> float:
-        """Take a step that has another one before it, or the pace of steps is not known.
-
-        Returns:
-            How long the step after the next one may wait for what is found about the next.
-        """
+    def _take(self, step: _Step) -> None:
+        """Take a step that has another one before it, or the pace of steps is not known."""
         last, self._last = self._last, step
         made = self._made
         if made is not None and self._follower is not None and step.plan == made.decision.plan:
@@ -316,11 +313,11 @@ class _Work:
             seconds = 0.0 if last is None else max(0.0, apart_s(last.whole, step.whole) - made.decision.after_s)
             self._follower.applied(made.decision, seconds)
             self._owner.took(made.decision, seconds)
-            return 0.0
+            return
         if last is None or last.plan != step.plan:
-            return 0.0
+            return
         if sum(part.size for part in step.whole.micro_batches) != self._owner.samples():
-            return 0.0
+            return
         seen = see(step.whole, last.whole.trace)
         if self._follower is None or self._problem is None:
             self._passed += 1
@@ -328,13 +325,14 @@ class _Work:
                 self._first.append(seen)
             if len(self._first) == _MEASURED:
                 self._follower, self._problem = self._owner.begin(step.plan, list(self._first))
-            return 0.0
+            return
         if last.plan != self._follower.plan:
-            return 0.0
+            return
         decision = self._follower.see(without_jitter(seen, self._problem.links))
         for outcome in self._follower.outcomes[self._judged :]:
             self._owner.judged(outcome)
         self._judged = len(self._follower.outcomes)
         if decision is not None and self._owner.offer(decision, self._stopped):
             self._follower.refused(decision)
-        return seen.step_s if self._follower.doubts else 0.0
+        if self._follower.doubts:
+            self._doubt_s = seen.step_s

@@ -160,12 +160,17 @@ class Rates:
     @property
     def alarmed(self) -> bool:
         """Whether something may be changing just now."""
-        return any(drift.alarmed for drift in (*self._found.devices.values(), *self._found.links.values()))
+        return any(drift.alarmed for drift in self._drifts)
 
     @property
     def doubted(self) -> bool:
         """Whether one more step like the last would tell that something has changed."""
-        return any(drift.doubted for drift in (*self._found.devices.values(), *self._found.links.values()))
+        return any(drift.doubted for drift in self._drifts)
+
+    @property
+    def _drifts(self) -> tuple[Drift, ...]:
+        """What is believed of devices and of links."""
+        return (*self._found.devices.values(), *self._found.links.values())
 
     def differing(self) -> list[Change]:
         """Return what is believed not to be as planned."""
