@@ -86,7 +86,7 @@ def planned_bytes(problem: Problem, plan: Plan) -> int:
 
 def test_what_goes_over_the_uplink_is_what_the_plan_says_and_less_than_with_eyes_shut(pool: Pool) -> None:
     profile = measure_pool(pool)
-    assert sorted(profile.groups[0]) == [(0, 2), (1, 3)]
+    assert [(0, 2), (1, 3)] in map(sorted, profile.groups)
     problem = problem_of(Links(latency_s=profile.latency_s, bandwidth_bps=profile.bandwidth_bps))
     plan = search(problem, effort=100_000).plan
     assert len(plan.stages) == 4

@@ -48,17 +48,52 @@ def near_groups(
         One or two partitions; the groups of the second are made of those of the first. Where no group is well apart
         from the others, one partition with one group. Devices that nothing can be sent between are never together.
     """
-    known = {
-        (a, b): math.sqrt(distance(latency_s, bandwidth_bps, a, b) * distance(latency_s, bandwidth_bps, b, a))
-        for a, b in itertools.combinations(sorted(latency_s), 2)
-        if b in latency_s[a] and a in latency_s[b]
-    }
+    known = _distances(latency_s, bandwidth_bps)
     parts = [_levels(part, known) for part in _reachable(sorted(latency_s), known)]
     levels = (
         tuple(itertools.chain.from_iterable(part[min(level, len(part) - 1)] for part in parts))
         for level in range(max(map(len, parts)))
     )
     return tuple(dict.fromkeys(levels))
+
+
+def bridges(
+    latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
+) -> list[tuple[int, int]]:
+    """Return the links by which the smallest groups are told apart: the shortest ones that join them all.
+
+    A group that comes from one disturbed measurement alone ends with another measurement of one of these.
+
+    Args:
+        latency_s: As in :func:`near_groups`.
+        bandwidth_bps: Likewise.
+
+    Returns:
+        Two devices each, the lower number first: one link fewer than there are groups, where all can be reached.
+    """
+    home = {device: group[0] for group in near_groups(latency_s, bandwidth_bps)[0] for device in group}
+    found = []
+    for _, a, b in sorted((length, a, b) for (a, b), length in _distances(latency_s, bandwidth_bps).items()):
+        if home[a] != home[b]:
+            found.append((a, b))
+            home = _joined(home, a, b)
+    return found
+
+
+def _joined(home: Mapping[int, int], a: int, b: int) -> dict[int, int]:
+    """Return where devices belong when the groups of two of them are one."""
+    return {device: home[a] if place == home[b] else place for device, place in home.items()}
+
+
+def _distances(
+    latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
+) -> dict[tuple[int, int], float]:
+    """Return the distance, both ways, of each two devices that can send to each other, the lower number first."""
+    return {
+        (a, b): math.sqrt(distance(latency_s, bandwidth_bps, a, b) * distance(latency_s, bandwidth_bps, b, a))
+        for a, b in itertools.combinations(sorted(latency_s), 2)
+        if b in latency_s[a] and a in latency_s[b]
+    }
 
 
 def distance(
@@ -79,7 +114,7 @@ def _reachable(devices: Sequence[int], known: Iterable[tuple[int, int]]) -> list
     """Return the devices in sets between which nothing can be sent."""
     home = {device: device for device in devices}
     for a, b in known:
-        home = {device: home[a] if place == home[b] else place for device, place in home.items()}
+        home = _joined(home, a, b)
     return [[device for device in devices if home[device] == place] for place in dict.fromkeys(home.values())]
 
 
@@ -118,8 +153,7 @@ def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Ite
             places = dict.fromkeys(home[device] for device in devices)
             groups = (tuple(device for device in devices if home[device] == place) for place in places)
             yield before, after, tuple(groups)
-        old, new = home[b], home[a]
-        home = {device: new if place == old else place for device, place in home.items()}
+        home = _joined(home, a, b)
         before = after
 
 

@@ -19,7 +19,7 @@ from onebox.cost.kernels import LEAST_BYTES, Kernel, kernels, randoms
 from onebox.cost.profile import FORMAT, DeviceProfile
 from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
-from onebox.pool.pings import LinkSpeeds, measure_links
+from onebox.pool.pings import LinkSpeeds, measure_links, tables
 from onebox.pool.ways import shares_memory
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Define, Routine, Run, StoredProgram
@@ -72,7 +72,7 @@ def measure_pool(pool: Pool) -> PoolProfile:
         )
         for device, found in zip(pool.devices, speeds, strict=True)
     )
-    latency_s, bandwidth_bps = _tables(links, len(pool))
+    latency_s, bandwidth_bps = tables(links, range(len(pool)))
     return PoolProfile(
         devices=devices,
         latency_s=latency_s,
@@ -82,14 +82,6 @@ def measure_pool(pool: Pool) -> PoolProfile:
         torch=str(torch.__version__),
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-
-
-def _tables(links: LinkSpeeds, count: int) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]:
-    latency_s: dict[int, dict[int, float]] = {source: {} for source in range(count)}
-    bandwidth_bps: dict[int, dict[int, float]] = {source: {} for source in range(count)}
-    for (source, target), (latency, bandwidth) in links.items():
-        latency_s[source][target], bandwidth_bps[source][target] = latency, bandwidth
-    return latency_s, bandwidth_bps
 
 
 def _rooms(pool: Pool) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from onebox.cost import bridges, near_groups
 from onebox.cost.fit import LARGEST_BYTES, LEAST_REPEATS, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
 from onebox.cost.kernels import filled, first_element
 from onebox.errors import OneboxError
@@ -25,7 +26,7 @@ _STEPS = 4
 """Instructions of a round trip, on either side."""
 
 _MORE_ROUNDS = 3
-"""How often links that are in doubt are measured again, at other moments."""
+"""How often links are measured again, at most, for each of the two reasons to do so."""
 
 _TINY = TensorSpec("float32", (1,))
 
@@ -47,13 +48,42 @@ def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> L
         for source, target in itertools.permutations(enumerate(members), 2):
             room = min(rooms[source[1]], rooms[target[1]])
             ways[source[1], target[1]] = _Way(pool, group, source, target, room)
-        links = {pair: way.measure() for pair, way in ways.items()}
-        for _ in range(_MORE_ROUNDS):
-            for pair in [pair for pair, link in links.items() if is_doubtful(link, links[pair[::-1]])]:
-                links[pair] = ways[pair].measure()
-        return links
+        return settled({pair: way.measure for pair, way in ways.items()})
     finally:
         pool.leave_group(group, members)
+
+
+def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
+    """Measure links, and those again by which much is decided and which may have been disturbed, at other moments.
+
+    Links whose way back is much faster, until none is; and those by which groups of devices are told apart, until the
+    groups stay as they are; either a few times at most.
+
+    Args:
+        measures: What measures a link, in both directions of each; the answers may only become better.
+    """
+    links = {pair: measure() for pair, measure in measures.items()}
+    for _ in range(_MORE_ROUNDS):
+        for pair in [pair for pair, link in links.items() if is_doubtful(link, links[pair[::-1]])]:
+            links[pair] = measures[pair]()
+    devices = sorted({device for pair in links for device in pair})
+    for _ in range(_MORE_ROUNDS):
+        known = tables(links, devices)
+        for a, b in bridges(*known):
+            links |= {(a, b): measures[a, b](), (b, a): measures[b, a]()}
+        if near_groups(*tables(links, devices)) == near_groups(*known):
+            break
+    return links
+
+
+def tables(
+    links: LinkSpeeds, devices: Iterable[int]
+) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]:
+    """Return latencies and bandwidths by source, then target, of links between devices, which are all sources."""
+    latency_s, bandwidth_bps = ({source: dict[int, float]() for source in devices} for _ in range(2))
+    for (source, target), (latency, bandwidth) in links.items():
+        latency_s[source][target], bandwidth_bps[source][target] = latency, bandwidth
+    return latency_s, bandwidth_bps
 
 
 def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool, back_s: float | None) -> list[float]:

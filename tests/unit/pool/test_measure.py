@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import PoolProfile, Speeds, cache
+from onebox.cost import PoolProfile, Speeds, cache, near_groups
 from onebox.errors import OneboxError, UsageError
 from onebox.pool import DeviceInfo, Fault, Link, Pool, measure, pings
 from onebox.pool import pool as pool_module
 from onebox.pool.measure import block_seconds, blocks, profile_key
-from onebox.pool.pings import one_way_s
+from onebox.pool.pings import one_way_s, settled, tables
 from onebox.wire.sayings import Memory
 from onebox.wire.steps import Ask
 from onebox.worker import groups
@@ -67,10 +70,55 @@ def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
     assert backwards == [1e-9], "clocks that disagree make no time negative"
 
 
+NEAR, FAR = (60e-6, 4e9), (1e-3, 20e6)
+
+
+def in_turn(disturbed: dict[tuple[int, int], list[tuple[float, float]]], count: int = 4) -> tuple[Any, dict[Any, int]]:
+    """Return what measures the links of two hosts of two devices, some disturbed at first; and how often it did."""
+    asked = dict.fromkeys(permutations(range(count), 2), 0)
+
+    def measure(pair: tuple[int, int]) -> tuple[float, float]:
+        times, asked[pair] = asked[pair], asked[pair] + 1
+        late = disturbed.get(pair, [])
+        return late[times] if times < len(late) else NEAR if pair[0] // 2 == pair[1] // 2 else FAR
+
+    return {pair: partial(measure, pair) for pair in asked}, asked
+
+
+def groups_of(links: Any) -> Any:
+    return near_groups(*tables(links, range(4)))
+
+
+def test_what_groups_rest_on_is_measured_again() -> None:
+    """One link that was disturbed both ways looks like two hosts more; measured again, it is gone."""
+    late = {pair: [(300e-6, 800e6)] for pair in ((0, 1), (1, 0))}
+    measures, asked = in_turn(late)
+    assert groups_of({pair: late.get(pair, [measures[pair]()])[0] for pair in asked})[0] == ((0,), (1,), (2, 3))
+    measures, asked = in_turn(late)
+    assert groups_of(settled(measures)) == (((0, 1), (2, 3)),)
+    assert asked[0, 1] == asked[1, 0] == 2
+    assert asked[2, 3] == asked[3, 2] == 1, "nothing rests on it"
+
+
+def test_groups_that_stay_are_measured_again_once_and_others_a_few_times() -> None:
+    measures, asked = in_turn({})
+    settled(measures)
+    assert sorted(asked.values()) == [1] * 10 + [2] * 2
+    measures, asked = in_turn({pair: [(300e-6, 800e6)] * 100 for pair in ((0, 1), (1, 0))})
+    assert groups_of(settled(measures))[0] == ((0,), (1,), (2, 3)), "so it is"
+    assert max(asked.values()) == 2
+
+
+def test_a_way_that_is_slower_than_the_way_back_is_measured_again() -> None:
+    measures, asked = in_turn({(0, 1): [FAR] * 2})
+    assert settled(measures)[0, 1] == NEAR
+    assert (asked[0, 1], asked[1, 0]) == (3, 1)
+
+
 def used_bytes(pool: Pool) -> list[int]:
     found = []
     for worker in range(len(pool)):
-        (memory,) = pool.post(worker, [Ask("memory")], answer=True).result(10).results
+        (memory,) = pool.post(worker, [Ask("memory")], answer=True).result(30).results
         assert isinstance(memory, Memory)
         found.append(memory.used_bytes)
     return found
