@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SETTLING_S = 5.0
+SETTLING_S = 20.0
 """How long threads that are ending may take to close what they have open."""
 
 

@@ -51,7 +51,7 @@ class Fleet:
             agent.send_signal(signal.SIGTERM)
         for agent in self.agents.values():
             try:
-                agent.wait(10)
+                agent.wait(30)
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
@@ -94,7 +94,7 @@ class Fleet:
         """Kill a host's agent, and let what it printed be forgotten."""
         agent = self.agents[name]
         agent.kill()
-        agent.wait(10)
+        agent.wait(30)
         (self.folder / f"{name}.out").unlink()
 
     def command(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:

@@ -87,7 +87,7 @@ def test_a_client_may_stop_for_a_while_and_what_it_had_is_free_when_it_was_kille
     assert found[2] == "0" and AWAY_S < GRACE_S
     assert not any(fleet.told(name, known[name]) for name in MACHINES)
     client.kill()
-    client.wait(10)
+    client.wait(30)
     with fleet.client():
         pool = onebox.open(fleet.spec(), threads=1, grace_s=GRACE_S)  # which waits for what the other one had
     for name in MACHINES:

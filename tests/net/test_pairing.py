@@ -31,7 +31,7 @@ def test_a_code_makes_client_and_agent_known_to_each_other(fleet: Fleet, network
         assert accepting.wait(20) == 0
     finally:
         accepting.kill()
-        accepting.wait(10)
+        accepting.wait(30)
     with fleet.client("ana"):
         known = known_agent(red)
     assert known is not None and known.host == "red"

@@ -35,7 +35,7 @@ from tests.reference import Outcome
 
 STEPS = 2
 BATCH = 12
-ENDED_S = 5.0
+ENDED_S = 30.0
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
             for batch in batches:
                 trainer.step(*batch).item()
             trainer.wait()
-            (memory,) = pool.post(0, [Ask("memory")], answer=True).result(10).results
+            (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
             assert isinstance(memory, Memory)
             assert memory.peak_bytes == memory.quota_bytes, "not a byte less would do"
             contents = forecast(pool, "vgg", chain("offload"))

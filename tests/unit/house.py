@@ -82,7 +82,7 @@ class ThreadWorker:
     def close(self, *, grace_s: float) -> None:
         self.thread.join(grace_s)
         self.server.ended = True
-        self.thread.join(10)
+        self.thread.join(30)
         if self.thread.is_alive():
             where = sys._current_frames()[self.thread.ident or 0]
             raise AssertionError("a worker does not end:\n" + "".join(traceback.format_stack(where)))

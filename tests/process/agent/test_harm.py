@@ -80,7 +80,7 @@ def test_a_lease_that_the_agent_fails_to_begin_is_freed(shared: House, monkeypat
         number = client.ask(HALF)
         refused = client.take(Refused)
     assert (refused.number, refused.kind) == (number, "failed") and "no such luck" in refused.reason
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 30
     while shared.agent.stock().offers[0].holders:
         assert time.monotonic() < end_s
         time.sleep(0.02)

@@ -56,9 +56,9 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def assert_gone(processes: Sequence[psutil.Process]) -> None:
-    """Check that processes end within five seconds."""
-    _, alive = psutil.wait_procs(processes, timeout=5)
-    end_s = time.monotonic() + 5
+    """Check that processes end."""
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    end_s = time.monotonic() + 30
     while alive and time.monotonic() < end_s:  # an orphan that nobody has waited for yet
         alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         time.sleep(0.05)

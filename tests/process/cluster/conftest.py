@@ -19,7 +19,7 @@ STORE_BYTES = 80 << 20
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 
-SETTLE_S = 10.0
+SETTLE_S = 30.0
 
 
 class Nodes:

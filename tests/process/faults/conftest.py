@@ -20,7 +20,7 @@ from tests import warm as programs
 from tests.leaks import descriptors
 from tests.process.faults.training import batch, parts
 
-SETTLE_S = 2.0
+SETTLE_S = 20.0
 """How long what is being closed may take to be gone."""
 
 

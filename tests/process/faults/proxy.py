@@ -115,7 +115,7 @@ class Door:
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
-        self._thread.join(10)
+        self._thread.join(30)
         self._listener.close()
         for pair in self._pairs:
             pair.cut()
@@ -160,7 +160,7 @@ class Pair:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(10)
+            thread.join(30)
         for each in self._sockets:
             each.close()
 

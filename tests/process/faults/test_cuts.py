@@ -63,7 +63,7 @@ def later(action: Callable[[], AbstractContextManager[None]], away_s: float) -> 
 
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
-    begun.wait(10)
+    begun.wait(30)
     return thread
 
 
@@ -74,7 +74,7 @@ def test_a_network_that_is_away_for_a_while_is_waited_for(how: str, undisturbed:
         steps(trainer, 3)
         back = later(getattr(network, how), AWAY_S)
         found = steps(trainer, 8)
-        back.join(10)
+        back.join(30)
     assert same(found, undisturbed["client"])
 
 
@@ -86,7 +86,7 @@ def test_a_network_that_is_away_for_longer_is_waited_for_where_that_was_asked_fo
         steps(trainer, 3)
         back = later(network.down, LONG_S)
         found = steps(trainer, 8)
-        back.join(10)
+        back.join(30)
     assert same(found, undisturbed["client"])
 
 

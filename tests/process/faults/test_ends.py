@@ -16,10 +16,10 @@ from onebox.wire import new_keys
 from onebox.worker import WorkerConfig
 from tests.process.faults.scripts import START_S, Script, gone, happens
 
-INTERRUPTED_S = 5.0
+INTERRUPTED_S = 30.0
 """An interrupted script has ended within this time."""
 
-ORPHANED_S = 2.0
+ORPHANED_S = 20.0
 """Workers whose owner was killed have ended within this time."""
 
 TRAIN = """

@@ -73,7 +73,7 @@ def answering(answer: bytes) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        thread.join(10)
+        thread.join(30)
 
 
 GREETING = bytes(64)

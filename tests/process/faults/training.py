@@ -16,11 +16,11 @@ from onebox.errors import OneboxError
 from onebox.pool import Fault, open_pool
 
 STEPS = 8
-WITHIN_S = 5.0
-"""A fault is reported within this time."""
+WITHIN_S = 30.0
+"""A fault is reported within this time, on a machine that is busy with other things too: a guard, not a measure."""
 
-AT_ONCE_S = 1.0
-"""What is known is said within this time, on a loaded machine too."""
+AT_ONCE_S = 10.0
+"""What is known is said within this time, likewise: nothing else is waited for."""
 
 Tensors = dict[str, Tensor]
 

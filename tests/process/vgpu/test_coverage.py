@@ -78,7 +78,7 @@ def test_a_case_whose_process_dies_counts_as_crashed_and_ends() -> None:
         assert runner.run(_case("add")).count("passed") == 3
         process: Any = runner._process
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=30)
         tally = runner.run(_case("add"))
         assert (tally.count("crashed"), tally.count("passed")) == (1, 2)
         assert "status -9" in tally.message()

@@ -18,7 +18,7 @@ from onebox.errors import OperatorError, PoolError, WorkerDied, WorkerHung
 from tests.process.faults.scripts import REPOSITORY, Script, gone
 from tests.process.faults.training import WITHIN_S, Stopwatch, fails
 
-INTERRUPTED_S = 10.0
+INTERRUPTED_S = 30.0
 """An interrupted script has ended within this time."""
 
 
@@ -187,7 +187,7 @@ def test_a_worker_that_stops_is_taken_for_hung(pool: onebox.Pool) -> None:
     loop.step()
     os.kill(pool.process_ids[1], signal.SIGSTOP)
     raised = fails(loop.until_it_fails, loop.watch)
-    assert raised.after_s < 2 * WITHIN_S
+    assert raised.after_s < WITHIN_S
     assert isinstance(raised.error, WorkerHung)
     assert raised.error.worker == 1
 

@@ -20,7 +20,7 @@ from onebox.vgpu.box import current_box
 
 FILES = {stream_module.__file__, sent.__file__, coding.__file__}
 CALLS = 5
-HANDLED_S = 10.0
+HANDLED_S = 30.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -170,7 +170,7 @@ def test_many_threads(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(30)
         assert book.counts["leased"] == 400 and book.lost == 0
     for file in tmp_path.iterdir():
         assert all(json.loads(line)["event"] == "leased" for line in file.read_text().splitlines())

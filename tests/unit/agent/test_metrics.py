@@ -50,7 +50,7 @@ def test_values() -> None:
     book = told()
     with serve_metrics(lambda: STOCK, lambda: book.counts, port=0, lost=lambda: 3) as server:
         assert server.url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(server.url, timeout=5) as answer:
+        with urllib.request.urlopen(server.url, timeout=30) as answer:
             found = samples(answer.read().decode())
     gpu, cpu = ("cuda:0", "A GPU"), ("cpu", 'CPU "big"\n')
     assert found["onebox_agent_device_leases", *gpu] == 2
@@ -92,7 +92,7 @@ def test_only_metrics_are_there_and_the_port_is_free_afterwards() -> None:
     with serve_metrics(lambda: STOCK, dict, port=0) as server:
         port = int(urlsplit(server.url).port or 0)
         with pytest.raises(HTTPError, match="404") as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/etc/passwd", timeout=5)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/etc/passwd", timeout=30)
         refused.value.close()
         with pytest.raises(UsageError, match="cannot be served"):
             serve_metrics(lambda: STOCK, dict, port=port)
@@ -114,13 +114,13 @@ def test_a_stock_that_fails_leaves_the_server_alive() -> None:
     states: list[Stock] = []
     with serve_metrics(lambda: states[0], dict, port=0) as server:
         port = int(urlsplit(server.url).port or 0)
-        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/metrics")
         with pytest.raises(ConnectionError):
             connection.getresponse()
         connection.close()
         states.append(STOCK)
-        with urllib.request.urlopen(server.url, timeout=5) as answer:
+        with urllib.request.urlopen(server.url, timeout=30) as answer:
             assert answer.status == 200
 
 
@@ -135,5 +135,5 @@ def test_ipv6() -> None:
         server = serve_metrics(lambda: STOCK, dict, port=0, address="::1")
     except UsageError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    with server, urllib.request.urlopen(server.url, timeout=5) as answer:
+    with server, urllib.request.urlopen(server.url, timeout=30) as answer:
         assert answer.status == 200 and "[::1]" in server.url

@@ -63,7 +63,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Line
     monkeypatch.setattr(hosts, "connect_agent", connect)
     monkeypatch.setattr("onebox.cli.logs.connect_agent", connect)
     yield made
-    assert all(line.closed.wait(10) for line in made)
+    assert all(line.closed.wait(30) for line in made)
 
 
 def wait_for(what: Callable[[], bool]) -> None:

@@ -329,7 +329,7 @@ def test_a_step_leaves_nothing_behind_and_closing_frees_all(workers: int, pools:
         assert [memory.used_bytes for memory in trainer.memory()] == [used for used, _ in held[-1]]
         assert all(memory.peak_bytes > memory.used_bytes for memory in trainer.memory())
     for worker in range(workers):
-        pool.post(worker, [], answer=True).result(10)
+        pool.post(worker, [], answer=True).result(30)
     after = [(machine.store.used_bytes, len(machine.store), len(machine._definitions)) for machine in stores]
     assert after == before
 

@@ -84,7 +84,7 @@ class ScriptedAgent:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(30)
         self._socket.close(0)
         self._context.term()
 

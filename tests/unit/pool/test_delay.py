@@ -85,7 +85,7 @@ def value_of(future: Future[Any]) -> int:
 def test_messages_are_held_back_both_ways_in_their_order(open_pool: OpenPool) -> None:
     pool = open_pool(2, channel_latency_s=LATENCY_S)
     assert pool.channel_latency_s == LATENCY_S
-    assert 2 * LATENCY_S <= pool.round_trip_s < 2 * LATENCY_S + 1.0
+    assert 2 * LATENCY_S <= pool.round_trip_s < 2 * LATENCY_S + 10.0
     begin_s = time.monotonic()
     asked = []
     for value in range(5):

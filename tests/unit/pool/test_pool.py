@@ -36,7 +36,7 @@ from tests.unit.house import OpenPool, threads_for_processes
 
 SPEC = TensorSpec("float32", (2,))
 FRAME = bytes(to_frame(torch.tensor([1.0, 2.0])))
-SOON_S = 5.0
+SOON_S = 30.0
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ from threading import Barrier
 from onebox.worker.instructions import instructions
 together = Barrier(4)
 def ask(_):
-    together.wait(10)
+    together.wait(30)
     return instructions().onednn
 with ThreadPoolExecutor(4) as threads:
     print(*threads.map(ask, range(4)), sep="|")

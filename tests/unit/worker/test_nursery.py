@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from onebox.worker.births import Answer, Birth, Ready, Refused, decode_answer, encode, pack_status, read_status
 from onebox.worker.nursery import Nursery
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @dataclass

@@ -71,7 +71,7 @@ class Client:
 
     def close(self) -> None:
         self.tell(Bye(), answer=False)
-        self.thread.join(10)
+        self.thread.join(30)
         assert not self.thread.is_alive()
         self.context.destroy(linger=0)
         os.close(self.lifeline)

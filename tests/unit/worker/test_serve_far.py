@@ -35,7 +35,7 @@ from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))
 FRAME = bytes(to_frame(torch.tensor([1.0, -2.0])))
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 class Client:

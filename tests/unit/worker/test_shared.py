@@ -427,7 +427,7 @@ def test_what_a_rank_published_before_it_left_still_counts() -> None:
             group.close()
             left.set()
             return 0.0
-        assert left.wait(10)
+        assert left.wait(30)
         return float(wait().tensor)
 
     assert run_ranks(2, rank)[0] == 2.0
@@ -440,7 +440,7 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
 
     def rank(number: int, group: SharedGroup) -> float:
         if number == 1:
-            assert looked.wait(10)
+            assert looked.wait(30)
             group.send(torch.ones(1), 0, 0)
             group.close()
             left.set()
@@ -452,7 +452,7 @@ def test_what_a_rank_sends_at_the_last_moment_still_counts(moment: str) -> None:
             found = original(*arguments)
             if not looked.is_set():
                 looked.set()
-                assert left.wait(10)
+                assert left.wait(30)
                 if moment == "_watch":
                     raise PeerLost("the process is gone")
             return found

@@ -168,4 +168,4 @@ def test_a_worker_ends_with_its_owner(watched: Watched, monkeypatch: pytest.Monk
         watched.owner = os.open(os.devnull, os.O_WRONLY)
     else:
         os.write(watched.owner, b"x")
-    assert ended.wait(10)
+    assert ended.wait(30)

@@ -376,7 +376,7 @@ def test_no_thread_of_a_graph_is_left(nodes):
     assert set(threading.enumerate()) - before
     iterator.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(30)
     assert not set(threading.enumerate()) - before
 
 

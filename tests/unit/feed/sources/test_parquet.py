@@ -311,14 +311,14 @@ def test_a_group_is_loaded_by_one_thread():
 
     def load(group):
         loads.append(group)
-        begun.wait(10)
+        begun.wait(30)
         return Loaded(1)
 
     cache = GroupCache(load, 100)
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(cache.get, 0) for _ in range(4)]
         begun.set()
-        assert len({id(each.result(10)) for each in waiting}) == 1
+        assert len({id(each.result(30)) for each in waiting}) == 1
     assert loads == [0]
 
 

@@ -208,7 +208,7 @@ def test_a_scan_of_ports_is_no_attempt() -> None:
     code = new_code()
     with waiting(code, attempts=1) as door:
         for _ in range(3):
-            socket.create_connection(("127.0.0.1", door.port), timeout=5).close()
+            socket.create_connection(("127.0.0.1", door.port), timeout=30).close()
         assert pair_with("127.0.0.1", door.port, code, CLIENT) == AGENT
 
 
