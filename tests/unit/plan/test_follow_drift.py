@@ -106,3 +106,29 @@ def test_what_is_believed_may_be_told_from_outside() -> None:
     assert not any(drift.see(3.0, step) for step in range(8, 30))
     assert any(drift.see(1.0, step) for step in range(30, 34))
     assert drift.factor == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_a_sample_that_is_far_away_is_in_doubt_until_the_next_one(factor: float) -> None:
+    drift, whole = Drift(), (0.99 * factor, 1.01 * factor)
+    for step in range(20):
+        drift.see(1.0, step, (0.95, 1.05))
+        assert not drift.doubted
+    assert not drift.see(factor, 20, whole)
+    assert drift.doubted
+    assert not drift.see(1.0, 21, (0.95, 1.05))
+    assert not drift.doubted, "it was one slow step"
+    assert not drift.see(factor, 22, whole)
+    assert drift.see(factor, 23, whole)
+    assert not drift.doubted, "it is believed"
+    drift.see(1.0, 24, (0.95, 1.05))
+    assert drift.doubted
+    drift.believe(1.0)
+    assert not drift.doubted
+
+
+def test_what_noise_makes_is_not_in_doubt() -> None:
+    random, drift = Random(7), Drift()
+    for step in range(500):
+        drift.see(random.uniform(0.8, 1.2), step)
+        assert not drift.doubted
