@@ -53,7 +53,7 @@ class Calls:
             raise WireError(f"an age of {call.age} steps; allowed is 0 or more")
         step = run.step - call.age
         numbers = [resolve(reference) for reference in call.inputs]
-        inputs = [store.get(number) for number in numbers]
+        inputs = store.many(numbers)
         if self._versions:
             self._versions.note(numbers, inputs, step)
         trace.ready()

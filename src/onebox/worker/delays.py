@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.worker.bare import bare
 
 LAST_UPDATE = "late_update"
 """Key of what a treatment remembers among an optimizer's state: the last update by the optimizer's own rule, or, for
@@ -185,7 +186,7 @@ def _muon(group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor)
     update = torch.zeros_like(parameter)
     # By the class itself, of weights 0 with momentum 0: what it is made of differs from version to version of torch.
     options = {key: value for key, value in group.items() if key not in ("params", "weight_decay", "momentum")}
-    alone = torch.optim.Muon([update], **options | {"weight_decay": 0.0, "momentum": 0.0})
+    alone = bare("Muon")([update], **options | {"weight_decay": 0.0, "momentum": 0.0})
     update.grad = momentum
     alone.step()
     update.grad = None

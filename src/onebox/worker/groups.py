@@ -126,14 +126,21 @@ class Bucket:
             self._failure = str(error)
             raise
         self._done(at_ns)
-        parts = flat.reshape(-1).split([shape.numel() for shape in self._shapes])
-        made = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        made = _parts(flat, self._shapes)
         if self._into:
             made = [own.copy_(part) for own, part in zip(self._into, made, strict=True)]
         return dict(zip(self._numbers, made, strict=True))
 
     def end(self) -> None:
         """Nothing is to be let go of: what comes later is for nobody."""
+
+
+def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return views of a tensor, which is that itself where there is one part of its shape, as of most messages."""
+    if len(shapes) == 1 and flat.shape == shapes[0]:
+        return [flat]
+    parts = flat.reshape(-1).split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class ClientGroup:

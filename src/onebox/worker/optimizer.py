@@ -13,6 +13,7 @@ from onebox.wire.messages import Optimizer
 from onebox.wire.state import StateEntry
 from onebox.wire.steps import Delay, Options
 from onebox.wire.tensors import spec_of
+from onebox.worker.bare import bare
 from onebox.worker.delays import (
     AHEAD,
     LAST_UPDATE,
@@ -326,7 +327,7 @@ class NativeOptimizer:
         self._optimizers: dict[str, Any] = {}
         for name, own in groups.items():
             try:
-                self._optimizers[name] = made = getattr(torch.optim, name)(own)
+                self._optimizers[name] = made = bare(name)(own)
             except (TypeError, ValueError) as error:
                 raise WireError(f"optimizer {name} refuses its options: {error}") from None
             unknown = {key for group in own for key in group} - {"params", *made.defaults}

@@ -127,11 +127,8 @@ class BufferStore:
 
     def many(self, numbers: Sequence[int]) -> list[Tensor]:
         """Return several buffers; see :meth:`get`."""
-        tensors = self._tensors
-        try:
-            return [tensors[number] for number in numbers]
-        except KeyError:
-            return [self.get(number) for number in numbers]
+        found = [self._tensors.get(number) for number in numbers]
+        return [self.get(number) if tensor is None else tensor for number, tensor in zip(numbers, found, strict=True)]
 
     def put(self, number: int, tensor: Tensor) -> None:
         """Fill a buffer; what it held before is gone.

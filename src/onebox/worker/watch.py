@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import zmq
 import zmq.auth
@@ -31,22 +32,34 @@ _FIRST_S = 0.02
 _IDLE_SHARE = 0.04
 """A thread that computes uses more of a core than this; the watcher itself uses less."""
 
+_LATE_S = 2 * BEAT_S
+"""Between two readings no more than this counts: a watcher that could not run for longer cannot tell who else could."""
+
 
 class Stall:
     """Tells how long work has made no progress; pure: readings in, seconds out.
 
-    A worker that waits for its peers or for the client, that uses the processor, or whose memory has to be read back
-    from a disk, is not stalled.
+    A worker that waits for its peers or for the client, that uses the processor or would if others left it one, or that
+    reads from a disk, be it its own memory, is not stalled.
     """
 
     def __init__(self) -> None:
         self._executed = -1
-        self._faults = 0
+        self._disk_reads = 0
         self._processor_s = 0.0
         self._at_s = 0.0
         self._stalled_s = 0.0
 
-    def reading(self, *, executed: int, waiting: bool, processor_s: float, now_s: float, faults: int = 0) -> float:
+    def reading(
+        self,
+        *,
+        executed: int,
+        waiting: bool,
+        processor_s: float,
+        now_s: float,
+        disk_reads: int = 0,
+        runnable: bool = False,
+    ) -> float:
         """Take a reading and return for how many seconds the worker has been stalled.
 
         Args:
@@ -54,13 +67,14 @@ class Stall:
             waiting: Whether it waits for others.
             processor_s: Processor time of the process so far.
             now_s: The time.
-            faults: Major page faults of the process so far.
+            disk_reads: Major page faults of the process and blocks that it has read so far.
+            runnable: Whether the working thread could go on at once, if it had a processor.
         """
         elapsed = now_s - self._at_s
-        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and faults == self._faults
-        self._faults = faults
-        stalled = not waiting and executed == self._executed and idle
-        self._stalled_s = self._stalled_s + elapsed if stalled else 0.0
+        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and disk_reads == self._disk_reads
+        self._disk_reads = disk_reads
+        stalled = not waiting and executed == self._executed and idle and not runnable
+        self._stalled_s = self._stalled_s + min(elapsed, _LATE_S) if stalled else 0.0
         self._executed, self._processor_s, self._at_s = executed, processor_s, now_s
         return self._stalled_s
 
@@ -165,13 +179,14 @@ class Watcher:
 
     def _beat(self, stall: Stall) -> bool:
         """Give a sign of life, and return whether there is somebody to take it."""
-        progress = self._progress
+        progress, used = self._progress, resource.getrusage(resource.RUSAGE_SELF)
         stalled_s = stall.reading(
             executed=progress.executed,
             waiting=progress.waiting,
             processor_s=time.process_time(),
             now_s=time.monotonic(),
-            faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+            disk_reads=used.ru_majflt + used.ru_inblock,
+            runnable=_is_runnable(),
         )
         beat = encode(Beat(progress.executed, stalled_s, progress.doing))
         try:
@@ -179,6 +194,14 @@ class Watcher:
         except zmq.Again:
             return False
         return True
+
+
+def _is_runnable() -> bool:
+    """Tell whether the main thread, which does the work, runs or is ready to; as Linux says, in proc(5)."""
+    try:
+        return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+    except OSError:
+        return False
 
 
 class _OneKey:

@@ -25,23 +25,41 @@ from onebox.worker.watch import Stall, Watcher
 
 def test_work_that_stands_still_is_a_stall_that_grows() -> None:
     stall = Stall()
-    readings = [stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=100 + now) for now in (0, 1, 2, 3.5)]
-    assert readings == [0.0, 1.0, 2.0, 3.5]
+    readings = [stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=100 + now) for now in (0, 1, 2, 2.5)]
+    assert readings == [0.0, 1.0, 2.0, 2.5]
 
 
-@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "faults"])
+@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "disk_reads", "runnable"])
 def test_progress_waiting_and_computing_end_a_stall(changed: str) -> None:
     stall = Stall()
-    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "faults": 7}
+    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "disk_reads": 7, "runnable": False}
     for now in (0.0, 1.0, 2.0):
         stall.reading(**still, now_s=now)  # type: ignore[arg-type]
-    moved = {**still, changed: {"executed": 6, "waiting": True, "processor_s": 1.9, "faults": 8}[changed]}
+    other = {"executed": 6, "waiting": True, "processor_s": 1.9, "disk_reads": 8, "runnable": True}
+    moved = {**still, changed: other[changed]}
     assert stall.reading(**moved, now_s=3.0) == 0.0  # type: ignore[arg-type]
-    assert stall.reading(**moved, now_s=4.0) == (0.0 if changed == "waiting" else 1.0)  # type: ignore[arg-type]
+    assert stall.reading(**moved, now_s=4.0) == (0.0 if changed in ("waiting", "runnable") else 1.0)  # type: ignore[arg-type]
 
 
 def test_the_first_reading_is_never_a_stall() -> None:
     assert Stall().reading(executed=0, waiting=False, processor_s=0.0, now_s=1e6) == 0.0
+
+
+def test_a_watcher_that_could_not_run_cannot_tell() -> None:
+    """As in a machine that was stopped for a while, or whose processors others had."""
+    stall = Stall()
+    readings = [stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=now) for now in (0.0, 0.5, 60.0, 60.5)]
+    assert readings == [0.0, 0.5, 1.5, 2.0]
+
+
+def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> None:
+    """By the main thread, which here is the one that asks, and then waits for another one that asks."""
+    assert watch._is_runnable()
+    found: list[bool] = []
+    asking = threading.Timer(0.1, lambda: found.append(watch._is_runnable()))
+    asking.start()
+    asking.join()
+    assert found == [False]
 
 
 def test_the_watcher_itself_is_not_work() -> None:
@@ -149,6 +167,7 @@ def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched
 
 def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 1.0)  # this process is busy with the tests
+    monkeypatch.setattr(watch, "_is_runnable", lambda: False)
     watched.progress.executed, watched.progress.waiting = 1, False
     end_s = time.monotonic() + 20
     while time.monotonic() < end_s:
