@@ -140,7 +140,7 @@ KILLED = """
 
 def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[1] for row in rows] == ["True"] * (len(rows) - 1) + ["False"]
     assert len(rows) >= 6  # three files, the manifest, the folder, its parent

@@ -129,7 +129,7 @@ def test_the_example_learns(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "trainer" / "pictures.py"
     options = ["--pool", "cpu*2", "--batch-size", "120", "--epochs", "2", "--json", "losses.json"]
     line = [sys.executable, "-W", "error", str(script), *options]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     said = r"(epoch \d  loss .*  test accuracy .* %  bound by \w+ \(.* % busy\): .*\n){2}"
     assert re.fullmatch(said, done.stdout)

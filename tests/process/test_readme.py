@@ -76,7 +76,7 @@ def test_commands(block: list[list[str]], tmp_path: Path) -> None:
             cwd=ROOT if make else tmp_path,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=500,
             check=False,
         )
         assert done.returncode == 0, done.stderr

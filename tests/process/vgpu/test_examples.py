@@ -35,7 +35,7 @@ SHORT = {
     "threads_data_parallel.py": "--steps 8",
 }
 """What makes the runs short, and leaves out what a device draws from its own random numbers."""
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 CLOSE = 1e-5
 
 

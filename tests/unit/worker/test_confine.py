@@ -112,7 +112,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         env={**os.environ, "HOME": str(home), "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert run.returncode == 0, run.stderr
