@@ -5,7 +5,7 @@ from onebox.cost.fit import CEILING_BPS, fit_link
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
 from onebox.cost.profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
 from onebox.cost.sums import Way, way_to_sum, ways_to_sum
-from onebox.cost.topology import Groups, bridges, near_groups
+from onebox.cost.topology import Groups, near_groups, shortest_tree
 
 __all__ = [
     "ACCELERATOR_BPS",
@@ -17,13 +17,13 @@ __all__ = [
     "Speeds",
     "Way",
     "alive_at",
-    "bridges",
     "fit_link",
     "footprint",
     "key_of",
     "load",
     "near_groups",
     "owners",
+    "shortest_tree",
     "store",
     "way_to_sum",
     "ways_to_sum",

@@ -57,21 +57,21 @@ def near_groups(
     return tuple(dict.fromkeys(levels))
 
 
-def bridges(
+def shortest_tree(
     latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
 ) -> list[tuple[int, int]]:
-    """Return the links by which the smallest groups are told apart: the shortest ones that join them all.
+    """Return the shortest links that join all devices: a minimum spanning tree, on which the groups rest.
 
-    A group that comes from one disturbed measurement alone ends with another measurement of one of these.
+    A group that one disturbed measurement has made, or hidden, comes out right with another one of these links.
 
     Args:
         latency_s: As in :func:`near_groups`.
         bandwidth_bps: Likewise.
 
     Returns:
-        Two devices each, the lower number first: one link fewer than there are groups, where all can be reached.
+        Two devices each, the lower number first: one link fewer than there are devices, where all can be reached.
     """
-    home = {device: group[0] for group in near_groups(latency_s, bandwidth_bps)[0] for device in group}
+    home = {device: device for device in latency_s}
     found = []
     for _, a, b in sorted((length, a, b) for (a, b), length in _distances(latency_s, bandwidth_bps).items()):
         if home[a] != home[b]:

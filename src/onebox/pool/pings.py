@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from onebox.cost import bridges, near_groups
+from onebox.cost import near_groups, shortest_tree
 from onebox.cost.fit import LARGEST_BYTES, LEAST_REPEATS, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
 from onebox.cost.kernels import filled, first_element
 from onebox.errors import OneboxError
@@ -56,8 +56,8 @@ def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> L
 def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
     """Measure links, and those again by which much is decided and which may have been disturbed, at other moments.
 
-    Links whose way back is much faster, until none is; and those by which groups of devices are told apart, until the
-    groups stay as they are; either a few times at most.
+    Links whose way back is much faster, until none is; and the shortest ones that join all devices, by which groups are
+    told apart, until the groups stay as they are; either a few times at most.
 
     Args:
         measures: What measures a link, in both directions of each; the answers may only become better.
@@ -69,7 +69,7 @@ def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]
     devices = sorted({device for pair in links for device in pair})
     for _ in range(_MORE_ROUNDS):
         known = tables(links, devices)
-        for a, b in bridges(*known):
+        for a, b in shortest_tree(*known):
             links |= {(a, b): measures[a, b](), (b, a): measures[b, a]()}
         if near_groups(*tables(links, devices)) == near_groups(*known):
             break

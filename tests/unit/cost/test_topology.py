@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import CEILING_BPS, Groups, bridges, near_groups
+from onebox.cost import CEILING_BPS, Groups, near_groups, shortest_tree
 from tests.unit.clusters import CLUSTERS
 
 INSIDE = (60e-6, 4e9)
@@ -100,26 +100,27 @@ def test_one_link_that_was_disturbed_changes_nothing() -> None:
     assert ordered(levels[-1]) == ordered(partition(hosts))
 
 
-def test_groups_are_told_apart_by_the_shortest_links_that_join_them() -> None:
-    inside = dict.fromkeys(permutations(range(6), 2), (2e-3, 125e6))
-    inside |= {pair: INSIDE for pair in inside if pair[0] // 2 == pair[1] // 2}
-    inside |= dict.fromkeys([(1, 2), (2, 1), (3, 4), (4, 3)], (1.9e-3, 125e6))
-    assert bridges(*tables(inside, 6)) == [(1, 2), (3, 4)]
-    assert bridges(*tables(dict.fromkeys(inside, INSIDE), 6)) == []
-    apart = {pair: link for pair, link in inside.items() if link == INSIDE}
-    assert bridges(*tables(apart, 6)) == [], "nothing can be sent between them"
+def test_groups_rest_on_the_shortest_links_that_join_all_devices() -> None:
+    links = dict.fromkeys(permutations(range(6), 2), (2e-3, 125e6))
+    links |= {pair: INSIDE for pair in links if pair[0] // 2 == pair[1] // 2}
+    links |= dict.fromkeys([(1, 2), (2, 1), (3, 4), (4, 3)], (1.9e-3, 125e6))
+    assert shortest_tree(*tables(links, 6)) == [(0, 1), (2, 3), (4, 5), (1, 2), (3, 4)]
+    inside = {pair: link for pair, link in links.items() if link == INSIDE}
+    assert shortest_tree(*tables(inside, 6)) == [(0, 1), (2, 3), (4, 5)], "nothing can be sent between these"
+    assert shortest_tree(*tables({}, 1)) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.integers(0, 1000))
-def test_all_groups_hang_together_by_these_links(hosts: list[int], seed: int) -> None:
+def test_groups_of_these_links_alone_are_joined_by_the_fewest(hosts: list[int], seed: int) -> None:
     known = noisy(hosts, seed=seed)
-    groups = near_groups(*known)[0]
-    joined = {tuple(next(group for group in groups if end in group) for end in pair) for pair in bridges(*known)}
-    assert len(joined) == len(bridges(*known)) == len(groups) - 1
-    reached = {groups[0]}
-    for _ in groups:
-        reached |= {group for pair in joined if reached & set(pair) for group in pair}
-    assert reached == set(groups)
+    tree, groups = shortest_tree(*known), near_groups(*known)[0]
+    home = {device: group for group in groups for device in group}
+    assert len(tree) == len(hosts) - 1
+    assert sum(home[a] != home[b] for a, b in tree) == len(groups) - 1
+    reached = {0}
+    for _ in hosts:
+        reached |= {device for pair in tree if reached & set(pair) for device in pair}
+    assert reached == set(range(len(hosts)))
 
 
 def test_latency_alone_and_bandwidth_alone_tell() -> None:
