@@ -3,13 +3,20 @@
 To import torch is nearly all of what a worker's start takes. A nursery does it once and forks the workers; here that is
 compared with workers that are started from nothing, in turn, in one process. The first pool of a process is the one
 that starts the nursery; those after it find it there.
+
+The second table is what a worker's first optimizer takes, to be made and to step once: by the class of ``torch.optim``,
+which imports PyTorch's compiler, and by what a worker makes of it, which does not; each in a process of its own, in
+turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -20,6 +27,23 @@ from onebox.pool import local, open_pool
 from onebox.pool.nurseries import OWN, Nurseries
 
 SIDES = ("from nothing", "first, by a nursery", "by a nursery")
+
+OPTIMIZERS = {"torch.optim": "torch.optim.AdamW", "a worker's": 'bare("AdamW")'}
+"""What makes an optimizer, by whose it is."""
+
+FIRST_STEP = """
+import json, time
+import psutil, torch
+from onebox.worker import serve
+from onebox.worker.bare import bare
+
+weight = torch.zeros(8, 8)
+weight.grad = torch.ones(8, 8)
+before_bytes, begin_s, processor_s = psutil.Process().memory_full_info().uss, time.monotonic(), time.process_time()
+{kind}([weight]).step()
+spent = time.monotonic() - begin_s, time.process_time() - processor_s
+print(json.dumps([*spent, (psutil.Process().memory_full_info().uss - before_bytes) / 1e6]))
+"""
 
 
 def main() -> None:
@@ -42,7 +66,29 @@ def main() -> None:
             name = f"{workers} {side}"
             result |= {f"{name}: s": statistics.median(seconds), f"{name}: cpu_s": statistics.median(processor)}
     show("Opening a pool of CPU workers", ["workers", "started", "seconds", "CPU seconds"], rows)
+    result |= show_first_steps(options.rounds)
     finish(result, as_json=options.json)
+
+
+def show_first_steps(rounds: int) -> dict[str, float]:
+    """Print what the first optimizer of a process takes, by whose it is; return the medians."""
+    found: dict[str, list[list[float]]] = {side: [] for side in OPTIMIZERS}
+    for _ in range(rounds):
+        for side, kind in OPTIMIZERS.items():
+            command = [sys.executable, "-c", FIRST_STEP.format(kind=kind)]
+            ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+            found[side].append(json.loads(ran.stdout))
+    columns = {side: list(zip(*values, strict=True)) for side, values in found.items()}
+    show(
+        "The first optimizer of a worker: made, and one step",
+        ["class", "seconds", "CPU seconds", "MB"],
+        [[side, *map(spread, of)] for side, of in columns.items()],
+    )
+    return {
+        f"first step, {side}: {name}": statistics.median(values)
+        for side, of in columns.items()
+        for name, values in zip(("s", "cpu_s", "mb"), of, strict=True)
+    }
 
 
 def measure(workers: int) -> dict[str, tuple[float, float]]:

@@ -1,7 +1,7 @@
 """Classes of ``torch.optim`` without what concerns compilers: in a worker nothing is compiled.
 
 The first time that one of them is made or steps, torch imports its compiler to say that this is not to be compiled: 800
-modules, a second or more of a processor, and 100 MB in each worker.
+modules, a second or more of a processor, and 70 MB in each worker (see ``benchmarks/opening.py``).
 """
 
 from __future__ import annotations
