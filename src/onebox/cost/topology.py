@@ -71,13 +71,26 @@ def shortest_tree(
     Returns:
         Two devices each, the lower number first: one link fewer than there are devices, where all can be reached.
     """
-    home = {device: device for device in latency_s}
-    found = []
-    for _, a, b in sorted((length, a, b) for (a, b), length in _distances(latency_s, bandwidth_bps).items()):
+    return [(a, b) for _, a, b, _ in _spanning(latency_s, _distances(latency_s, bandwidth_bps))]
+
+
+def _spanning(
+    devices: Iterable[int], apart: Mapping[tuple[int, int], float]
+) -> Iterator[tuple[float, int, int, Mapping[int, int]]]:
+    """Yield the shortest links that join devices, from the shortest on (Kruskal, 1956, doi:10.2307/2033241).
+
+    Args:
+        devices: The devices.
+        apart: The lengths of links between two of them.
+
+    Yields:
+        The length, the two devices, and for each device one that stands for all that hang together without this link.
+    """
+    home = {device: device for device in devices}
+    for length, a, b in sorted((length, a, b) for (a, b), length in apart.items()):
         if home[a] != home[b]:
-            found.append((a, b))
+            yield length, a, b, home
             home = _joined(home, a, b)
-    return found
 
 
 def _joined(home: Mapping[int, int], a: int, b: int) -> dict[int, int]:
@@ -144,16 +157,12 @@ def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Ite
         devices: The devices, in order.
         apart: The distance between each two, in the order of the devices.
     """
-    home = {device: device for device in devices}
     before = None
-    for after, a, b in sorted((length, a, b) for (a, b), length in apart.items()):
-        if home[a] == home[b]:
-            continue
+    for after, _, _, home in _spanning(devices, apart):
         if before is not None and after > before:
             places = dict.fromkeys(home[device] for device in devices)
             groups = (tuple(device for device in devices if home[device] == place) for place in places)
             yield before, after, tuple(groups)
-        home = _joined(home, a, b)
         before = after
 
 
