@@ -16,6 +16,7 @@ from onebox.pool import Fault, open_pool
 from tests.process.faults.training import (
     STEPS,
     WITHIN_S,
+    Stopwatch,
     Tensors,
     fails,
     fails_with_one_error,
@@ -123,7 +124,8 @@ def test_a_failure_outside_of_a_step_is_reported_and_the_trainer_goes_on(undistu
         for sync, faults in (("workers", first), ("client", second)):
             with trainer_on(pool, sync) as trainer:
                 for fault in faults:
-                    raised = fails(lambda trainer=trainer: steps(trainer, STEPS))
+                    watch = Stopwatch()
+                    raised = fails(lambda trainer=trainer, watch=watch: steps(trainer, STEPS, watch), watch)
                     assert raised.after_s < WITHIN_S
                     assert_injected(raised.error, fault.kind, fault.instruction, worker=0)
                 assert_same_bits(steps(trainer, STEPS), undisturbed[sync])
