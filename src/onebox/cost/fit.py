@@ -22,14 +22,19 @@ _BUDGET_S = 0.005
 
 LEAST_REPEATS, _MOST_REPEATS = 2, 16
 
+_MOST_GROWTH = 32
+"""By how much one size is larger than the one before, at most: that may have passed in a burst, and a slow link would be
+filled for minutes by what it was then taken for."""
+
 _ALIKE = 1.3
 """By how much the two directions of a link may differ before they are measured again."""
 
 
 def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Return latency, in seconds, and bandwidth, in bytes per second, that fit times of messages best.
+    """Return latency, in seconds, and bandwidth, in bytes per second: the line through the smallest and the largest.
 
-    Least squares of the relative errors of ``latency + bytes / bandwidth``; neither comes out negative.
+    Those in between are not asked: many a link, a shaped one or one behind a buffer, lets a burst through at once that
+    says nothing of its rate, by which large messages go. A fit to all of them would promise a multiple of it.
 
     Args:
         seconds: Of one way, by the bytes of the message.
@@ -39,17 +44,13 @@ def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
     """
     if not seconds or not all(size >= 0 and 0 < taken < math.inf for size, taken in seconds.items()):
         raise ValueError(f"times of messages {dict(seconds)}: at least one, of 0 bytes or more and a positive time")
-    rows = [(size / taken, 1 / taken) for size, taken in seconds.items()]  # relative: each is to come out as 1
-    xx, xo, oo = sum(x * x for x, _ in rows), sum(x * o for x, o in rows), sum(o * o for _, o in rows)
-    x1, o1 = sum(x for x, _ in rows), sum(o for _, o in rows)
-    determinant = xx * oo - xo * xo
-    per_byte = (x1 * oo - o1 * xo) / determinant if len(seconds) > 1 and determinant > 0 else 0.0
-    latency = (o1 - per_byte * xo) / oo
-    if latency < 0:
-        latency, per_byte = 0.0, x1 / xx
-    if per_byte <= 1 / CEILING_BPS:
-        return o1 / oo, CEILING_BPS
-    return latency, 1 / per_byte
+    smallest, largest = min(seconds), max(seconds)
+    longer_s = seconds[largest] - seconds[smallest]
+    if longer_s * CEILING_BPS <= largest - smallest:
+        return seconds[smallest], CEILING_BPS
+    bandwidth = (largest - smallest) / longer_s
+    latency = seconds[smallest] - smallest / bandwidth
+    return (latency, bandwidth) if latency >= 0 else (0.0, largest / seconds[largest])
 
 
 def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> int | None:
@@ -68,7 +69,7 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
     if seconds[largest] - seconds[smallest] >= _ENOUGH_S:
         return None
     per_byte = max(seconds[largest] - seconds[smallest], 1e-9) / (largest - smallest)
-    wanted = max(2.0 * largest, _AIM_S / per_byte)
+    wanted = min(max(2.0 * largest, _AIM_S / per_byte), float(_MOST_GROWTH * largest))
     return _whole(int(min(wanted, LARGEST_BYTES, most_bytes)), above=largest)
 
 

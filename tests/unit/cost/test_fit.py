@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -41,9 +42,19 @@ def test_what_does_not_grow_has_no_limit() -> None:
 
 
 def test_a_line_through_less_than_nothing_is_one_without_latency() -> None:
-    latency, bandwidth = fit_link({1000: 1e-6, 1_000_000: 1.0})
-    assert latency == 0
-    assert 1e6 < bandwidth < 1e9
+    assert fit_link({1000: 1e-6, 1_000_000: 1.0}) == (0, pytest.approx(1e6))
+
+
+@given(LATENCIES, BANDWIDTHS, st.integers(1 << 10, 1 << 22))
+def test_a_burst_that_passes_at_once_does_not_hide_the_rate(latency: float, bandwidth: float, burst: int) -> None:
+    def took_s(size: int) -> float:
+        return latency + max(0, size - burst) / bandwidth
+
+    seconds = sizes_sent(took_s)
+    found = fit_link(seconds)
+    assert found[1] == CEILING_BPS or found[1] <= 2.1 * max(bandwidth, burst / 0.003)
+    assert found[0] + max(seconds) / found[1] == pytest.approx(took_s(max(seconds)))
+    assert max(seconds) < 32 * max(burst, 16 << 10, 2 * 0.003 * bandwidth), "no slow link is filled for long"
 
 
 @pytest.mark.parametrize("seconds", [{}, {4: 0.0}, {4: -1.0}, {4: math.inf}, {-1: 1.0}])
@@ -52,18 +63,18 @@ def test_what_is_no_measurement_is_refused(seconds: dict[int, float]) -> None:
         fit_link(seconds)
 
 
-def sizes_sent(latency: float, bandwidth: float, most: int = LARGEST_BYTES) -> dict[int, float]:
-    """Return what is measured of an ideal link."""
-    seconds = {SMALLEST_BYTES: latency + SMALLEST_BYTES / bandwidth}
+def sizes_sent(took_s: Callable[[int], float], most: int = LARGEST_BYTES) -> dict[int, float]:
+    """Return what is measured of a link on which messages take so long, by their bytes."""
+    seconds = {SMALLEST_BYTES: took_s(SMALLEST_BYTES)}
     while (size := next_size(seconds, most)) is not None:
         assert size not in seconds
-        seconds[size] = latency + size / bandwidth
+        seconds[size] = took_s(size)
     return seconds
 
 
 @given(LATENCIES, BANDWIDTHS)
 def test_few_messages_and_none_that_takes_long(latency: float, bandwidth: float) -> None:
-    seconds = sizes_sent(latency, bandwidth)
+    seconds = sizes_sent(lambda size: latency + size / bandwidth)
     assert min(seconds) == SMALLEST_BYTES
     assert 2 <= len(seconds) <= 5
     assert all(size % SMALLEST_BYTES == 0 and size <= LARGEST_BYTES for size in seconds)
@@ -74,14 +85,14 @@ def test_few_messages_and_none_that_takes_long(latency: float, bandwidth: float)
 
 @given(LATENCIES, BANDWIDTHS, st.integers(SMALLEST_BYTES, 1 << 20))
 def test_no_message_for_which_there_is_no_room(latency: float, bandwidth: float, most: int) -> None:
-    assert max(sizes_sent(latency, bandwidth, most)) <= most
+    assert max(sizes_sent(lambda size: latency + size / bandwidth, most)) <= most
 
 
 def test_a_size_that_took_less_time_than_a_smaller_one_is_no_end() -> None:
     seconds = {4: 1e-3, 16384: 1e-4}
-    size = next_size(seconds)
-    assert size == LARGEST_BYTES
-    assert next_size(seconds | {size: 1e-3}) is None
+    while (size := next_size(seconds)) is not None:
+        seconds[size] = 1e-3
+    assert max(seconds) == LARGEST_BYTES
 
 
 def test_repeats_are_bounded() -> None:
