@@ -23,8 +23,8 @@ _BUDGET_S = 0.005
 LEAST_REPEATS, _MOST_REPEATS = 2, 16
 
 _MOST_GROWTH = 32
-"""By how much one size is larger than the one before, at most: that may have passed in a burst, and a slow link would be
-filled for minutes by what it was then taken for."""
+"""By how much one size is larger than the one before, at most: that one may have passed in a burst, and a slow link
+would be filled for minutes by what it was then taken for."""
 
 _ALIKE = 1.3
 """By how much the two directions of a link may differ before they are measured again."""

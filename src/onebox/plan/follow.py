@@ -23,7 +23,7 @@ from onebox.plan.follow_words import told_change, told_cost
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import layout_of
 from onebox.plan.plan import Plan
-from onebox.plan.seen import Seen
+from onebox.plan.seen import Seen, together
 
 _PROBE = 200
 """Steps without use after which what was slow is believed to be as planned again, for the first time."""
@@ -94,7 +94,9 @@ class Follower:
         self._open: _Trial | None = None
         self._trial: _Trial | None = None
         self._outcomes: list[Outcome] = []
-        self._step = 0
+        self._look: list[Seen] = []
+        self._looks = self._step = 0
+        self._last_s = 0.0
         self._due = False
 
     @property
@@ -110,6 +112,9 @@ class Follower:
     @property
     def doubts(self) -> bool:
         """Whether one more step like the last may lead to a decision."""
+        pending_s = math.fsum(seen.step_s for seen in self._look)
+        if pending_s + self._last_s < self._options.look_s:
+            return False
         return self._open is None and self._trial is None and self._rates.doubted
 
     def see(self, seen: Seen) -> Decision | None:
@@ -121,21 +126,30 @@ class Follower:
         Returns:
             What is to be done before the next step; nothing as a rule.
         """
-        self._step = seen.step
+        self._step, self._last_s = seen.step, seen.step_s
         if self._open is not None:
             return None
         if self._skip:
             self._skip -= 1
             return None
-        changes = self._rates.see(seen)
+        self._look.append(seen)
+        if math.fsum(each.step_s for each in self._look) < self._options.look_s:
+            return None
+        look, self._look = together(self._look), []
+        return self._see(look)
+
+    def _see(self, look: Seen) -> Decision | None:
+        """Take the measurements of a step, or of several that are looked at together."""
+        self._looks += 1
+        changes = self._rates.see(look)
         for change in changes:
             self._changes[change.what] = change
-            self._next = min(self._next, seen.step + self._options.dwell)
+            self._next = min(self._next, self._looks + self._options.dwell)
         self._due = self._due or bool(changes) or self._unbarred()
-        self._paces.append((seen.step, seen.step_s))
+        self._paces.append((look.step, look.step_s))
         if self._trial is not None:
-            return self._judge(self._trial, seen.step_s, changes)
-        if not self._due or seen.step < self._next:
+            return self._judge(self._trial, look.step_s, changes)
+        if not self._due or self._looks < self._next:
             return None
         self._waited += 1
         if self._rates.alarmed and self._waited < _PATIENCE:
@@ -181,7 +195,7 @@ class Follower:
             horizon=options.horizon,
             pause_s=self._pause_s,
             budget_actions=options.budget_actions,
-            barred=lambda move: self._barred.get(move, (-math.inf, 0))[0] > self._step,
+            barred=lambda move: self._barred.get(move, (-math.inf, 0))[0] > self._looks,
         )
         moves = Moves(self._rates.problem(), self._plan, terms)
         before_s, found = moves.before_s, moves.best((self._home,))
@@ -259,7 +273,7 @@ class Follower:
         half = (trial.before_s + trial.decision.after_s) / 2
         if kept is not None:
             self._dwell = self._options.dwell if after_s <= half else max(1, 2 * self._dwell)
-            self._next = self._step + self._dwell
+            self._next = self._looks + self._dwell
         outcome = Outcome(
             decision=trial.decision,
             step=self._step,
@@ -273,13 +287,13 @@ class Follower:
     def _bar(self, moves: frozenset[Move]) -> None:
         """Do not try something again for a while, and for twice as long the next time."""
         for move in moves:
-            steps = self._barred.get(move, (0, self._options.back_off))[1]
-            self._barred[move] = (self._step + steps, 2 * steps)
-            self._retries.add(self._step + steps)
+            looks = self._barred.get(move, (0, self._options.back_off))[1]
+            self._barred[move] = (self._looks + looks, 2 * looks)
+            self._retries.add(self._looks + looks)
         self._changes.clear()
 
     def _unbarred(self) -> bool:
         """Tell whether something may be tried again from now on."""
-        over = {step for step in self._retries if step <= self._step}
+        over = {look for look in self._retries if look <= self._looks}
         self._retries -= over
         return bool(over)

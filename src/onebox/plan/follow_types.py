@@ -14,9 +14,11 @@ DecisionKind = Literal["reorder", "recut", "reshare", "back"]
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """How eager the run-time scheduler is.
+    """How eager the run-time scheduler is. Of steps shorter than ``look_s`` several count as one in all of this.
 
     Args:
+        look_s: Seconds that are looked at together, at least. What lasts no longer tells no change, however many steps
+            it befalls: an operating system gives a core to somebody else for so long.
         gain: A decision must be expected to save at least this part of a step.
         horizon: Steps over which what it costs to get there has to come back.
         dwell: Steps from the judgement of a decision to the next one, at least; doubled by each one that brings less
@@ -30,6 +32,7 @@ class FollowOptions:
         budget_actions: Actions that may be simulated for one decision; about 1 µs each.
     """
 
+    look_s: float = 0.1
     gain: float = 0.05
     horizon: int = 100
     dwell: int = 2
@@ -41,7 +44,7 @@ class FollowOptions:
     budget_actions: int = 120_000
 
     def __post_init__(self) -> None:
-        for name in ("gain", "worse", "pause_s"):
+        for name in ("look_s", "gain", "worse", "pause_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UsageError(f"{name}={getattr(self, name)}: it is finite, from 0 up")
         for name in ("horizon", "trial", "back_off", "budget_actions"):

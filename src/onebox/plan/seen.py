@@ -1,14 +1,18 @@
-"""What a step was measured to be: the run-time scheduler's only input. Pure data."""
+"""What steps were measured to be: the run-time scheduler's only input. Pure data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from statistics import fmean
+from typing import NamedTuple, TypeVar
 
 from onebox.errors import UsageError
 from onebox.plan.schedule import Kind
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Task(NamedTuple):
@@ -64,10 +68,10 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Measurements of one step.
+    """Measurements of one step, or of several (:func:`together`).
 
     Args:
-        step: Its number.
+        step: Its number; of several, that of the first.
         step_s: Seconds from the end of the one before it to its own end.
         actions: How long actions took; those that nobody timed are left out.
         links: What went from a source to a target, by the two numbers of devices; links without traffic are left out.
@@ -98,3 +102,48 @@ class Seen:
         )
         yield from ((f"link {pair[0]} to {pair[1]}", carried.seconds) for pair, carried in self.links.items())
         yield from ((f"the update on device {device}", seconds) for device, seconds in self.update_s.items())
+
+
+def together(steps: Sequence[Seen]) -> Seen:
+    """Return the measurements of steps that followed each other under one plan as those of one step: their means.
+
+    Args:
+        steps: At least one, in order.
+    """
+    if len(steps) == 1:
+        return steps[0]
+    updates = {device for seen in steps for device in seen.update_s}
+    return Seen(
+        step=steps[0].step,
+        step_s=fmean(seen.step_s for seen in steps),
+        actions={task: _took(every) for task, every in _each(seen.actions for seen in steps).items()},
+        links={link: _carried(every) for link, every in _each(seen.links for seen in steps).items()},
+        update_s={
+            device: fmean(seen.update_s[device] for seen in steps if device in seen.update_s) for device in updates
+        },
+    )
+
+
+def _each(known: Iterable[Mapping[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return all values of each key."""
+    found: dict[_Key, list[_Value]] = {}
+    for one in known:
+        for key, value in one.items():
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def _took(every: Sequence[Took]) -> Took:
+    actions = sum(took.actions for took in every)
+    mean_s = math.fsum(took.mean_s * took.actions for took in every) / actions
+    return Took(mean_s, actions, min(took.least_s for took in every), max(took.most_s for took in every))
+
+
+def _carried(every: Sequence[Carried]) -> Carried:
+    return Carried(
+        sum(carried.size_bytes for carried in every),
+        math.fsum(carried.seconds for carried in every),
+        sum(carried.messages for carried in every),
+        min(carried.least_s for carried in every),
+        max(carried.most_s for carried in every),
+    )

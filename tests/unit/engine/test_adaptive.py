@@ -198,7 +198,7 @@ def test_a_step_that_waits_goes_on_where_no_plan_follows(refuses: OneboxError | 
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_nobody_waits_while_no_step_is_under_way_or_for_longer_than_it_is_worth(under_way: bool) -> None:
-    run = Trained(scale=0.1)  # steps of about a tenth of a second
+    run = Trained(scale=0.5)  # steps of some tenths of a second
     adaptive = followed(run)
     doubted(run, adaptive)
     run.may_prepare.clear()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebox.plan import ASYNC, DeviceSpec, Plan, Problem, Value, search
+from onebox.plan import ASYNC, DeviceSpec, FollowOptions, Plan, Problem, Value, search
 from tests.unit.plan.problems import links, segment
 from tests.unit.plan.worlds import Run, State, even_noise, follow, normal_noise, step_s, truth
 
@@ -136,3 +136,41 @@ def test_a_third_of_the_speed_is_found_within_three_steps_under_noise(seed: int,
     run = follow(problem, plan, begin + 6, state, noise=even_noise(seed))
     assert len(run.decisions) == 1
     assert begin < run.decisions[0].step <= begin + 3
+
+
+LOOK = 24
+"""Usual steps that are looked at together, where steps are short."""
+
+
+def short(problem: Problem, plan: Plan) -> FollowOptions:
+    """Return options by which so many usual steps are looked at together."""
+    return FollowOptions(look_s=(LOOK - 0.5) * step_s(problem, plan))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), gaps=st.lists(st.integers(4 * LOOK, 6 * LOOK), min_size=2, max_size=6))
+def test_a_device_that_is_slow_for_several_short_steps_moves_nothing(seed: int, gaps: list[int]) -> None:
+    """For just less than the time that is looked at together, however many steps it befalls."""
+    problem, plan = planned(uneven=False)
+    usual, slow = State(), State(slow={seed % 4: 8.0})
+    options = short(problem, plan)
+    burst = int(options.look_s * 0.9 / step_s(truth(problem, slow), plan))
+    assert burst > 1
+    states = [state for gap in gaps for state in (*[usual] * gap, *[slow] * burst)]
+    run = follow(problem, plan, len(states), states.__getitem__, noise=even_noise(seed), options=options)
+    assert not run.decisions, run.lines
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), victim=st.integers(0, 3), begin=st.integers(4 * LOOK, 8 * LOOK))
+def test_a_third_of_the_speed_is_found_though_steps_are_short(seed: int, victim: int, begin: int) -> None:
+    problem, plan = planned(uneven=False)
+    options = short(problem, plan)
+    state = changing(State(), (begin, State(slow={victim: 3.0})))
+    run = follow(problem, plan, begin + 4 * LOOK, state, noise=even_noise(seed), options=options)
+    (decision,) = run.decisions
+    seen_s = sum(run.steps_s[begin : decision.step + 1])
+    assert options.look_s < seen_s < 4.5 * options.look_s, "two to four looks, of which the first began before"
+    slowest = max(run.steps_s)
+    assert decision.before_s == pytest.approx(slowest, rel=0.2), "of a step, not of a look"
+    assert f"device {victim} takes" in decision.why
