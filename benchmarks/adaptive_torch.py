@@ -35,6 +35,9 @@ from torch_pipeline import SCHEDULES
 _WIDTH = 2
 """Elements of a message: when it arrives, and one that makes a loss of two classes possible."""
 
+_FARTHEST_S = 600.0
+"""No message takes so long. To learn of shapes torch also computes with memory in which anything may stand."""
+
 
 class World:
     """What is emulated in this rank.
@@ -56,7 +59,8 @@ class World:
 
     def work(self, after_s: float, seconds: float) -> None:
         """Sleep for what takes so long at speed 1, and can begin only when its input has arrived."""
-        sleep_until(after_s)
+        if after_s < time.monotonic() + _FARTHEST_S:  # else, or where it is no number, it is no time
+            sleep_until(after_s)
         sleep_until(time.monotonic() + seconds / self.speed)
 
     def sent(self, target: int) -> float:
