@@ -16,7 +16,7 @@ from torch import Tensor
 import onebox
 from onebox.engine.compiler import Captures
 from onebox.errors import UsageError
-from onebox.plan import Action, Plan, Stage
+from onebox.plan import ASYNC, Action, Plan, Stage
 from onebox.plan.schedule import Kind
 from onebox.pool import Link
 from onebox.wire.messages import Define, Instruction, Routine, StoredProgram
@@ -192,6 +192,33 @@ def test_versions_of_weights_move_with_shared_out_states_too(pool: onebox.Pool, 
     slow = dict.fromkeys(itertools.combinations(range(4), 2), Link(latency_s=0.1))
     with onebox.open("cpu*4", threads=1, links=slow) as far:
         assert_same_bits(trained(far, "unet", plan, changes, **more), whole)
+
+
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_what_was_written_down_before_a_step_holds_behind_it(warm_up: int, pool: onebox.Pool) -> None:
+    """That step is the first of which weights have versions, or not, and the rate of learning is another from it on."""
+    plan = staged("mlp", (0, 1), micro_batch=2, schedule=ASYNC)
+    other, case, found = staged("mlp", (2, 1), micro_batch=2, schedule=ASYNC), CASES["mlp"], []
+    for changes in (False, True):
+        model = case.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        arguments: dict[str, Any] = {"pool": pool, "plan": plan, "staleness": 1, "delay": "predict", "warm_up": warm_up}
+        with onebox.Trainer(model, case.loss, optimizer, seed=SEED, **arguments) as trainer:
+            losses, batches = [], case.batches([8] * STEPS)
+            losses += [trainer.step(*batch) for batch in batches[:3]]
+            prepared = trainer._run.prepare(other) if changes else None
+            if prepared is not None:
+                prepared.ask()
+                while not prepared.write(1.0):
+                    pass
+            optimizer.param_groups[0]["lr"] = 0.02
+            losses.append(trainer.step(*batches[3]))
+            if changes:
+                assert trainer._run.adopt(other, prepared).names > 0
+            losses += [trainer.step(*batch) for batch in batches[4:]]
+            state = {(name, key): value for name, key, value in trainer.optimizer_state()}
+            found.append(Run([float(loss) for loss in losses], trainer.tensors(), state))
+    assert_same_bits(*found)
 
 
 def test_each_micro_batch_of_each_step_is_seen_once_also_where_the_pipeline_was_drained(pool: onebox.Pool) -> None:

@@ -108,9 +108,10 @@ class _Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class _Done:
-    """A decision that was carried out."""
+    """A decision that was carried out, and whether workers were busy with a step just then."""
 
     decision: Decision
+    under_way: bool
 
 
 class Adaptive:
@@ -169,7 +170,7 @@ class Adaptive:
         if self._told is not told:  # a worker was lost meanwhile, and all begins anew
             return True
         self.note(Made(decision=ready.decision, step=self._run.steps_done, moved_bytes=moved.size_bytes))
-        self._told.put(_Done(decision=ready.decision))
+        self._told.put(_Done(decision=ready.decision, under_way=under_way))
         return True
 
     def _wait(self) -> None:
@@ -283,7 +284,7 @@ class _Work:
         self._problem: Problem | None = None
         self._last: _Step | None = None
         self._made: _Done | None = None
-        self._passed = 0
+        self._passed = self._samples = 0
         self._first: deque[Seen] = deque(maxlen=_MEASURED)
         self._judged = 0
         self._doubt_s = 0.0  # how long a step may wait for what is found about the next one
@@ -310,13 +311,13 @@ class _Work:
         made = self._made
         if made is not None and self._follower is not None and step.plan == made.decision.plan:
             self._made = None
-            seconds = 0.0 if last is None else max(0.0, apart_s(last.whole, step.whole) - made.decision.after_s)
+            seconds = 0.0 if last is None else max(0.0, _took_s(made, last, step) - made.decision.after_s)
             self._follower.applied(made.decision, seconds)
             self._owner.took(made.decision, seconds)
             return
         if last is None or last.plan != step.plan:
             return
-        if sum(part.size for part in step.whole.micro_batches) != self._owner.samples():
+        if sum(part.size for part in step.whole.micro_batches) != (self._samples or self._owner.samples()):
             return
         seen = see(step.whole, last.whole.trace)
         if self._follower is None or self._problem is None:
@@ -324,6 +325,7 @@ class _Work:
             if self._passed > _FIRST:
                 self._first.append(seen)
             if len(self._first) == _MEASURED:
+                self._samples = self._owner.samples()
                 self._follower, self._problem = self._owner.begin(step.plan, list(self._first))
             return
         if last.plan != self._follower.plan:
@@ -336,3 +338,12 @@ class _Work:
             self._follower.refused(decision)
         if self._follower.doubts:
             self._doubt_s = seen.step_s
+
+
+def _took_s(made: _Done, last: _Step, step: _Step) -> float:
+    """Return the seconds of the first step under a new plan, with all that delayed it.
+
+    Where workers were busy until then, that is from end to end. Where they were not, the user was at something else,
+    and only the step itself is known.
+    """
+    return apart_s(last.whole, step.whole) if made.under_way else see(step.whole, last.whole.trace).step_s

@@ -127,5 +127,5 @@ def follow(run: TrainingRun, adaptive: bool | Problem, pool: Pool, optimizer: Op
     """Let a run follow its devices if that is wanted, from the problem that its plan was made for if it is known."""
     if adaptive:
         known = adaptive if isinstance(adaptive, Problem) else None
-        make = problem_maker(pool, lambda: run.captures, optimizer, run.first_batch, known)
-        run.adaptive = Adaptive(run, make, run.samples)
+        make = problem_maker(pool, lambda: run.captures, optimizer, lambda: run.examples.largest, known)
+        run.adaptive = Adaptive(run, make, lambda: run.examples.samples)

@@ -8,16 +8,18 @@ worker lacks is brought: after the loss of one of many that is a small part of t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from onebox.engine.copies import CLIENT, Copies, Item, Place
+from onebox.engine.holdings import Holdings
 from onebox.graph.placements import REPLICATE, Placement, Shard, shard_of, unshard
 from onebox.pool import Answer, Pool, raise_first
-from onebox.wire import TensorSpec, from_frame, to_frame
+from onebox.wire import TensorSpec, from_frame, spec_of, to_frame
+from onebox.wire.messages import Put
 from onebox.wire.state import Read, Write, layout, pieces
 
 _AHEAD = 4
@@ -128,3 +130,24 @@ def wanted_spec(copies: Copies, item: Item, placement: Placement, spec: TensorSp
         return copies.specs[item]
     kept = copies.specs[Item(item.name, item.key, 0)]
     return TensorSpec(kept.dtype, spec.shape) if kept.shape else kept
+
+
+def put_shares(
+    pool: Pool, worker: int, whole: Mapping[str, Tensor], numbers: Mapping[str, int], holdings: Holdings
+) -> None:
+    """Put a worker's shares of tensors that the client has into buffers.
+
+    Args:
+        pool: The pool.
+        worker: Who.
+        whole: The tensors, by name.
+        numbers: The buffer of each.
+        holdings: How they are split.
+
+    Raises:
+        OneboxError: The pool is broken or closed.
+    """
+    for name, tensor in whole.items():
+        placement = holdings.placement(name)
+        part = shard_of(tensor, placement, holdings.ranks[worker]) if isinstance(placement, Shard) else tensor
+        pool.post(worker, [Put((numbers[name],), (spec_of(part),))], [to_frame(part.contiguous())])

@@ -44,7 +44,7 @@ def problem_maker(
     def make(plan: Plan, steps: list[Seen]) -> Problem:
         if given is not None:
             present = tuple(device for device in given.devices if device.number in pool.present)
-            return replace(given, devices=present)
+            return replace(given, devices=present, free_shares=False)
         batch = first()
         assert batch is not None
         devices = [device for device in pool.devices if device.number in pool.present]
@@ -56,11 +56,11 @@ def problem_maker(
             devices,
             with_measured_links(links, steps, sure),
             batch=batch.size,
-            micro_batches=(size,),
+            micro_batches=(min(size, batch.size),),
             updates=(plan.update,),
             sharded=plan.optimizer == "sharded",
         )
-        return replace(problem, free_shares=False)
+        return replace(problem, free_shares=False, cores={})  # where cores are short, that is in what steps took
 
     return make
 

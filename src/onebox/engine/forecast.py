@@ -104,6 +104,7 @@ def forecast_memory(
     ahead: int = 0,
     delay: GroupDelays = "none",
     staleness: int = 0,
+    overlap: bool = False,
     links: LinkMap | None = None,
 ) -> dict[int, int]:
     """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
@@ -121,6 +122,7 @@ def forecast_memory(
         delay: What is done about gradients that are late, if they are.
         staleness: 1 where steps are computed with older weights under plans of one stage, too; an asynchronous plan
             is for such steps only.
+        overlap: Whether exact steps overlap.
         links: The pool's emulated links, if it has any.
 
     Raises:
@@ -128,7 +130,7 @@ def forecast_memory(
         CaptureError: Replicas cannot share the model.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
-    return _ready(*given, late=staleness > 0, links=links).peaks(batch, ahead=ahead)
+    return _ready(*given, late=staleness > 0, overlap=overlap, links=links).peaks(batch, ahead=ahead)
 
 
 def forecast_contents(
@@ -162,6 +164,7 @@ def _ready(
     delay: GroupDelays,
     *,
     late: bool = False,
+    overlap: bool = False,
     links: LinkMap | None = None,
 ) -> Ready:
     nowhere = cast(Pool, Nowhere(devices, links))
@@ -169,5 +172,5 @@ def _ready(
     if late := late or plan.schedule == ASYNC:
         remote.versions = versions_of(remote.wanted, delay, nowhere.new_number)
     ready = Ready(plan, nowhere, captures, remote, batch, max_norm)
-    ready.compiler.windows = late
+    ready.compiler.windows = late or overlap
     return ready

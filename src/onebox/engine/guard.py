@@ -299,12 +299,16 @@ class Guard:
             ) from error
 
     def _replay(self, restart: Restart[Copies | None, Work]) -> None:
-        """Do steps again; wait for those that had ended before."""
+        """Do steps again, to the last update of them; wait for those that had ended before.
+
+        Whoever reads the state, and had waited for the steps before the loss, reads it as he would have without one.
+        """
         running: deque[tuple[Work, list[Future[Answer]]]] = deque()
         for work in restart.replay:
             running.append((work, list(self._run.launch(work).values())))
             if len(running) > self._in_flight:
                 raise_first(running.popleft()[1])
+        self._run.overlap.end()
         for work, futures in running:
             if work.loss.ended:
                 raise_first(futures)

@@ -115,7 +115,7 @@ class Migration:
             OneboxError: A worker was lost, or the pool is broken; some workers may have got their part.
         """
         remote, written = self._remote, self._written
-        if written is None:
+        if written is None or written.branched != remote.branched:
             self.ask()
             written = self._write(self._answers())
         asked = self.after.form()
@@ -146,6 +146,7 @@ class Migration:
 
     def _write(self, told: Mapping[int, Remembered]) -> _Written:
         """Return what workers will be told, given what their optimizers remember."""
+        branched = self._remote.branched
         group, members, forms = self._group()
         way = _Way(group, {worker: place for place, worker in enumerate(members)})
         remembered_bytes = sum(
@@ -155,7 +156,8 @@ class Migration:
             if isinstance(entry.value, TensorSpec)
         )
         tensor_bytes = sum(self._spec(move.target, move.name).size_bytes for move in self.moves.tensors)
-        return _Written(group, members, forms, self._instructions(told, way), tensor_bytes + remembered_bytes)
+        instructions = self._instructions(told, way, self._remote.versions if branched else Versions())
+        return _Written(group, members, forms, instructions, tensor_bytes + remembered_bytes, branched)
 
     def _group(self) -> tuple[int, Members, bool]:
         """Return a group of all who send or receive, its members, and whether it is formed for that only."""
@@ -168,10 +170,11 @@ class Migration:
                     return group, members, False
         return self._pool.new_number(), tuple(sorted(involved)), True
 
-    def _instructions(self, told: Mapping[int, Remembered], way: _Way) -> dict[int, list[Instruction]]:
+    def _instructions(
+        self, told: Mapping[int, Remembered], way: _Way, versions: Versions
+    ) -> dict[int, list[Instruction]]:
         """Return what each worker is told: it sends, forgets, receives, and changes its optimizer."""
         moves, numbers = self.moves, self._remote.named.numbers
-        versions = self._remote.versions if self._remote.branched else Versions()
         sent: dict[int, list[Instruction]] = {}
         come: dict[int, list[Instruction]] = {}
         recalls: dict[int, tuple[list[StateEntry], list[int]]] = {}
@@ -249,6 +252,7 @@ class _Written(NamedTuple):
         forms: Whether it is formed for that only.
         instructions: For each worker.
         size_bytes: Bytes of all that travels but versions of parameters.
+        branched: Whether parameters have versions, which travel, too.
     """
 
     group: int
@@ -256,6 +260,7 @@ class _Written(NamedTuple):
     forms: bool
     instructions: Mapping[int, Sequence[Instruction]]
     size_bytes: int
+    branched: bool
 
 
 class _Way(NamedTuple):

@@ -16,6 +16,9 @@ from onebox.worker import OPTIMIZERS
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What a user trains with: one optimizer, or several over parameters of their own."""
 
+Training = list[list[tuple[int, bool]]]
+"""Of each parameter group what identifies each of its parameters, and whether that is to get gradients."""
+
 
 class Group(NamedTuple):
     """A parameter group.
@@ -94,3 +97,26 @@ def _plain(key: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(f"option {key!r} of the optimizer is a {type(value).__name__}; allowed are numbers and strings")
+
+
+def training_of(optimizers: Sequence[torch.optim.Optimizer]) -> Training:
+    """Return of each parameter group which parameters it has, and whether they are to get gradients."""
+    groups = (group for each in optimizers for group in each.param_groups)
+    return [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in groups]
+
+
+def require_training(optimizers: Sequence[torch.optim.Optimizer], before: Training) -> None:
+    """Require that optimizers train what they did.
+
+    Raises:
+        UsageError: They have other parameters, or one is to get gradients that was not, or the other way round.
+    """
+    now = training_of(optimizers)
+    if now != before:
+        groups, parameters = len(now), sum(wanted for group in now for _, wanted in group)
+        had_groups, had = len(before), sum(wanted for group in before for _, wanted in group)
+        raise UsageError(
+            f"the optimizer trains {parameters} parameters in {groups} groups; when this trainer was made it trained "
+            f"{had} in {had_groups}, and these have to be the same ones: pull() the weights, close this trainer and "
+            "make another one; nothing was done of this step"
+        )

@@ -153,7 +153,7 @@ class Overlap:
         if compiled.windows:
             self._next = work.number if self._next is None else self._next
             if self._versions.previous and not self._remote.branched:
-                self._remote.branch(group_of)
+                self._remote.branch(work.options, group_of)
         return self.open, "fill" if self.open is None else "steady"
 
     def begun(self, work: Work, compiled: Compiled, before: Open | None) -> None:

@@ -36,7 +36,8 @@ from onebox.engine.within import search_within
 from onebox.errors import CaptureError, PlanError, UsageError
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.graph.spmd import product_flops
-from onebox.plan import ASYNC, NAMED, SCHEDULES, Links, Plan
+from onebox.plan import ASYNC, FATES, NAMED, SCHEDULES, Links, Plan
+from onebox.plan.prices import AWAY
 from onebox.pool import Pool
 from onebox.pool.measure import profile_key
 from onebox.wire import Program, reads, specs_by_slot
@@ -65,6 +66,7 @@ class Workload:
         in_flight: Steps that may be under way at once: their batches lie on the devices, too.
         staleness: How many steps old the weights may be that a step is computed with.
         delay: What is done about gradients that are late because of it.
+        overlap: Whether exact steps overlap.
     """
 
     captures: Captures
@@ -74,6 +76,7 @@ class Workload:
     in_flight: int
     staleness: int = 0
     delay: GroupDelays = "none"
+    overlap: bool = False
 
     def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
         """Return the most bytes that each device of a plan will use."""
@@ -90,6 +93,7 @@ class Workload:
             ahead=self.in_flight - 1,
             delay=self.delay,
             staleness=self.staleness,
+            overlap=self.overlap,
             links=pool.links,
         )
 
@@ -171,6 +175,7 @@ def _sought(size: int, before: Plan, work: Workload, pool: Pool, *, replicable: 
         schedules=schedules,
         updates=(before.update,),
         sharded=before.optimizer == "sharded",
+        fates=[fate for fate in FATES if fate not in AWAY or not work.overlap],
         staleness=work.staleness,
         versions=2 + extra_copies(work.delay),
     )

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onebox.engine.bringing import Wanted, bring, wanted_spec
+from onebox.engine.bringing import Wanted, bring, put_shares, wanted_spec
 from onebox.engine.copies import Copies, Item, Part
 from onebox.engine.holdings import Holdings, Members
-from onebox.engine.optimizers import Optimizers, each_of, options_of
+from onebox.engine.optimizers import Optimizers, each_of, options_of, training_of
 from onebox.engine.reading import Reading
 from onebox.engine.state import (
     OptimizerEntries,
@@ -67,6 +67,7 @@ class RemoteState:
         """Versions to start from, by the parameter and the kind."""
         self.named = named_state(model, loss, self.new_number)
         self.wanted = trained_names(self.named, optimizer)
+        self.training = training_of(optimizer)
         self.remembered = local_optimizer_state(optimizer, self.named)
 
     def new_number(self) -> int:
@@ -179,36 +180,35 @@ class RemoteState:
 
     def _bring_versions(self, holdings: Holdings, trained: tuple[str, ...]) -> None:
         """Bring versions of parameters to those who hold them, if there are any to go on with."""
+        keys, copies = self.versions.keys, self._copies
+        known = self.first_versions if copies is None else {(n, key) for n in trained for key in copies.keys(n)}
+        if not trained or not all((name, key) in known for name in trained for key in keys):
+            return
         for worker in holdings.devices:
             held = holdings.held_by(worker, trained)
-            for key, numbers in self.versions.keys.items():
-                if self._copies is not None:
-                    names = [name for name in held if key in self._copies.keys(name)]
-                    self._fill(self._copies, worker, names, holdings, key)
+            for key, numbers in keys.items():
+                if copies is not None:
+                    self._fill(copies, worker, held, holdings, key)
                 else:
-                    names = [name for name in held if (name, key) in self.first_versions]
-                for name in names if self._copies is None else ():
-                    whole, placement = self.first_versions[name, key], holdings.placement(name)
-                    part = shard_of(whole, placement, holdings.ranks[worker]) if isinstance(placement, Shard) else whole
-                    put = Put((numbers[name],), (spec_of(part),))
-                    self._pool.post(worker, [put], [to_frame(part.contiguous())])
-                if len(names) < len(held):
-                    return
+                    whole = {name: self.first_versions[name, key] for name in held}
+                    put_shares(self._pool, worker, whole, numbers, holdings)
             if stepped := self._trained.get(worker):
                 self._pool.post(worker, [self.versions.branch(self._optimizer_number, stepped, behind=1)])
-            self.branched = True
+        self.branched = True
 
-    def branch(self, group_of: Callable[[Members], int]) -> None:
+    def branch(self, options: tuple[Options, ...], group_of: Callable[[Members], int]) -> None:
         """Let parameters have versions from now on; who steps one alone hands its versions to the others.
 
         Args:
+            options: The options of each parameter group in the first step that needs versions, by which is expected
+                what it does: the same whenever that step is begun, or begun again.
             group_of: From workers that hold the same to their group.
 
         Raises:
             OneboxError: The pool is broken.
         """
         for worker, trained in self._trained.items():
-            self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained)])
+            self._pool.post(worker, [self.versions.branch(self._optimizer_number, trained, options=options)])
         for members, handed in handed_over(self.versions, self.holdings, self.named.spec, group_of):
             for worker in members:
                 self._pool.post(worker, [handed])
@@ -227,6 +227,7 @@ class RemoteState:
         """
         self._holdings, self._holders = holdings, dict(holdings.holders)
         self._trained, self._owned = {}, {}
+        self._sent_options = ()  # what is defined anew may have those of some steps ago
         for worker in holdings.devices:
             if stepped := holdings.stepped_by(worker, trained):
                 self._trained[worker] = stepped

@@ -16,11 +16,12 @@ from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures, Compiled
 from onebox.engine.copies import Copies
 from onebox.engine.deferred import Deferred, OldGroups
+from onebox.engine.examples import Examples
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.launch import Settings, Work, launch
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
-from onebox.engine.optimizers import options_of
+from onebox.engine.optimizers import options_of, require_training
 from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
@@ -76,7 +77,7 @@ class TrainingRun:
         self._settings = settings
         self.uploads = uploads
         self._ready: Ready | None = None
-        self._first: Batch | None = None
+        self.examples = Examples()
         self._running: deque[StepLoss] = deque()
         self.overlap = Overlap(pool, remote, settings, self.traces.draining)
         self._old_groups = OldGroups(pool)
@@ -88,9 +89,11 @@ class TrainingRun:
 
     def step(self, batch: Batch, uploaded: Uploaded | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
+        require_training(self._remote.optimizer, self._remote.training)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number, guard = self.steps_done, self.guard
         self.surely(lambda: self._get_ready(batch, number).step(batch))
+        self.examples.add(batch, steps=True)
         self.wait(self._settings.in_flight - 1)
         if self.adaptive is not None and self.adaptive.between_steps(under_way=self._under_way):
             self.surely(lambda: self._get_ready(batch, number).step(batch))
@@ -262,16 +265,18 @@ class TrainingRun:
                 self._ready.close()
             self._ready = None
         self._remote.reset(copies)
-        if self.plan is None or self._first is None:
+        batch = self.examples.largest
+        if self.plan is None or batch is None:
             return None
         work = Workload(
             captures=self.captures,
             optimizer=self._remote.optimizer,
-            batch=self._first,
+            batch=batch,
             max_norm=self._settings.max_norm,
             in_flight=self._settings.in_flight,
             staleness=self._settings.staleness,
             delay=self._settings.delay,
+            overlap=self._settings.overlap,
         )
         try:
             plan = refit(self.plan, work, self._pool)
@@ -279,18 +284,10 @@ class TrainingRun:
             raise out_of_devices(error, self._pool, self.saved) from error
         new = None if plan is self.plan else plan.describe()
         self._request = dataclasses.replace(self._request, plan=plan)
-        self.set_up(self._first)
+        self.set_up(batch, steps=self.examples.trains)
         return new
 
     # ---- another plan
-
-    def samples(self) -> int:
-        """Return the samples of the first batch; 0 where there has been none."""
-        return self._first.size if self._first else 0
-
-    def first_batch(self) -> Batch | None:
-        """Return the first batch, if there has been one."""
-        return self._first
 
     def prepare(self, plan: Plan) -> Migration | None:
         """Make all ready for another plan to take over, while steps go on; any thread may call this.
@@ -305,13 +302,13 @@ class TrainingRun:
             OneboxError: The plan cannot take over, the model cannot be cut so, there is no room for it, or a worker was
                 lost.
         """
-        ready, batch = self._ready, self._first
+        ready, batch = self._ready, self.examples.largest
         if ready is None or batch is None:
             return None
         check_successor(ready.plan, plan, batch.size)
         given = plan, self._pool, self.captures, self._remote, batch, self._settings.max_norm
         after = Ready(*given, strict=True, before=ready, windows=self.overlap.windows(self.steps_done))
-        after.compiler.step(batch)  # the programs are at the workers before they are needed
+        self.examples.require_room(after)  # and the programs are at the workers before they are needed
         return Migration(self._pool, self._remote, ready, after)
 
     def adopt(self, plan: Plan, prepared: Migration | None = None) -> Moved:
@@ -376,16 +373,24 @@ class TrainingRun:
             if self.guard is not None:
                 self.guard.keep(ready)
             self._ready = ready
-            self._first, self.plan = self._first or batch, self._ready.plan
+            self.plan = self._ready.plan
+            self.examples.add(batch, steps=steps)
             self._request = dataclasses.replace(self._request, plan=self.plan)
             self.uploads.use(ready)
         return self._ready
+
+    def evaluation(self, batch: Batch) -> Compiled:
+        """Return the routines that evaluate a batch; see :meth:`~onebox.engine.setup.Ready.evaluation`."""
+        compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
+        self.examples.add(batch, steps=False)
+        return compiled
 
     def close(self) -> None:
         """Free everything on the workers."""
         if self.adaptive is not None:
             self.adaptive.close()
         self.uploads.close()
+        self.overlap.reset()
         self.overlap.free()
         self._old_groups.leave()
         if self._ready is not None:

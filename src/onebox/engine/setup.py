@@ -85,6 +85,7 @@ class Ready:
         with_gradient = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
         trained = tuple(name for name in remote.wanted if name in with_gradient)
         self.holdings, self.trained = holdings, trained
+        remote.versions = remote.versions.only(trained)  # one that gets no gradient stays as it is
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
         check_elements(remote, holdings)
         self._optimizer = remote.optimizer_number if before else remote.new_number()
@@ -206,10 +207,17 @@ class Ready:
         Raises:
             DeviceMemoryError: It needs more than a device has, or may take; nothing has changed on the workers.
         """
+        return self.compiler.evaluation(batch, at_once=self.at_once(batch, stepped=stepped))
+
+    def at_once(self, batch: Batch, *, stepped: bool) -> bool:
+        """Tell whether a batch is evaluated at once or in micro-batches.
+
+        Args and errors are those of :meth:`evaluation`.
+        """
         key = (batch.signature(batch.size), stepped)
         if key not in self._at_once:
             self._at_once[key] = self._may_be_at_once(batch, stepped=stepped)
-        return self.compiler.evaluation(batch, at_once=self._at_once[key])
+        return self._at_once[key]
 
     def _may_be_at_once(self, batch: Batch, *, stepped: bool) -> bool:
         """Tell whether a batch is evaluated at once or in micro-batches; refuse it where neither would fit."""

@@ -238,7 +238,7 @@ class Trainer(Observed):
             are more, this call waits for the oldest.
 
         Raises:
-            UsageError: The batch is not one.
+            UsageError: The batch is not one, or the optimizer trains other parameters than when this trainer was made.
             CaptureError: The model cannot be captured.
             OneboxError: This or an earlier step failed.
         """
@@ -272,9 +272,7 @@ class Trainer(Observed):
             return evaluate(
                 batches,
                 pool=self.pool,
-                prepare=lambda batch: self._run.set_up(batch, steps=False).evaluation(
-                    batch, stepped=self.steps_done > 0
-                ),
+                prepare=self._run.evaluation,
                 metrics=list(self._metrics),
                 parts=self._run.uploads.parts_beside,
                 in_flight=self._in_flight,

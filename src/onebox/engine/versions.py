@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onebox.engine.delays import predicts
 from onebox.engine.holdings import Holdings, Members
 from onebox.wire import TensorSpec
-from onebox.wire.steps import Branch, Broadcast, GroupDelays
+from onebox.wire.steps import Branch, Broadcast, GroupDelays, Options
 
 PREVIOUS, AHEAD = "previous", "ahead"
 """What versions are called where they are kept beside the parameter itself, and what the optimizer remembers of it."""
@@ -36,11 +36,28 @@ class Versions:
         found = {PREVIOUS: self.previous, AHEAD: self.ahead}
         return {key: numbers for key, numbers in found.items() if numbers}
 
-    def branch(self, optimizer: int, trained: Sequence[str], *, behind: int = 0) -> Branch:
-        """Return what lets an optimizer's parameters have versions; they are there already if they are behind."""
+    def only(self, trained: Collection[str]) -> Versions:
+        """Return those of some parameters."""
+        previous, ahead = (
+            {name: number for name, number in numbers.items() if name in trained}
+            for numbers in (self.previous, self.ahead)
+        )
+        return Versions(previous=previous, ahead=ahead, delay=self.delay)
+
+    def branch(
+        self, optimizer: int, trained: Sequence[str], *, behind: int = 0, options: tuple[Options, ...] = ()
+    ) -> Branch:
+        """Return what lets an optimizer's parameters have versions.
+
+        Args:
+            optimizer: The optimizer.
+            trained: Its parameters.
+            behind: If positive, they are there already.
+            options: Of each of its groups, by which is expected what becomes of a parameter; as they are if empty.
+        """
         previous = tuple(self.previous[name] for name in trained)
         ahead = tuple(self.ahead[name] for name in trained) if self.ahead else ()
-        return Branch(optimizer, previous, ahead, behind)
+        return Branch(optimizer, previous, ahead, behind, options)
 
     def of(self, name: str) -> dict[int, str]:
         """Return the buffers that a parameter has beside its own, and what each is called."""

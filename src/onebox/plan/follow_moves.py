@@ -106,7 +106,7 @@ class Moves:
         Of those that are about as good as the best, what moves less comes first, with devices that may stand in for
         each other where least moves; then come the best of the others.
         """
-        known = [layout for layout in dict.fromkeys(found) if layout != self._now]
+        known = [one for one in dict.fromkeys(found) if one != self._now and self._value(one) < math.inf]
         least_s = min(map(self._value, known), default=0.0)
         near = [layout for layout in known if self._value(layout) <= least_s * NEARLY]
         kinds = {device: self._kind(device) for device in self._every}

@@ -119,19 +119,15 @@ class Rates:
 
     def _expect(self) -> None:
         """Note what actions are expected to take on devices that are as planned."""
-        plan, parts = self._plan, self._plan.micro_batches(self._problem.batch)
+        parts = self._plan.micro_batches(self._problem.batch)
         segments = tuple(self._learned(index) for index in range(len(self._problem.segments)))
-        work, sizes = Costs(replace(self._problem, segments=segments)).work(self._layout, parts)
-        routes = plan.routes(self._problem.batch)
+        work, _ = Costs(replace(self._problem, segments=segments)).work(self._layout, parts)
         self._expected: dict[Task, float] = {}
         for number, stage in enumerate(work.stages):
             for device, forward_s in stage.forward_s.items():
-                own = 1.0
-                if plan.micro_batch is None:  # each replica has one micro-batch, of its own size
-                    own = next((size for row, size in zip(routes[number], sizes, strict=True) if device in row), 1.0)
                 inputs_s, weight_s = stage.input_s[device], stage.weight_s[device]
                 for kind, seconds in (("F", forward_s), ("I", inputs_s), ("W", weight_s), ("B", inputs_s + weight_s)):
-                    self._expected[Task(device, number, kind)] = seconds * own  # type: ignore[arg-type]
+                    self._expected[Task(device, number, kind)] = seconds  # type: ignore[arg-type]
 
     def see(self, seen: Seen) -> list[Change]:
         """Take a step's measurements; return what has changed."""

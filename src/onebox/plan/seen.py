@@ -33,8 +33,8 @@ class Took(NamedTuple):
     """How long actions took that are alike.
 
     Args:
-        mean_s: Mean seconds of one, for a micro-batch of the plan's size or, where the plan sets none, of the replica's
-            own share. Waiting for inputs is not in it.
+        mean_s: Mean seconds of one, for a micro-batch of the plan's size or, where the plan sets none, of the largest
+            share; one of another size as many times as it takes to be so large. Waiting for inputs is not in it.
         actions: How many there were, at least one.
         least_s: Seconds of the one that took least; 0 where nobody knows.
         most_s: Seconds of the one that took most; infinite where nobody knows.

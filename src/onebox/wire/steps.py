@@ -206,12 +206,14 @@ class Branch(Message, frozen=True, tag="branch"):
         ahead: For each of them a buffer that becomes what it is expected to be one step later; empty for none.
         behind: Where positive, these buffers are there already, and stay as they are: ``previous`` what it was that
             many updates ago.
+        options: Of each of its groups, which it has from then on; those that it has if empty.
     """
 
     optimizer: int
     previous: tuple[int, ...]
     ahead: tuple[int, ...] = ()
     behind: int = 0
+    options: tuple[Options, ...] = ()
 
 
 class Rename(Message, frozen=True, tag="rename"):

@@ -131,6 +131,8 @@ class Updates:
         previous = [resolve(reference) for reference in branch.previous]
         ahead = [resolve(reference) for reference in branch.ahead]
         self._check_branch(branch, optimizer, (*numbers, *previous, *ahead))
+        if branch.options:
+            self._have(branch.optimizer, optimizer, branch.options)
         parameters = [(number, self._store.get(number)) for number in numbers]
         for index, (number, tensor) in enumerate(parameters):
             if not optimizer.updates(index, tensor):
@@ -229,8 +231,11 @@ class Updates:
         changes = self._changes.get(step.optimizer, ())
         options = next((options for since, options in reversed(changes) if since <= run.step - step.age), None)
         if options is not None and self._applied.get(step.optimizer) is not options:
-            optimizer.set_options(options)
-            self._applied[step.optimizer] = options
+            self._have(step.optimizer, optimizer, options)
+
+    def _have(self, number: int, optimizer: NativeOptimizer, options: tuple[Options, ...]) -> None:
+        optimizer.set_options(options)
+        self._applied[number] = options
 
 
 def _wrong_versions(previous: int, ahead: int, parameters: int, delays: Sequence[str]) -> WireError:

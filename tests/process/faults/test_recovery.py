@@ -320,6 +320,34 @@ def test_evaluating_and_saving_go_on_and_each_loss_is_one_logged_line(
         assert resumed.evaluate(batches()[:4]) == found
 
 
+@pytest.mark.parametrize("options", [{"overlap": True}, {"staleness": 1, "warm_up": 0, "delay": "none"}], ids=str)
+def test_a_loss_that_comes_up_when_the_state_is_read_leaves_no_update_out(
+    options: dict[str, Any], pool: onebox.Pool
+) -> None:
+    """Steps overlap: the last one that is done again has its update before the state is read again."""
+    found = []
+    for kills in (False, True):
+        with trainer_on(pool, KINDS["workers"], snapshot_every=100, **options) as trainer:
+            for batch in batches()[:3]:
+                trainer.step(*batch)
+            trainer.wait()
+            if kills:
+                os.kill(pool.process_ids[0], signal.SIGKILL)
+            tensors = trainer.tensors()
+            assert len(trainer.recoveries) == kills
+            if kills:
+                os.kill(pool.process_ids[1], signal.SIGKILL)
+            state = trainer.optimizer_state()
+            found.append((tensors, state, [float(trainer.step(*batch)) for batch in batches()[3:6]]))
+    (tensors, state, losses), (other, other_state, other_losses) = found
+    assert all(torch.equal(tensor, other[name]) for name, tensor in tensors.items())
+    assert [entry[:2] for entry in state] == [entry[:2] for entry in other_state]
+    assert all(
+        torch.equal(torch.as_tensor(a[2]), torch.as_tensor(b[2])) for a, b in zip(state, other_state, strict=True)
+    )
+    assert losses == other_losses
+
+
 def test_a_worker_that_dies_again_while_it_is_brought_back(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,3 +207,25 @@ def test_nobody_waits_while_no_step_is_under_way_or_for_longer_than_it_is_worth(
     assert run.prepared == 0, "it would have been waited for until now"
     run.may_prepare.set()
     adaptive.close()
+
+
+def test_what_the_user_did_meanwhile_is_no_cost_of_a_change() -> None:
+    """A device became slow in the last steps before an evaluation that took a while."""
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(15):
+        run.step(adaptive, 1.0)
+    end_s = time.monotonic() + WAIT_S
+    while not run.prepared:
+        assert time.monotonic() < end_s
+        run.end(adaptive, 3.0)
+        while adaptive._told.unfinished_tasks:
+            time.sleep(0.001)
+    assert adaptive.decisions == ()
+    run.steps_done += 100  # so long nothing is done
+    while not adaptive.decisions or adaptive.decisions[0].outcome is None:
+        assert time.monotonic() < end_s
+        run.step(adaptive, 3.0)
+    (made,) = adaptive.decisions
+    assert made.seconds < 10.0, "of the 1000 s in between"
+    adaptive.close()

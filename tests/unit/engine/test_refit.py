@@ -190,6 +190,19 @@ def lively() -> Workload:
     return Workload(captures=Captures(recipe), optimizer=optimizer, batch=batch, max_norm=0.0, in_flight=1)
 
 
+def test_steps_that_overlap_keep_activations_on_the_device() -> None:
+    """What is on its way to a host's memory at a step's end cannot be left to the next one."""
+    size = lively().batch.size // 2
+    plan, work = Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=size), dataclasses.replace(lively(), overlap=True)
+    alone, left = Plan.data_parallel([0], [1.0], micro_batch=size), cast(Pool, Left({1, 2, 3}))
+    peak = work.peaks(alone, left)[0]
+    less = cast(Pool, Left({1, 2, 3}, int(peak * 0.85)))
+    new = refit(plan, work, less)
+    assert "recompute" in {stage.fate for stage in new.stages}
+    assert not {"offload", "swap"} & {stage.fate for stage in new.stages}
+    assert work.peaks(new, less)[0] <= peak * 0.85
+
+
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_what_is_left_gets_fates_where_its_memory_is_short(update: UpdateAt) -> None:
     size = lively().batch.size // 2

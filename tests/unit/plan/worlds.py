@@ -58,15 +58,14 @@ def step_s(problem: Problem, plan: Plan) -> float:
 def measured(problem: Problem, state: State, plan: Plan) -> Seen:
     """Return what is measured of a step without noise."""
     true = truth(problem, state)
-    work, routes, parts = stage_work(true, plan), plan.routes(true.batch), plan.micro_batches(true.batch)
+    work, routes = stage_work(true, plan), plan.routes(true.batch)
     actions = {}
     for number, (stage, row) in enumerate(zip(work.stages, routes, strict=True)):
         for device in {replica[0] for replica in row}:
             turns = [index for index, replica in enumerate(row) if replica[0] == device]
-            own = 1.0 if plan.micro_batch else parts[turns[0]].size / max(part.size for part in parts)
             both = stage.input_s[device] + stage.weight_s[device]
-            actions[Task(device, number, "F")] = Took(stage.forward_s[device] * own, len(turns))
-            actions[Task(device, number, "B")] = Took(both * own, len(turns))
+            actions[Task(device, number, "F")] = Took(stage.forward_s[device], len(turns))
+            actions[Task(device, number, "B")] = Took(both, len(turns))
     links: dict[tuple[int, int], Carried] = {}
     for edge in work.edges:
         for (a, *_), (b, *_) in zip(routes[edge.source], routes[edge.target], strict=True):

@@ -160,6 +160,21 @@ def test_quota_has_no_room_for_versions() -> None:
         rig.get(11)
 
 
+@pytest.mark.parametrize("options", [(), ({"lr": 0.5},)], ids=str)
+def test_what_is_expected_at_first_is_by_the_options_that_come_with_it(options: Any) -> None:
+    rig, reference = rig_with("SGD", "predict", {"lr": 0.1, "momentum": 0.9}), Reference("SGD", lr=0.1, momentum=0.9)
+    put_gradients(rig, 0)
+    reference.step(0)
+    run(rig, 1, OptimizerStep(7, (31, 32)))
+    rig.do(Branch(7, (11, 12), (21, 22), options=options))
+    rate = options[0]["lr"] if options else 0.1
+    momentum = [reference.optimizer.state[weight]["momentum_buffer"] for weight in reference.weights]
+    now = reference.values()
+    assert_values(rig, (11, 12), now)
+    assert_values(rig, (21, 22), [weight - rate * each for weight, each in zip(now, momentum, strict=True)])
+    assert rig.failures == []
+
+
 # ---- members
 
 
