@@ -15,6 +15,7 @@ import onebox
 from onebox.worker import OPTIMIZERS as NATIVE
 from tests.models import CASES, OPTIMIZERS, Case, adam_in_groups, adamw, sgd
 from tests.process.shelf import Shelf
+from tests.process.stages import staged
 from tests.reference import Outcome, assert_same, train
 
 MICRO_BATCH = 3
@@ -118,6 +119,36 @@ def test_a_checkpoint_of_a_fresh_or_just_resumed_trainer_is_whole(pools: Shelf, 
             trainer.pull()
     found = Outcome(losses=losses, norms=[], tensors={**dict(model.named_parameters()), **dict(model.named_buffers())})
     assert_same(found, expected)
+
+
+def test_a_save_before_the_first_step_keeps_what_is_to_be_done(pools: Shelf, tmp_path: Path) -> None:
+    """Of a trainer that has just begun, and of one that has just been resumed, as before a job is preempted."""
+    case = CASES["mlp"]
+    plan = staged("mlp", (1, 0), micro_batch=MICRO_BATCH)
+
+    def made(**options: Any) -> onebox.Trainer:
+        model = case.model()
+        return onebox.Trainer(model, case.loss, adamw(model), pool=pools(2), **options)
+
+    def resumed(folder: str) -> onebox.Trainer:
+        model = case.model()
+        return onebox.Trainer.resume(tmp_path / folder, model, case.loss, adamw(model), pool=pools(2))
+
+    with made(plan=plan, overlap=True) as trainer:
+        trainer.save(tmp_path / "staged")
+    with made(micro_batch=MICRO_BATCH, shard_optimizer=True) as trainer:
+        trainer.save(tmp_path / "parallel")
+    for folder in ("staged", "parallel"):
+        for _ in range(2):
+            with resumed(folder) as trainer:
+                trainer.save(tmp_path / folder)
+    with resumed("staged") as trainer:
+        trainer.step(*case.batches([SIZES[0]])[0])
+        assert (trainer.plan, trainer.overlap) == (plan, True)
+    with resumed("parallel") as trainer:
+        trainer.step(*case.batches([SIZES[0]])[0])
+        assert trainer.plan is not None
+        assert (trainer.plan.micro_batch, trainer.plan.optimizer, trainer.overlap) == (MICRO_BATCH, "sharded", False)
 
 
 def test_learning_rates_and_what_the_user_adds_come_back(pools: Shelf, tmp_path: Path) -> None:

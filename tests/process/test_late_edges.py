@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 import onebox
-from onebox.errors import UsageError
+from onebox.errors import ReplicasParted, UsageError
 from onebox.plan import ASYNC, Plan, Stage
 from tests.late import train_late
 from tests.process.shelf import Shelf
@@ -162,6 +163,30 @@ def test_a_norm_that_never_came_is_told_after_the_end_and_others_go_on(options: 
         with pytest.raises(UsageError, match="the trainer is closed"):
             _ = loss.gradient_norm
         assert lasting.step(*batches()[1]).item() > 0
+
+
+def test_an_evaluation_that_only_some_were_told_of_is_the_end(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step of a pipeline would get what is left of it."""
+    pool, model = pools(2), plain()
+    posted: list[int] = []
+    with trainer_on(pool, model, sgd(model), staleness=0, plan=replace(pipeline(), schedule="1f1b")) as trainer:
+        trainer.step(*batches()[0]).item()
+        post = pool.post
+
+        def interrupted(worker: int, *given: Any, **more: Any) -> Any:
+            posted.append(worker)
+            if len(posted) == 2:
+                raise KeyboardInterrupt
+            return post(worker, *given, **more)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            trainer.evaluate(batches(1))
+            patch.setattr(pool, "post", interrupted)
+            trainer.evaluate(batches(1))
+        assert posted == [0, 1]
+        for call in (lambda: trainer.step(*batches()[1]), lambda: trainer.evaluate(batches(1)), trainer.tensors):
+            with pytest.raises(ReplicasParted, match="an evaluation was interrupted"):
+                call()
 
 
 @pytest.mark.parametrize("change", ["a group more", "a parameter thawed", "a parameter frozen"])

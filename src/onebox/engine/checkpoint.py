@@ -78,6 +78,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         staleness: How many steps old the weights may be that a step is computed with.
         delay: What was asked to be done about gradients that are late because of it.
         warm_up: So many steps come before the first that is computed with older weights.
+        overlap: Whether exact steps overlap.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -97,6 +98,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     staleness: int = 0
     delay: str = "auto"
     warm_up: int = 0
+    overlap: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -272,12 +274,11 @@ def _entry(file: Path) -> FileEntry:
 
 
 def _free_name(folder: Path, step: int) -> Path:
-    final = folder / f"step-{step:08d}"
-    again = 0
-    while final.exists():
-        again += 1
-        final = folder / f"step-{step:08d}.{again}"
-    return final
+    """Return a name behind all those of the same step: one that a removed save had would be that of an older one."""
+    name = f"step-{step:08d}"
+    had = (_NAME.fullmatch(path.name) for path in folder.glob(f"{name}*"))
+    again = max((int(match[2] or 0) + 1 for match in had if match and int(match[1]) == step), default=0)
+    return folder / (f"{name}.{again}" if again else name)
 
 
 def _remove_leftovers(folder: Path) -> None:

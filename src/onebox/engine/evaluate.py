@@ -27,6 +27,7 @@ def evaluate(
     metrics: Sequence[str],
     in_flight: int,
     failed: Callable[[Exception], None],
+    parted: Callable[[], object],
 ) -> Evaluation:
     """Return the mean loss and metrics over batches.
 
@@ -38,6 +39,7 @@ def evaluate(
         metrics: Names of the metrics.
         in_flight: Batches that may be under way at once.
         failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
+        parted: Called when only some workers may have been told of a batch, so that they no longer go together.
 
     Raises:
         UsageError: There is no batch.
@@ -60,7 +62,14 @@ def evaluate(
         for asked in pending:
             if asked.futures is None:
                 asked.compiled = prepare(asked.batch)
-                asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
+                told = parts(asked.batch, asked.compiled)
+                try:
+                    asked.futures = _post(pool, asked.compiled, told)
+                except Exception:
+                    raise
+                except BaseException:  # such as KeyboardInterrupt: some may have their part, and others not
+                    parted()
+                    raise
 
     def finish() -> None:
         begin()

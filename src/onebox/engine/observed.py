@@ -41,10 +41,13 @@ class Observed:
     staleness: int
     delay: str
     warm_up: int
+    overlap: bool
 
     def __init__(self, run: TrainingRun, remote: RemoteState) -> None:
         self._run = run
         self._remote = remote
+        self._planned: Plan | None = None
+        """The plan that there will be, as far as is known before the first step."""
         self._closed = False
 
     @property
@@ -178,9 +181,10 @@ class Observed:
             "staleness": self.staleness,
             "delay": self.delay,
             "warm_up": self.warm_up,
+            "overlap": self.overlap,
             "extra": dict(extra or {}),
         }
-        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan, **settings))
+        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan or self._planned, **settings))
         self._run.saved = write(Path(path), checkpoint, keep=keep)
         return self._run.saved
 

@@ -62,7 +62,7 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
     """
     if plan is None or "plan" in options:
         return {}
-    said = bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
+    said = said_of_plan(options)
     same = set(plan.devices) == set(range(devices))
     if plan.whole and not (same and plan.stages[0].formats and not said):
         shares = plan.stages[0].shares if same else "auto"
@@ -76,6 +76,11 @@ def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any])
     if said or max(plan.devices) >= devices:
         return {"micro_batch": plan.micro_batch}
     return {"plan": plan}
+
+
+def said_of_plan(options: Mapping[str, Any]) -> bool:
+    """Tell whether a user asks for something that a plan says, but for a plan."""
+    return bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
 
 
 def remembered(checkpoint: Checkpoint) -> OptimizerEntries:

@@ -56,6 +56,15 @@ class Request:
         if missing:
             raise UsageError(f"the plan uses device {missing[0]}, but the pool has {len(pool)}, numbered from 0")
 
+    def said(self, devices: int) -> Plan | None:
+        """Return the plan, or one that says what is asked for beside the shares; nothing where nothing is.
+
+        Args:
+            devices: How many devices the pool has.
+        """
+        usual = (self.micro_batch, self.sync, self.update, self.optimizer) == (None, "workers", "device", "replicated")
+        return self.plan or (None if usual else self.sample(devices))
+
     def sample(self, devices: int = 1) -> Plan:
         """Return a plan such as there will be where none is given, before it is known who computes how much."""
         return Plan.data_parallel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -186,7 +186,10 @@ def footprints(optimizer: Optimizers, state: NamedState, delay: GroupDelays = "n
         if key not in known:
             known[key] = _tried(group)
         for parameter in group.parameters:
-            found[names[id(parameter)]] = Footprint(*known[key], treatment in REMEMBERS)
+            factor, fixed_bytes = known[key]
+            if group.kind == "Adafactor":
+                factor = _factored(parameter.shape)
+            found[names[id(parameter)]] = Footprint(factor, fixed_bytes, treatment in REMEMBERS)
     return found
 
 
@@ -213,6 +216,14 @@ def update_bytes(optimizer: Optimizers, state: NamedState) -> dict[str, float]:
                 flops = iterations * (4.0 * rows**2 * columns + 2.0 * rows**3)
             found[name] = factors[name] * parameter.nbytes + flops / RATES.flops * RATES.bandwidth_bps / PASSES
     return found
+
+
+def _factored(shape: Sequence[int]) -> float:
+    """Return what Adafactor remembers of a parameter, as a multiple of it: means over rows and over columns.
+
+    Shazeer and Stern, 2018 (arXiv:1804.04235); of what is no matrix, nor several, it is as large as the parameter.
+    """
+    return 1 / shape[-1] + 1 / shape[-2] if len(shape) > 1 else 1.0
 
 
 def _tried(group: Group) -> tuple[float, int]:

@@ -21,8 +21,8 @@ from onebox.engine.following import check_adaptive
 from onebox.engine.observed import Observed
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
-from onebox.engine.restore import planned_options, remembered, restore, versions
-from onebox.engine.results import Evaluation, StepLoss
+from onebox.engine.restore import planned_options, remembered, restore, said_of_plan, versions
+from onebox.engine.results import Evaluation, StepLoss, interrupted
 from onebox.engine.run import TrainingRun
 from onebox.engine.settings import check_settings, recovers, steps_in_flight
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
@@ -173,7 +173,7 @@ class Trainer(Observed):
         check_adaptive(adaptive, given, pool, trace=trace)
         settings = exact_settings(seed, check_every, in_flight, clip_grad_norm, trace=trace)
         settings = with_lateness(settings, optimizer, request, staleness, delay, warm_up, overlap=overlap)
-        self.staleness, self.delay, self.warm_up = staleness, delay, settings.warm_up
+        self.staleness, self.delay, self.warm_up, self.overlap = staleness, delay, settings.warm_up, overlap
         self._in_flight = in_flight
         remote = RemoteState(model, loss, optimizer, pool)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
@@ -181,6 +181,7 @@ class Trainer(Observed):
         run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
         follow(run, adaptive, pool, optimizer)
         super().__init__(run, remote)
+        self._planned = request.said(len(pool))
 
     def __enter__(self) -> Self:
         return self
@@ -277,6 +278,7 @@ class Trainer(Observed):
                 parts=self._run.uploads.parts_beside,
                 in_flight=self._in_flight,
                 failed=self._run.recover,
+                parted=lambda: self._run.fail(interrupted("an evaluation")),
             )
 
     # ---- state
@@ -329,10 +331,12 @@ class Trainer(Observed):
             "staleness": manifest.staleness,
             "delay": manifest.delay,
             "warm_up": manifest.warm_up,
+            "overlap": manifest.overlap,
             **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})
         trainer._run.steps_done, trainer._run.saved = manifest.step, Path(path)
+        trainer._planned = trainer._planned or (None if said_of_plan(options) else manifest.plan)
         trainer.extra = manifest.extra
         trainer._remote.remembered, trainer._remote.first_versions = remembered(checkpoint), versions(checkpoint)
         return trainer

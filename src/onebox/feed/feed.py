@@ -16,6 +16,7 @@ from onebox.feed.checks import require_int
 from onebox.feed.collate import Collate
 from onebox.feed.counters import StageCounters
 from onebox.feed.epoch import Epoch
+from onebox.feed.identity import namespace
 from onebox.feed.order import Position, batch_count
 from onebox.feed.pipeline import Pipeline
 from onebox.feed.preparation import OnError, Transform
@@ -115,6 +116,7 @@ class Feed:
             on_error=on_error,
             timeout_s=timeout_s,
             upload=upload,
+            space=namespace(source, transform),
         )
         self.source, self.seed = self._recipe.source, seed
         self._ahead, self._limit_bytes, self._cores = ahead, limit_bytes, cores

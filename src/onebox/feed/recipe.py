@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from onebox.errors import UsageError
 from onebox.feed.checks import require_int
 from onebox.feed.collate import Collate
+from onebox.feed.identity import names_of
 from onebox.feed.order import cuts, order_of
 from onebox.feed.preparation import OnError, Preparation, Prepared, Transform
 from onebox.feed.probing import PROBED, By, Habits, arranged, habits_of
@@ -42,6 +44,7 @@ class Recipe:
     """The source and the options of a feed; see :class:`onebox.feed.Feed` for what they mean.
 
     Attributes:
+        space: A number that stands for the source and what is done to its samples.
         stream: The source, if it is a stream.
         batched: Whether the items of the source are batches.
 
@@ -62,6 +65,7 @@ class Recipe:
     on_error: OnError
     timeout_s: float
     upload: Callable[[Any, Any], Any] | None
+    space: int
     reached: dict[str, int] = field(default_factory=dict)
     """How many workers stages whose number is ``auto`` had at the end of the last epoch: the next begins with them."""
     stream: Stream | None = field(init=False)
@@ -139,7 +143,7 @@ class Recipe:
 
         def first_item(index: int) -> Any:
             known.extend(known or reader.peek())
-            return known[0]
+            return _apart(known[0])
 
         work, by = self._arrange(self._preparation(epoch, first_item, lambda raw, index: raw), probed)
         return Begun(
@@ -193,7 +197,7 @@ class Recipe:
             came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, tuple) else "")
             todo = "let transform or collate make a pair"
             raise UsageError(f"what is uploaded is a pair (inputs, targets), and a batch is {came}; {todo}")
-        samples = {"samples": prepared.samples} if self._tells_samples else {}
+        samples = {"samples": names_of(self.space, prepared.samples)} if self._tells_samples else {}
         return replace(prepared, batch=self.upload(*batch, **samples))
 
     @property
@@ -201,7 +205,8 @@ class Recipe:
         """Whether the upload is told which samples a batch has: only where they are the same in every epoch."""
         habits = self._habits or Habits()
         random = habits.draws or (self.transform is not None and takes_generator(self.transform))
-        return self.upload is not None and self.stream is None and not random and _takes(self.upload, "samples")
+        as_they_are = self.stream is None and self.collate is None and not random
+        return self.upload is not None and as_they_are and _takes(self.upload, "samples")
 
     def _check_size(self) -> None:
         if self.batched:
@@ -230,3 +235,11 @@ def _takes(work: Callable[..., Any], name: str) -> bool:
 def _the_only_one(items: list[Any]) -> Any:
     """Take the batch of a stream of batches as it is."""
     return tuple(items[0]) if isinstance(items[0], list) and len(items[0]) == 2 else items[0]
+
+
+def _apart(item: Any) -> Any:
+    """Return a copy of an item that is prepared once more later, since a transform may write to it; if it has any."""
+    try:
+        return copy.deepcopy(item)
+    except Exception:
+        return item

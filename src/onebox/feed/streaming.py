@@ -34,6 +34,7 @@ class StreamReader:
         self._seen: list[Any] = []
         self._count = 0
         self._ended = False
+        self._failed: Exception | None = None
 
     def tasks(self) -> Iterator[Cut]:
         """The batches to be read, first those that are read over; endless, as nobody knows how many will come."""
@@ -68,18 +69,29 @@ class StreamReader:
         return Raw(had, () if cut.number < 0 else tuple(zip(had.indices, values, strict=True)))
 
     def peek(self) -> list[Any]:
-        """Return the next item, which is read again later; nothing at the end."""
-        self._seen = self._next()
+        """Return the next item, which is read again later; nothing at the end.
+
+        Raises:
+            OneboxError: It cannot be read; whoever reads it later is told so, too.
+        """
+        try:
+            self._seen = self._next()
+        except Exception as error:
+            self._failed = error
+            raise
         return self._seen
 
     def close(self) -> None:
-        """Let go of the stream; nobody may be reading it."""
-        close = getattr(self._items, "close", None)
-        self._items, self._ended = None, True
-        if callable(close):
+        """Let go of the stream; who is inside it, because it hangs, lets go of it when that ends."""
+        items, self._items, self._ended = self._items, None, True
+        close = getattr(items, "close", None)
+        if callable(close) and not getattr(items, "gi_running", False):
             close()
 
     def _next(self) -> list[Any]:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
         if self._seen:
             seen, self._seen = self._seen, []
             return seen

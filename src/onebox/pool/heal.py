@@ -17,7 +17,7 @@ from onebox.wire.grouping import LeaveGroup
 from onebox.wire.steps import Ask
 
 PATIENCE_S = 30.0
-"""How long a survivor may take to be done with what it was given before the loss."""
+"""For how long a survivor may make no progress with what it was given before the loss."""
 
 _AGAIN_S = 1.0
 """How often a survivor is told again that nobody will come any more: it may just have begun to wait."""
@@ -110,6 +110,8 @@ class _Healer:
     def settle(self, survivors: Sequence[int], patience_s: float) -> None:
         """Let workers leave groups that are no more, and wait until each has done what it was given before.
 
+        Who gets on with it is waited for: a step may be long, and nobody else may have what the survivors know.
+
         Raises:
             OneboxError: A worker was lost meanwhile.
         """
@@ -118,15 +120,24 @@ class _Healer:
         for worker in survivors:
             asked[worker] = self._switchboard.post(worker, [*leave, Ask("memory")], answer=True)
         late = wait(asked.values(), timeout=0).not_done
-        end_s = time.monotonic() + patience_s
-        while late and (left_s := end_s - time.monotonic()) > 0:
-            for worker in [worker for worker, future in asked.items() if future in late and self.groups]:
+        known: dict[int, int | None] = {}
+        since_s: dict[int, float] = {}
+        while late:
+            now_s = time.monotonic()
+            for worker in survivors:
+                if worker not in known or known[worker] != self._switchboard.executed.get(worker):
+                    known[worker], since_s[worker] = self._switchboard.executed.get(worker), now_s
+            waiting = [worker for worker, future in asked.items() if future in late]
+            left_s = max(since_s[worker] for worker in waiting) + patience_s - now_s
+            if left_s <= 0:
+                break
+            for worker in waiting if self.groups else ():
                 self._switchboard.interrupt(worker, sorted(self.groups))
             late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done
         for worker, future in asked.items():
             if future in late:
                 place = self._members[worker].place
-                what = f"{place} was not done within {patience_s:.0f} s with what it had been given before a loss"
+                what = f"{place} made no progress for {patience_s:.0f} s with what it had been given before a loss"
                 error = WorkerHung(what, worker=worker, host=place.host, device=place.device)
                 self._switchboard.give_up(worker, error)
         for future in asked.values():

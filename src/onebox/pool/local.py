@@ -43,7 +43,7 @@ class LocalSource:
         self._requests = requests
         self._quotas = tuple(quotas) or (0,) * len(requests)
         self._faults = faults or {}
-        self._folder: SocketFolder | None = None
+        self._folders: list[SocketFolder] = []
         self._first = 0
         self._dealer = Cores()
         self._cores: tuple[tuple[int, ...], ...] = ()
@@ -55,13 +55,13 @@ class LocalSource:
             PoolError: No folder for their sockets can be made.
         """
         self._first = first
-        self._folder = SocketFolder()
+        self._folders.append(SocketFolder())
         self._cores = self._dealer.deal([each.threads if each.device == "cpu" else 0 for each in self._requests])
         started: list[tuple[Member, str]] = []
         try:
             for number, request in enumerate(self._requests, first):
                 faults = tuple(self._faults.get(number, ()))
-                started.append(self._start(number, request, client_key, self._folder.path, faults))
+                started.append(self._start(number, request, client_key, self._folders[0].path, faults))
         except BaseException:
             end_all([member for member, _ in started], grace_s=0.0)
             self.close()
@@ -71,14 +71,15 @@ class LocalSource:
     def replace(self, number: int, client_key: str) -> tuple[Member, str] | None:
         """Start a worker again; see :class:`~onebox.pool.member.Replacing`. No fault is injected into it.
 
+        Several may be started before anybody connects to the first one: each has a folder of its own.
+
         Raises:
             PoolError: No folder for its sockets can be made.
         """
         if not self._first <= number < self._first + len(self._requests):
             return None
-        self.connected()
-        self._folder = SocketFolder()
-        return self._start(number, self._requests[number - self._first], client_key, self._folder.path, ())
+        self._folders.append(SocketFolder())
+        return self._start(number, self._requests[number - self._first], client_key, self._folders[-1].path, ())
 
     def _start(
         self, number: int, request: DeviceRequest, client_key: str, folder: str, faults: tuple[Fault, ...]
@@ -103,9 +104,9 @@ class LocalSource:
         return worker, pair.public
 
     def connected(self) -> None:
-        """Remove the folder of the sockets: who is connected stays so."""
-        if self._folder is not None:
-            self._folder.close()
+        """Remove the folders of the sockets: who is connected stays so."""
+        while self._folders:
+            self._folders.pop().close()
 
     def close(self) -> None:
         """Remove what is left, and let others have the cores. Idempotent."""

@@ -71,6 +71,8 @@ class Switchboard:
         self._numbers = 0
         self.sent_bytes: dict[int, int] = {}
         """Bytes of tensors that have been posted to each worker so far."""
+        self.executed: dict[int, int] = {}
+        """How much each worker has done, as it said last: what grows as long as it gets on."""
         self._stopping = False
         self._closed = False
         self._liveness = Liveness(patience_s or {})
@@ -363,6 +365,7 @@ class Switchboard:
                 line.greet()
                 if line.hello.done():
                     self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
+                    self.executed[worker] = saying.executed
             case Left() | Lookup() | Contribution():
                 self._tell(self._groups.take(line.place, saying, frames))
             case Hello():

@@ -348,6 +348,23 @@ def test_a_loss_that_comes_up_when_the_state_is_read_leaves_no_update_out(
     assert losses == other_losses
 
 
+def test_all_but_one_worker_are_lost_at_once_and_come_back() -> None:
+    """Who is left has all of the state; those that are started together do not get into each other's way."""
+    with onebox.open("cpu*4", threads=1) as pool:
+        with trainer_on(pool, Kind(plan=lambda: data_parallel(4)), snapshot_every=1) as trainer:
+            for batch in batches()[:3]:
+                trainer.step(*batch).item()
+            before = trainer.tensors()
+            for worker in (1, 2, 3):
+                os.kill(pool.process_ids[worker], signal.SIGKILL)
+            trainer.memory()
+            after = trainer.tensors()
+            assert trainer.recoveries
+            assert not any(story.gone for story in trainer.recoveries)
+            assert pool.present == (0, 1, 2, 3)
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 def test_a_worker_that_dies_again_while_it_is_brought_back(
     pool: onebox.Pool, undisturbed: Callable[[str], Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,13 @@ def test_the_same_step_again_is_newer(tmp_path: Path) -> None:
     assert steps(tmp_path)[:2] == ["step-00000020.11", "step-00000020.10"]
 
 
+def test_the_same_step_again_is_newer_also_where_older_ones_are_removed(tmp_path: Path) -> None:
+    for epoch in range(8):
+        write(tmp_path, checkpoint(extra={"epoch": epoch}), keep=2)
+        assert read(tmp_path).manifest.extra == {"epoch": epoch}
+    assert steps(tmp_path) == ["step-00000020.7", "step-00000020.6"]
+
+
 def test_what_was_just_written_is_never_what_is_removed(tmp_path: Path) -> None:
     """A run that starts again in the folder of a longer one must not lose its own saves."""
     for step in (90, 100):

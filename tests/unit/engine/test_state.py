@@ -169,6 +169,18 @@ def test_what_the_state_of_every_optimizer_takes_is_known(kind: str) -> None:
     assert found.size_bytes(matrix.nbytes) == made
 
 
+def test_what_adafactor_remembers_depends_on_the_shape() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 8, 3), nn.Linear(24, 12), nn.LayerNorm(12))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    found = footprints(optimizer, numbered(model))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        tensors = (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+        assert found[f"model.{name}"].size_bytes(parameter.nbytes) == sum(value.nbytes for value in tensors)
+
+
 def test_an_update_costs_what_is_gone_through_and_multiplied() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     first, second = model.parameters()

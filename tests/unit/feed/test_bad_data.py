@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from onebox.errors import DataError, UsageError
 from onebox.feed import Feed
+from onebox.feed.adapt import as_source
+from onebox.feed.source import Stream
+from onebox.feed.streaming import StreamReader
 from tests.unit.feed.random_data import Counting, Numbers, refuses
 
 PLACES = {"read": "read: OSError", "decode": "decode: file-5.jpg is cut off", "shape": "collate: it is"}
@@ -172,6 +175,52 @@ def test_a_stream_that_fails_stops_in_any_case():
 
     with pytest.raises(DataError, match=r"batch 1 of .*broken cannot be read: OSError: .*Input/output error"):
         next(batches)
+
+
+def test_a_stream_that_fails_at_once_does_so_in_each_epoch_also_where_a_transform_is_tried_first():
+    def broken() -> Any:
+        raise OSError(5, "Input/output error")
+        yield
+
+    feed = Feed(broken, on_error="skip", transform=lambda item: item)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"batch 0 of .*broken cannot be read: OSError: .*Input/output error"):
+            next(feed.epoch(0))
+    assert (feed.position.epoch, feed.position.index) == (0, 0)
+
+
+def test_a_transform_that_writes_to_the_items_of_a_stream_does_so_once():
+    def pairs() -> Any:
+        for number in range(3):
+            yield torch.full((2,), float(number)), torch.tensor([number, number])
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(10)
+
+    assert [x.tolist() for x, _ in Feed(pairs, transform=shifted).epoch(0)] == [[10.0] * 2, [11.0] * 2, [12.0] * 2]
+
+
+def test_a_stream_is_left_while_its_reader_hangs():
+    begun, released = threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        yield 0
+        begun.set()
+        released.wait(30)
+        yield 1
+
+    stream = as_source(slow)
+    assert isinstance(stream, Stream)
+    reader = StreamReader(stream, 0, 0, size=1, number=0, first=0, drop_last=False)
+    cuts = reader.tasks()
+    assert reader.read(next(cuts)) is not None
+    thread = threading.Thread(target=reader.read, args=(next(cuts),))
+    thread.start()
+    assert begun.wait(30)
+    reader.close()
+    released.set()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_wrong_use_is_no_bad_data():

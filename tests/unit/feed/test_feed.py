@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from onebox.errors import UsageError
 from onebox.feed import Feed, Position
+from onebox.feed.identity import SAMPLE_BITS, namespace
 from onebox.feed.order import order_of
 from tests.unit.feed.random_data import Counting, Numbers, all_globals, own_generator, plain
 
@@ -231,12 +232,33 @@ def test_upload_is_told_of_samples_that_are_the_same_in_every_epoch():
                 0
             )
         )
-        return told
+        return [None if names is None else own(names) for names in told]
+
+    def own(names: tuple[int, ...]) -> tuple[int, ...]:
+        assert len({name >> SAMPLE_BITS for name in names}) == 1
+        return tuple(name % (1 << SAMPLE_BITS) for name in names)
 
     assert told_of() == told_of(transform=plain) == [(0, 1), (3, 4)]
+    assert told_of(collate=default_collate) == [None, None], "which may mix them"
     assert told_of(transform=own_generator) == told_of(transform=all_globals) == [None, None]
     whole = Feed(TensorDataset(torch.arange(4), torch.arange(4)), batch_size=3, upload=lambda x, y, samples: samples)
-    assert list(whole.epoch(0)) == [tuple(cut) for cut in told_order(4, 3)]
+    assert list(map(own, whole.epoch(0))) == [tuple(cut) for cut in told_order(4, 3)]
+
+
+def test_samples_of_one_source_are_told_from_those_of_another():
+    def told_of(source: Any, transform: Any = None) -> list[Any]:
+        feed = Feed(source, batch_size=2, shuffle=False, transform=transform, upload=lambda x, y, samples=None: samples)
+        return list(feed.epoch(0))
+
+    one, other = Numbers(4), Numbers(4)
+    assert told_of(one) == told_of(one), "another feed of the same source"
+    assert told_of(one, plain) == told_of(one, plain)
+    ways = [told_of(one), told_of(other), told_of(one, plain), told_of(TensorDataset(torch.ones(4, 1), torch.ones(4)))]
+    names = [name for told in ways for batch in told for name in batch]
+    assert len(set(names)) == len(names) == 16
+    assert all(0 <= name < 1 << 63 for name in names)
+    several: list[Any] = [0]
+    assert namespace(several) != namespace(several), "nobody would notice its end"
 
 
 def test_what_is_no_pair_is_not_uploaded():

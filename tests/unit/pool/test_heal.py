@@ -42,6 +42,9 @@ class FakeBoard:
         self.interrupted: dict[int, list[int]] = {}
         self.always_late: set[int] = set()
         self.futures: dict[int, Future[Any]] = {}
+        self.executed: dict[int, int] = {}
+        self.until: dict[int, int] = {}
+        """How often those that are late are told again before they are done, getting on all the time."""
 
     def drop(self, worker: int) -> list[int]:
         self.dropped.append(worker)
@@ -61,6 +64,10 @@ class FakeBoard:
     def interrupt(self, worker: int, groups: list[int]) -> None:
         assert worker in self.late
         self.interrupted.setdefault(worker, groups)
+        if worker in self.until:
+            self.executed[worker] = self.executed.get(worker, 0) + 1
+            if self.executed[worker] == self.until[worker]:
+                self.futures[worker].set_result(None)
 
     def miss(self, worker: int, error: OneboxError) -> None:
         self.missed[worker] = error
@@ -132,6 +139,16 @@ def test_a_survivor_that_is_not_done_in_time_is_lost_too() -> None:
     assert case.board.interrupted == {2: [101]}, "it may wait for who was lost"
     assert case.first[2].closed
     assert case.started == [1, 2]
+
+
+def test_a_survivor_that_gets_on_is_waited_for() -> None:
+    """A step may take longer than anybody's patience, and the survivor may be the only one with a snapshot."""
+    case = Case(lost={1}, late={2}, replaceable={1, 2})
+    case.board.until = {2: 50}
+    found = case.heal()
+    assert found.replaced == (1,)
+    assert set(found.lost) == {1}
+    assert not case.first[2].closed
 
 
 def test_nobody_lost_means_nobody_started() -> None:
