@@ -6,7 +6,7 @@ import math
 
 from msgspec import Struct
 
-FORMAT = 4
+FORMAT = 5
 """Version of what is measured and how; profiles of another one are measured anew."""
 
 ACCELERATOR_BPS = 12e9
