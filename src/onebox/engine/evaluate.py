@@ -11,7 +11,7 @@ from typing import Any
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.compiler import Compiled
 from onebox.engine.parcels import Part
-from onebox.engine.results import Evaluation
+from onebox.engine.results import Evaluation, told_to_all
 from onebox.errors import UsageError
 from onebox.pool import Answer, Pool, raise_first
 from onebox.wire.messages import Run
@@ -27,7 +27,7 @@ def evaluate(
     metrics: Sequence[str],
     in_flight: int,
     failed: Callable[[Exception], None],
-    parted: Callable[[], object],
+    parted: Callable[[Exception], None],
 ) -> Evaluation:
     """Return the mean loss and metrics over batches.
 
@@ -39,14 +39,13 @@ def evaluate(
         metrics: Names of the metrics.
         in_flight: Batches that may be under way at once.
         failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
-        parted: Called when only some workers may have been told of a batch, so that they no longer go together.
+        parted: Called with what is to be said later when only some workers may have been told of a batch.
 
     Raises:
         UsageError: There is no batch.
         OneboxError: Something failed on a worker.
     """
-    means = _Means(1 + len(metrics))
-    pending: deque[_Asked] = deque()
+    means, pending = _Means(1 + len(metrics)), deque[_Asked]()
 
     def surely(action: Callable[[], None]) -> None:
         while True:
@@ -62,14 +61,8 @@ def evaluate(
         for asked in pending:
             if asked.futures is None:
                 asked.compiled = prepare(asked.batch)
-                told = parts(asked.batch, asked.compiled)
-                try:
-                    asked.futures = _post(pool, asked.compiled, told)
-                except Exception:
-                    raise
-                except BaseException:  # such as KeyboardInterrupt: some may have their part, and others not
-                    parted()
-                    raise
+                with told_to_all("an evaluation", parted):
+                    asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
 
     def finish() -> None:
         begin()

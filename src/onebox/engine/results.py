@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
 from onebox.engine.routine import Label, StepRoutine
-from onebox.errors import OperatorError, ReplicasParted, UsageError
+from onebox.errors import OneboxError, OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action, MicroBatch
 from onebox.pool import Answer, raise_first
 from onebox.wire.sayings import Digest, Scalars
@@ -290,6 +291,23 @@ def locate(error: OperatorError, labels_of: Callable[[int, int], Sequence[Label]
         before = (label.action for label in reversed(labels[: place + 1]) if label.action is not None)
         own = labels[place].action or (next(before, None) if labels[place].name in _BEHIND_ACTIONS else None)
         error.located(labels[place].name, own.stage if own else None)
+
+
+@contextlib.contextmanager
+def told_to_all(what: str, fail: Callable[[Exception], None]) -> Iterator[None]:
+    """Let something be told to all devices, or fail for good where it is interrupted and some may have been told only.
+
+    Args:
+        what: What that is.
+        fail: Takes what every later call is to say; errors of onebox itself are left to the caller.
+    """
+    try:
+        yield
+    except OneboxError:
+        raise
+    except BaseException:  # such as KeyboardInterrupt
+        fail(interrupted(what))
+        raise
 
 
 def interrupted(what: str) -> ReplicasParted:

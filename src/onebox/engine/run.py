@@ -25,7 +25,7 @@ from onebox.engine.optimizers import options_of, require_training
 from onebox.engine.overlap import Open, Overlap
 from onebox.engine.refit import Workload, out_of_devices, refit
 from onebox.engine.remote import RemoteState
-from onebox.engine.results import StepLoss, StepValues, interrupted, locate, step_values
+from onebox.engine.results import StepLoss, StepValues, locate, step_values, told_to_all
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
 from onebox.engine.traces import Traces
@@ -163,25 +163,21 @@ class TrainingRun:
         """
         while self.error is None and not self.overlap.settled:
             try:
-                self.overlap.drain()
+                with told_to_all("what is left of a step", self.fail):
+                    self.overlap.drain()
             except OneboxError as error:
                 self._failed(error)
-            except BaseException:  # such as KeyboardInterrupt
-                self.fail(interrupted("what is left of a step"))
-                raise
         if self.error is not None:
             raise self.error
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
         try:
-            return self.launch(work)
+            with told_to_all(f"step {work.number}", self.fail):
+                return self.launch(work)
         except OneboxError as error:
             if self.guard is None or not isinstance(error, LOSSES):
                 self.fail(error)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(interrupted(f"step {work.number}"))
             raise
 
     def _finish(
@@ -334,25 +330,23 @@ class TrainingRun:
             self._request = dataclasses.replace(self._request, plan=plan)
             return moved
         try:
-            self.overlap.end()
-            migration.after.compiler.windows = self.overlap.windows(self.steps_done)
-            moved = migration.make()
-            for asked in moved.asked:
-                self.overlap.defer(asked)
-            self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
-            self.traces.replaced(migration.before.compiler)
-            self._ready, self.plan = migration.after, plan
-            self._request = dataclasses.replace(self._request, plan=plan)
-            self.uploads.use(migration.after)
-            if self.guard is not None:
-                self.guard.moved(reachable=plan.sync == "workers")
+            with told_to_all("a change of plan", self.fail):
+                self.overlap.end()
+                migration.after.compiler.windows = self.overlap.windows(self.steps_done)
+                moved = migration.make()
+                for asked in moved.asked:
+                    self.overlap.defer(asked)
+                self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
+                self.traces.replaced(migration.before.compiler)
+                self._ready, self.plan = migration.after, plan
+                self._request = dataclasses.replace(self._request, plan=plan)
+                self.uploads.use(migration.after)
+                if self.guard is not None:
+                    self.guard.moved(reachable=plan.sync == "workers")
         except LOSSES as error:
             self.recover(error)
         except OneboxError as error:
             self.fail(error)
-            raise
-        except BaseException:  # such as KeyboardInterrupt
-            self.fail(interrupted("a change of plan"))
             raise
         return moved
 

@@ -22,7 +22,7 @@ from onebox.engine.observed import Observed
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import planned_options, remembered, restore, said_of_plan, versions
-from onebox.engine.results import Evaluation, StepLoss, interrupted
+from onebox.engine.results import Evaluation, StepLoss
 from onebox.engine.run import TrainingRun
 from onebox.engine.settings import check_settings, recovers, steps_in_flight
 from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
@@ -278,7 +278,7 @@ class Trainer(Observed):
                 parts=self._run.uploads.parts_beside,
                 in_flight=self._in_flight,
                 failed=self._run.recover,
-                parted=lambda: self._run.fail(interrupted("an evaluation")),
+                parted=self._run.fail,
             )
 
     # ---- state
