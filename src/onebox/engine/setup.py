@@ -21,7 +21,6 @@ from onebox.engine.room import IN_EVALUATION, host_lack, no_room
 from onebox.engine.settings import Request
 from onebox.engine.state import footprints
 from onebox.errors import OneboxError
-from onebox.graph import ModelPrograms
 from onebox.plan import Plan
 from onebox.pool import Pool
 from onebox.wire.steps import Ask
@@ -82,7 +81,9 @@ class Ready:
         self._groups: dict[Members, int] = {}
         self._unformed: list[Members] = []
         model, holdings = self.compiler.first(batch)
-        self.holdings, self.trained = holdings, (trained := _trained(model, remote.wanted))
+        with_gradient = model.with_gradient
+        trained = tuple(name for name in remote.wanted if name in with_gradient)
+        self.holdings, self.trained = holdings, trained
         remote.versions = remote.versions.only(trained)  # one that gets no gradient stays as it is
         affine = [name for name, update in model.updates.items() if update.kind == "affine"]
         check_elements(remote, holdings)
@@ -359,13 +360,6 @@ class Ready:
             if members not in self._unformed:
                 self._pool.leave_group(group, members)
         self._groups = {}
-
-
-def _trained(model: ModelPrograms, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return those of some parameters that get a gradient."""
-    backwards = (part for phase, part in model.phases.items() if phase.kind == "B")
-    found = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
-    return tuple(name for name in wanted if name in found)
 
 
 def set_up(

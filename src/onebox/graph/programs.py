@@ -72,6 +72,12 @@ class ModelPrograms:
         """Backward of the first stage."""
         return self.phases.get(Phase(0, "B"))
 
+    @property
+    def with_gradient(self) -> frozenset[str]:
+        """The parameters that get a gradient."""
+        backwards = (part for phase, part in self.phases.items() if phase.kind == "B")
+        return frozenset(str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient")
+
 
 class TracedModel:
     """A captured model, traced with its gradients, that can be divided over stages in any way.
