@@ -1,7 +1,8 @@
-"""Capture: a model and a loss become one exported program, with the names of everything that it reads.
+"""Capture: a model and a loss become one graph, with the names of everything that it reads.
 
-The module that is exported maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another
-batch size is another capture.
+The module that is traced maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another
+batch size is another capture. The user's own Python runs under the tracer, with autograd: custom functions, hooks and
+gradients within forward are in the graph as PyTorch computes them.
 """
 
 from __future__ import annotations
@@ -9,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
+from onebox.graph.calls import TracedCalls, require_plain
 from onebox.graph.front import Front, OnDevice
 from onebox.graph.host import HostDevices, on_host
-from onebox.graph.locate import explain, node_refusal
+from onebox.graph.joint import Joint, trace
+from onebox.graph.locate import explain
 from onebox.graph.portable import bfloat16_autocast, portable_operators
+from onebox.graph.transparent import transparent
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
@@ -32,15 +34,12 @@ Precision = Literal["fp32", "bf16", "auto"]
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
-_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._functorch")
 """Loggers of PyTorch that tell of what the error tells again."""
-
-_RECURRENT = r"The tensor attributes? (self\.[\w.]*\._flat_weights\[\d+\](, )?)+ (was|were) assigned"
-"""A warning for every recurrent layer: it lists its parameters anew, under a name of its own."""
 
 
 class Wrapper(nn.Module):
-    """What is exported: ``model`` and ``loss`` under these two names.
+    """The module that is traced: ``model`` and ``loss`` under these two names.
 
     Args:
         model: The user's model. A tuple of inputs is spread over its positional arguments, a dict over its keyword
@@ -68,18 +67,9 @@ class Wrapper(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
-        try:
-            with HostDevices(), _assignments_written(self):
-                given = inputs if self._front is None else self._front.run(inputs, training=self.model.training)
-                with self._autocast():
-                    return self._compute(given, targets)
-        except CaptureError:
-            raise
-        except Exception as error:  # here, because the exporter prints the graph of an error that reaches it
-            raise explain(error, type(self.model).__name__) from error
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext()
+        given = inputs if self._front is None else self._front.run(inputs, training=self.model.training)
+        with bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext():
+            return self._compute(given, targets)
 
     def _compute(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         if isinstance(inputs, tuple):
@@ -97,7 +87,7 @@ class Wrapper(nn.Module):
 
 @contextlib.contextmanager
 def _assignments_written(module: nn.Module) -> Iterator[None]:
-    """Let ``self.buffer = value`` write into the buffer; the exporter would drop it without a word."""
+    """Let ``self.buffer = value`` write into the buffer; a trace would drop it without a word."""
     before = [
         (part, name, buffer)
         for part in module.modules()
@@ -126,23 +116,82 @@ def _require_scalar(what: str, value: Any) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Captured:
-    """An exported model.
+class _Stateless(nn.Module):
+    """A wrapper whose tensors are parameters and buffers of this module, each once, however many names it has.
 
     Args:
-        exported: From ``torch.export``.
-        example: The (inputs, targets) that it was captured with.
-        aliases: For each name of a parameter or buffer the first name of the same tensor; tied weights share one.
-        device_type: Where the graph is to run.
-        fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.fuse`.
+        wrapper: The wrapper.
+        name: The class of the model, for refusals.
     """
 
-    exported: ExportedProgram
-    example: tuple[Any, Any]
-    aliases: Mapping[str, str]
-    device_type: str
-    fuse: bool = False
+    def __init__(self, wrapper: Wrapper, name: str) -> None:
+        super().__init__()
+        self._wrapper = (wrapper,)  # in a tuple: its tensors are not to be found twice
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        self.calls = TracedCalls(wrapper, name)
+        self.state: dict[str, str] = {}
+        self.known: dict[int, str] = {}
+        self._hooked: list[tuple[str, Tensor]] = []
+        self._add(wrapper.named_parameters, "_parameters", "parameter")
+        self._add(wrapper.named_buffers, "_buffers", "buffer")
+        self._add_plain(wrapper)
+
+    def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
+        """Take over the tensors of the state."""
+        own: dict[int, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            path, _, key = name.rpartition(".")
+            if id(tensor) not in own:
+                own[id(tensor)] = f"{prefix}_{len(own)}"
+                getattr(self, kind)[own[id(tensor)]] = tensor
+                self.state[own[id(tensor)]] = self.known[id(tensor)] = name
+                self.calls.require_hooks(name, tensor)
+                self._hooked.append((own[id(tensor)], tensor))
+            self._places.append((vars(self._wrapper[0].get_submodule(path))[kind], key, own[id(tensor)]))
+
+    def _add_plain(self, wrapper: Wrapper) -> None:
+        """Take over tensors that are attributes of modules, and no buffers: the tracer has to see writes to them."""
+        own: dict[int, str] = {}
+        for module in wrapper.modules():
+            for key, value in vars(module).items():
+                if type(value) is Tensor and id(value) not in self.known:
+                    own.setdefault(id(value), f"plain_{len(own)}")
+                    self._buffers[own[id(value)]] = value.detach()
+                    self._places.append((vars(module), key, own[id(value)]))
+
+    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+        """Return the loss and the metrics, computed with the tensors that this module has now."""
+        (wrapper,) = self._wrapper
+        given = {**self._parameters, **self._buffers}
+        before = [(held, key, held[key]) for held, key, _ in self._places]
+        try:
+            for held, key, name in self._places:
+                held[key] = given[name]
+            with self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
+                for name, real in self._hooked:
+                    self.calls.hook(given[name], real)
+                return wrapper(_apart(inputs), _apart(targets))
+        finally:
+            for held, key, tensor in before:
+                held[key] = tensor
+
+
+def _apart(nested: Any) -> Any:
+    """Return inputs as they are in a training loop: leaves of which a gradient may be asked for."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() or x.is_complex() else x, nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A traced model.
+
+    Args:
+        joint: Its graph.
+        backward: Whether the graph has the gradients, too.
+    """
+
+    joint: Joint
+    backward: bool
 
 
 def capture(
@@ -151,13 +200,14 @@ def capture(
     example: tuple[Any, Any],
     *,
     mode: Mode = "train",
+    backward: bool | None = None,
     metrics: Metrics | None = None,
     precision: Precision = "fp32",
     device_type: str = "cpu",
     on_device: OnDevice | None = None,
     fuse: bool = False,
 ) -> Captured:
-    """Export a model and its loss for inputs of one shape.
+    """Trace a model and its loss for inputs of one shape.
 
     Args:
         model: The model, on any devices; its parameters are not read, and its modes (train, eval) are as before
@@ -165,33 +215,36 @@ def capture(
         loss: Maps (outputs, targets) to a scalar; a module may have parameters and buffers of its own.
         example: Inputs and targets, nested tuples and dicts of tensors; only shapes and types count.
         mode: ``evaluate`` sets every module to eval.
+        backward: Whether to trace gradients; ``None`` for those of ``train``.
         metrics: With ``evaluate``, more scalars of (outputs, targets).
         precision: ``bf16`` runs the model and the loss under autocast; any other one as they are.
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
-        fuse: Whether activations that are written out become single operators.
+        fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.fuse`.
 
     Raises:
-        CaptureError: The model depends on the values of tensors in a way that no graph can hold, or the loss is not
-            a scalar; the message names the line.
+        CaptureError: The model depends on the values of tensors, or on Python's state, in a way that no graph can
+            hold, or the loss is not a scalar; the message names the line and the layer.
     """
     wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, on_device)
+    require_plain(model)
+    backward = mode == "train" if backward is None else backward
+    name = type(model).__name__
     with contextlib.ExitStack() as stack:
         stack.enter_context(_mode(wrapper, mode))
         stack.enter_context(on_host(wrapper))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(quiet())
+        stack.enter_context(transparent())
+        module = _Stateless(wrapper, name)
         try:
-            exported = torch.export.export(wrapper, example, strict=False)
+            joint = trace(module, example, module.state, module.known, backward=backward)
         except CaptureError:
             raise
         except Exception as error:
-            raise explain(error, type(model).__name__) from error
-    _require_known_shapes(exported)
-    _require_buffers(exported)
-    aliases = _aliases(wrapper)
-    return Captured(exported=exported, example=example, aliases=aliases, device_type=device_type, fuse=fuse)
+            raise explain(error, name, layer=module.calls.failed_in) from error
+    return Captured(joint=joint, backward=backward)
 
 
 @contextlib.contextmanager
@@ -206,9 +259,7 @@ def quiet() -> Iterator[None]:
     for logger in loggers:
         logger.addFilter(other_thread)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _RECURRENT)
-            yield
+        yield
     finally:
         for logger in loggers:
             logger.removeFilter(other_thread)
@@ -218,55 +269,13 @@ def quiet() -> Iterator[None]:
 def _mode(wrapper: Wrapper, mode: Mode) -> Iterator[None]:
     """Put a model (and the loss, if it is a module) in a mode, and every module back in its own afterwards.
 
-    A model that is in training mode is taken as it is: modules that the user has set to eval stay so.
+    For training modules are taken as they are: those that the user has set to eval stay so, as in a training loop.
     """
     before = [(module, module.training) for module in wrapper.modules()]
     try:
         if mode == "evaluate":
             wrapper.eval()
-        elif not wrapper.model.training:
-            wrapper.model.train()
         yield
     finally:
         for module, training in before:
             module.training = training
-
-
-def _require_known_shapes(exported: ExportedProgram) -> None:
-    """Refuse numbers and shapes that come from the values of tensors."""
-    for node in exported.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            sizes = value.shape if isinstance(value, Tensor) else [value]
-            if any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes):
-                raise node_refusal(
-                    node,
-                    f"{node.target} makes a number or a shape out of the values of a tensor",
-                    "Keep it in a tensor of a shape that is known: use torch.where or a mask, and no .item()",
-                )
-
-
-def _require_buffers(exported: ExportedProgram) -> None:
-    """Refuse writes to tensors that are attributes of a module and no buffers."""
-    plain = exported.graph_signature.inputs_to_lifted_tensor_constants
-    for node in exported.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.is_write and getattr(value, "name", None) in plain:
-                raise node_refusal(
-                    node,
-                    f"forward writes to {plain[value.name].removeprefix('model.')}, which is no buffer",
-                    "Make it one: self.register_buffer(...)",
-                )
-
-
-def _aliases(wrapper: nn.Module) -> dict[str, str]:
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    named = [
-        *wrapper.named_parameters(remove_duplicate=False),
-        *wrapper.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
-        aliases[name] = first.setdefault(id(tensor), name)
-    return aliases

@@ -1,4 +1,4 @@
-"""The joint graph: forward and backward of an exported model as one functional ATen graph with named ends.
+"""The joint graph: forward and backward of a model as one functional ATen graph with named ends.
 
 This file alone touches AOTAutograd's export, an internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
 descriptors say what each input and output of the graph is; here they become :class:`Port`.
@@ -7,6 +7,7 @@ descriptors say what each input and output of the graph is; here they become :cl
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,12 +23,12 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
-from onebox.graph.capture import Captured, quiet
-from onebox.graph.fuse import fuse
-from onebox.graph.locate import explain, node_refusal
-from onebox.graph.portable import portable_operators
+from onebox.graph.locate import node_refusal
 
 
 class Port(NamedTuple):
@@ -81,55 +82,63 @@ class Joint:
         )
 
 
-def joint_graph(captured: Captured, *, backward: bool) -> Joint:
-    """Trace an exported model through AOTAutograd.
+def trace(
+    module: nn.Module,
+    example: tuple[Any, Any],
+    state: Mapping[str, str],
+    known: Mapping[int, str],
+    *,
+    backward: bool,
+) -> Joint:
+    """Trace a module through AOTAutograd: the user's own forward, custom gradients and hooks run under the tracer.
 
     Args:
-        captured: The model.
+        module: Maps (inputs, targets) to a tuple of scalars, of which the first is the loss. Each of its parameters and
+            buffers is one tensor.
+        example: The inputs and targets; only shapes and types count.
+        state: For parameters and buffers of the module the names that they have in the state. The graph may not write
+            to others.
+        known: For tensors of the state, by their identity, their names there: the graph may have come to hold some of
+            them otherwise than by the module, in a hook for example.
         backward: Whether to trace gradients too.
 
     Raises:
-        CaptureError: AOTAutograd refuses, or no parameter needs a gradient.
+        CaptureError: No parameter gets a gradient, or something is written that is no buffer.
+        Exception: Whatever the user's code, or AOTAutograd, raises.
     """
-    module = captured.exported.module()
-    _make_buffers(module)
-    if captured.fuse:
-        fuse(module)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quiet())
-        stack.enter_context(portable_operators(captured.device_type))
+        stack.enter_context(fx_traceback.preserve_node_meta())
         if not backward:
             stack.enter_context(torch.no_grad())
-        try:
-            joint = aot_export_joint_with_descriptors(stack, module, captured.example)
-        except Exception as error:
-            raise explain(error, "The model", "while its gradients were traced") from error
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        given = pytree.tree_map_only(Tensor, fake.from_tensor, example)
+        joint = aot_export_joint_with_descriptors(stack, module, given)
         graph = joint.graph_module.graph
         _forget_statistics(graph)
         widen_statistics(graph)
-        outputs = list(_outputs(graph, captured))
+        outputs = list(_outputs(graph, state))
         constants: dict[str, Tensor] = {}
         inputs = [
-            (node, _input_port(node.meta["desc"], captured, module, constants))
+            (node, _input_port(node.meta["desc"], module, state, constants))
             for node in graph.nodes
             if node.op == "placeholder"
         ]
         for node in graph.nodes:
             if node.op == "get_attr":
-                constants[node.target] = getattr(joint.graph_module, node.target)
-                inputs.append((node, Port("constant", node.target)))
+                inputs.append((node, _attribute_port(joint.graph_module, node.target, known, constants)))
     if backward and not any(port.kind == "gradient" for _, port in outputs):
         raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
     return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants)
 
 
-def _make_buffers(module: nn.Module) -> None:
-    """Let tensors that are plain attributes be buffers: AOTAutograd traces no others."""
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, Tensor):
-                delattr(part, name)
-                part.register_buffer(name, value)
+def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:
+    """Return what a tensor is that the tracer made an attribute of the graph."""
+    tensor = _attribute(module, target)
+    name = known.get(id(tensor))
+    if name is not None:
+        return Port("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
+    constants[target] = tensor
+    return Port("constant", target)
 
 
 def _forget_statistics(graph: fx.Graph) -> None:
@@ -167,9 +176,9 @@ def _make_type(node: fx.Node, places: tuple[int, ...], dtype: torch.dtype) -> No
         user.meta["val"] = values[user.args[1]]
 
 
-def _input_port(desc: Any, captured: Captured, module: fx.GraphModule, constants: dict[str, Tensor]) -> Port:
+def _input_port(desc: Any, module: nn.Module, state: Mapping[str, str], constants: dict[str, Tensor]) -> Port:
     if isinstance(desc, ParamAOTInput | BufferAOTInput):
-        name = captured.aliases.get(desc.target)
+        name = state.get(desc.target)
         if name is None:
             constants[desc.target] = _attribute(module, desc.target)
             return Port("constant", desc.target)
@@ -188,7 +197,7 @@ def _attribute(module: Any, target: str) -> Tensor:
     return tensor
 
 
-def _outputs(graph: fx.Graph, captured: Captured) -> list[tuple[fx.Node, Port]]:
+def _outputs(graph: fx.Graph, state: Mapping[str, str]) -> list[tuple[fx.Node, Port]]:
     output = next(node for node in graph.nodes if node.op == "output")
     found: list[tuple[fx.Node, Port]] = []
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
@@ -197,20 +206,18 @@ def _outputs(graph: fx.Graph, captured: Captured) -> list[tuple[fx.Node, Port]]:
         if isinstance(desc, PlainAOTOutput):
             found.append((node, Port("result", desc.idx)))
         elif isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
-            name = captured.aliases.get(desc.grad_of.target)
-            if name is not None:
-                found.append((node, Port("gradient", name)))
+            found.append((node, Port("gradient", state[desc.grad_of.target])))
         elif isinstance(desc, InputMutationAOTOutput):
-            found.append((node, Port("update", _written_buffer(node, desc.mutated_input, captured))))
-    names = [port for _, port in found]
-    if len(set(names)) != len(names):
-        raise CaptureError("a tied parameter has two gradients in one graph; please report this model")
+            found.append((node, Port("update", _written_buffer(node, desc.mutated_input, state))))
     return found
 
 
-def _written_buffer(node: fx.Node, target: Any, captured: Captured) -> str:
+def _written_buffer(node: fx.Node, target: Any, state: Mapping[str, str]) -> str:
     """Return the name of the buffer that forward writes to; only buffers may be written to."""
     if isinstance(target, BufferAOTInput):
-        return captured.aliases[target.target]
+        if target.target in state:
+            return state[target.target]
+        reason = "forward writes to a tensor that is an attribute of a module, and no buffer"
+        raise node_refusal(node, reason, "Make it one: self.register_buffer(...)")
     what = "a parameter" if isinstance(target, ParamAOTInput) else "its inputs"
     raise node_refusal(node, f"forward writes to {what}", "Write to a copy instead: x = x.clone()")

@@ -59,11 +59,12 @@ def place_of_node(node: fx.Node) -> Place | None:
 
 
 def _innermost(places: Iterable[Place]) -> Place | None:
-    found = [place for place in places if _is_users(place.file)]
+    found = [place for place in places if is_users(place.file)]
     return found[-1] if found else None
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Tell whether a file is neither PyTorch's, onebox's nor of the standard library."""
     path = Path(file)
     installed = "site-packages" in path.parts or "dist-packages" in path.parts
     if file.startswith("<") or (path.is_relative_to(_STANDARD) and not installed):
@@ -71,7 +72,9 @@ def _is_users(file: str) -> bool:
     return not any(path.is_relative_to(folder) for folder in _OURS)
 
 
-def refusal(what: str, place: Place | None, reason: str, advice: str) -> CaptureError:
+def refusal(
+    what: str, place: Place | None, reason: str, advice: str, *, layer: tuple[str, str] | None = None
+) -> CaptureError:
     """Return the error for something that no graph can hold.
 
     Args:
@@ -79,8 +82,11 @@ def refusal(what: str, place: Place | None, reason: str, advice: str) -> Capture
         place: The line that is to blame, where it is known.
         reason: What came.
         advice: What to do.
+        layer: The path and the class of the module that is to blame, where it is known.
     """
     where = f" at {place}: {place.text}" if place else ""
+    if layer is not None and layer[0]:
+        where += f" (layer {layer[0]}, {layer[1]})" if place else f" at layer {layer[0]}, {layer[1]}"
     return CaptureError(
         f"{what} cannot be captured as a graph{where}\n  {reason}\n  {advice}. {_VIRTUAL}",
         where=str(place) if place else None,
@@ -92,13 +98,16 @@ def node_refusal(node: fx.Node, reason: str, advice: str) -> CaptureError:
     return refusal("The model", place_of_node(node), reason, advice)
 
 
-def explain(error: Exception, name: str, doing: str = "under torch.export") -> CaptureError:
+def explain(
+    error: Exception, name: str, doing: str = "while it was traced", layer: tuple[str, str] | None = None
+) -> CaptureError:
     """Turn what came up while a model was captured into one error that names the user's line.
 
     Args:
         error: What came up.
         name: The class of the model.
         doing: When.
+        layer: The path and the class of the module that was computed.
     """
     place = place_of_error(error)
     reason = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
@@ -108,7 +117,8 @@ def explain(error: Exception, name: str, doing: str = "under torch.export") -> C
             place,
             reason.split(" (unhinted")[0],
             "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by shapes",
+            layer=layer,
         )
     line = "The line" if place else "The model"
     advice = f"{line} raised {type(error).__name__} {doing}; the model may also fail without onebox"
-    return refusal(name, place, reason, advice)
+    return refusal(name, place, reason, advice, layer=layer)

@@ -12,7 +12,7 @@ from onebox.errors import UsageError
 from onebox.graph.capture import Captured
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
-from onebox.graph.joint import Joint, Port, joint_graph
+from onebox.graph.joint import Joint, Port
 from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
 from onebox.graph.narrow import narrowed
 from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
@@ -95,7 +95,7 @@ class TracedModel:
     def __init__(
         self, captured: Captured, *, backward: bool, trained: frozenset[str] | None = None, halves: bool = False
     ) -> None:
-        joint = joint_graph(captured, backward=backward)
+        joint = captured.joint.copied()
         self._backward = backward
         self._trained = trained
         self._halves = halves and backward

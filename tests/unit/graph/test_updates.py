@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onebox.graph import capture
-from onebox.graph.joint import joint_graph
+
 from onebox.graph.updates import Update, buffer_updates
 
 
@@ -37,7 +37,7 @@ class Changing(nn.Module):
 def updates(model: nn.Module) -> dict[str, Update]:
     example = (torch.zeros(4, 3), torch.zeros(4, 2))
     captured = capture(model, nn.functional.mse_loss, example)
-    return buffer_updates(joint_graph(captured, backward=True))
+    return buffer_updates(captured.joint)
 
 
 @pytest.mark.parametrize(
