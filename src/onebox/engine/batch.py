@@ -24,12 +24,15 @@ class Batch:
         structure: How to nest them again.
         size: Samples.
         samples: Which they are, ``int64 [B]``, if that is known.
+        python_state: Which of the states of Python it is to be computed in; see
+            :meth:`~onebox.engine.compiler.Captures.stamped`.
     """
 
     leaves: tuple[Tensor, ...]
     structure: Any
     size: int
     samples: Tensor | None = None
+    python_state: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +58,7 @@ class Batch:
     def signature(self, size: int) -> Hashable:
         """Return what a capture for a size depends on."""
         leaves = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in self.leaves)
-        return str(self.structure), leaves, size
+        return str(self.structure), leaves, size, self.python_state
 
 
 def as_batch(inputs: Any, targets: Any, samples: Any = None) -> Batch:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -20,11 +22,19 @@ from onebox.engine.stages import Stages
 from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule, make_window
 from onebox.engine.windows import Window, WorkerWindows
+from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.graph.front import OnDevice
+from onebox.graph.python_state import Watch
+from onebox.graph.variables import Source
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
 from onebox.wire import TensorSpec
+
+_LOG = logging.getLogger("onebox")
+
+_MOST_STATES = 8
+"""So many states of Python a model may be captured in: each takes a second or so, and memory on the workers."""
 
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
@@ -67,6 +77,10 @@ class Captures:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._traced: dict[Hashable, TracedModel] = {}
+        owners = ("model", recipe.model), ("loss", recipe.loss)
+        self._owners = {name: owner for name, owner in owners if isinstance(owner, nn.Module)}
+        self._states = [Watch(self._owners)]
+        self._state = 0
 
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
         """Return the model for micro-batches of a size.
@@ -87,7 +101,40 @@ class Captures:
                 return self._traced[key]
             with _CAPTURING:
                 self._traced[key] = self._capture(batch, size, train=train)
+            self._states[batch.python_state].add(self._traced[key].reads)
         return self._traced[key]
+
+    def stamped(self, batch: Batch) -> Batch:
+        """Return a batch that says which state of Python it is to be computed in: the present one.
+
+        A change of what a capture has read of Python, such as the rate of a dropout or a variable that the loss reads,
+        makes another capture, which is said in the log; a state that was there before has its own already.
+
+        Args:
+            batch: The batch.
+
+        Raises:
+            UsageError: There have been too many.
+        """
+        changed = self._states[self._state].changed()
+        if changed:
+            known = (number for number, state in enumerate(self._states) if not state.changed())
+            self._state = next(known, len(self._states))
+            if self._state == len(self._states):
+                self._begin_state(changed)
+        return batch if batch.python_state == self._state else replace(batch, python_state=self._state)
+
+    def _begin_state(self, changed: Sequence[tuple[Source, Any]]) -> None:
+        source, now = changed[0]
+        if len(self._states) >= _MOST_STATES:
+            raise UsageError(
+                f"{source} has changed {len(self._states)} times, and the model was captured anew each time; now it is "
+                f"{now!r}\n  Give what changes from step to step as a tensor among the inputs or targets, or run the "
+                "code on a virtual device (vgpu)"
+            )
+        names = ", ".join(str(each) for each, _ in changed[:3])
+        _LOG.info("%s changed since the model was captured (%s is now %r): it is captured anew", names, source, now)
+        self._states.append(Watch(self._owners))
 
     def segments(self, batch: Batch, size: int) -> tuple[str, ...]:
         """Return the names of the model's segments."""

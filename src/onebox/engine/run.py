@@ -90,6 +90,7 @@ class TrainingRun:
     def step(self, batch: Batch, uploaded: Uploaded | None = None) -> StepLoss:
         """Begin a step; see :meth:`Trainer.step`."""
         require_training(self._remote.optimizer, self._remote.training)
+        batch = self.captures.stamped(batch)
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number, guard = self.steps_done, self.guard
         self.surely(lambda: self._get_ready(batch, number).step(batch))
@@ -375,6 +376,7 @@ class TrainingRun:
 
     def evaluation(self, batch: Batch) -> Compiled:
         """Return the routines that evaluate a batch; see :meth:`~onebox.engine.setup.Ready.evaluation`."""
+        batch = self.captures.stamped(batch)
         compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
         self.examples.add(batch, steps=False)
         return compiled

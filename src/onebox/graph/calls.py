@@ -8,9 +8,11 @@ their line and layer.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -38,10 +40,12 @@ _LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlp
 _BACKWARD = frozenset({Tensor.backward, Tensor.register_post_accumulate_grad_hook})
 """Calls that need a gradient that has been accumulated."""
 
-_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_GRAD = Tensor.grad.__set__  # type: ignore[attr-defined]
+_DATA, _GRAD = (inspect.getattr_static(Tensor, name) for name in ("data", "grad"))
+_GET_DATA, _SET_DATA, _SET_GRAD = _DATA.__get__, _DATA.__set__, _GRAD.__set__
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
+_TRACER = str(Path(__file__).with_name("joint.py"))
 
 Layer = tuple[str, str]
 """The path of a module, and its class."""
@@ -165,19 +169,23 @@ class TracedCalls(TorchFunctionMode):
                 "runs on a virtual device (vgpu)"
             )
 
-    def hook(self, traced: Tensor, tensor: Tensor) -> None:
-        """Let the hooks of a tensor of the model be called with the gradient of what stands for it in the trace.
+    def hooked(self, traced: Tensor, tensor: Tensor) -> Tensor:
+        """Return what stands for a tensor of the model in the trace, with the hooks of that.
 
         Args:
-            traced: What stands for it.
+            traced: What stands for it without them.
             tensor: The user's tensor.
         """
-        if traced.requires_grad:
-            for hook in (getattr(tensor, "_backward_hooks", None) or {}).values():
-                traced.register_hook(self._observed(hook))
+        hooks = getattr(tensor, "_backward_hooks", None)
+        if not hooks or not traced.requires_grad:
+            return traced
+        made: Tensor = torch.ops.aten.alias.default(traced)
+        for hook in hooks.values():
+            made.register_hook(self._observed(hook))
+        return made
 
     def _observed(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-        """Return a hook that is refused where it changes no gradient: all that it does is done once, while it is traced."""
+        """Return a hook that is refused where it changes no gradient: it would be called once, while it is traced."""
 
         def run(gradient: Tensor) -> Tensor | None:
             self._written = None
@@ -293,8 +301,8 @@ def _callers(frame: FrameType | None) -> Iterator[str]:
 
 
 def _place_of(frame: FrameType | None) -> Place | None:
-    """Return the innermost line of a user's code among the callers of a frame."""
-    while frame is not None:
+    """Return the innermost line of a user's code among the callers of a frame, as far as the tracer."""
+    while frame is not None and frame.f_code.co_filename != _TRACER:
         if _users_file(frame.f_code.co_filename):
             return Place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
@@ -310,6 +318,12 @@ def require_plain(model: nn.Module) -> None:
     for path, module in model.named_modules():
         kind = type(module).__name__
         called = f"{path} ({kind})" if path else f"the model ({kind})"
+        norm = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+        if norm and module.training and module.track_running_stats:
+            raise CaptureError(
+                f"{called} has momentum=None: its running averages depend on a count of batches, which a graph cannot "
+                "decide by\n  Give it a momentum, such as 0.1; as it is it runs on a virtual device (vgpu)"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{called} is scripted, which cannot be traced with its gradients\n"

@@ -21,11 +21,14 @@ from torch.utils import _pytree as pytree
 from onebox.errors import CaptureError
 from onebox.graph.calls import TracedCalls, require_plain
 from onebox.graph.front import Front, OnDevice
+from onebox.graph.fuse import fused
 from onebox.graph.host import HostDevices, on_host
 from onebox.graph.joint import Joint, trace
 from onebox.graph.locate import explain
 from onebox.graph.portable import bfloat16_autocast, portable_operators
+from onebox.graph.python_state import StateRecorder
 from onebox.graph.transparent import transparent
+from onebox.graph.variables import Reads, Source, snapshot
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
@@ -64,6 +67,16 @@ class Wrapper(nn.Module):
         self.metrics = dict(metrics or {})
         self.precision = precision
         self._front = None if on_device is None else Front(on_device)
+
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        """The modules among the model and the loss."""
+        return {name: owner for name in ("model", "loss") if isinstance(owner := getattr(self, name), nn.Module)}
+
+    @property
+    def functions(self) -> list[Any]:
+        """What the user gave beside modules."""
+        return [self.loss, *self.metrics.values(), *([self._front.call] if self._front else [])]
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics."""
@@ -129,6 +142,7 @@ class _Stateless(nn.Module):
         self._wrapper = (wrapper,)  # in a tuple: its tensors are not to be found twice
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self.calls = TracedCalls(wrapper, name)
+        self.recorder = StateRecorder(wrapper.owners, wrapper.functions)
         self.state: dict[str, str] = {}
         self.known: dict[int, str] = {}
         self._hooked: list[tuple[str, Tensor]] = []
@@ -152,9 +166,10 @@ class _Stateless(nn.Module):
     def _add_plain(self, wrapper: Wrapper) -> None:
         """Take over tensors that are attributes of modules, and no buffers: the tracer has to see writes to them."""
         own: dict[int, str] = {}
-        for module in wrapper.modules():
+        for path, module in wrapper.named_modules():
             for key, value in vars(module).items():
                 if type(value) is Tensor and id(value) not in self.known:
+                    self.recorder.reads[Source(path, key)] = snapshot(value)
                     own.setdefault(id(value), f"plain_{len(own)}")
                     self._buffers[own[id(value)]] = value.detach()
                     self._places.append((vars(module), key, own[id(value)]))
@@ -162,15 +177,15 @@ class _Stateless(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
         """Return the loss and the metrics, computed with the tensors that this module has now."""
         (wrapper,) = self._wrapper
-        given = {**self._parameters, **self._buffers}
+        given: dict[str, Any] = {**self._parameters, **self._buffers}
+        for name, real in self._hooked:
+            given[name] = self.calls.hooked(given[name], real)
         before = [(held, key, held[key]) for held, key, _ in self._places]
         try:
             for held, key, name in self._places:
                 held[key] = given[name]
             with self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
-                for name, real in self._hooked:
-                    self.calls.hook(given[name], real)
-                return wrapper(_apart(inputs), _apart(targets))
+                return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
         finally:
             for held, key, tensor in before:
                 held[key] = tensor
@@ -188,10 +203,12 @@ class Captured:
     Args:
         joint: Its graph.
         backward: Whether the graph has the gradients, too.
+        reads: What of Python's state the graph holds.
     """
 
     joint: Joint
     backward: bool
+    reads: Reads
 
 
 def capture(
@@ -244,7 +261,7 @@ def capture(
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
-    return Captured(joint=joint, backward=backward)
+    return Captured(joint=fused(joint) if fuse else joint, backward=backward, reads=module.recorder.reads)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ class Front:
     """
 
     def __init__(self, on_device: OnDevice) -> None:
-        self._call = on_device
+        self.call = on_device
         self._module: nn.Module | None = None
         if isinstance(on_device, nn.Module):
-            self._module = self._call = copy.deepcopy(on_device).to("cpu")
+            self._module = self.call = copy.deepcopy(on_device).to("cpu")
             for part in self._module.modules():
                 for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
                     delattr(part, name)
@@ -47,7 +47,7 @@ class Front:
         if self._module is not None:
             self._module.train(training)
         try:
-            made = self._call(inputs)
+            made = self.call(inputs)
         except Exception as error:
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             raise _refusal(f"{type(error).__name__}: {reason}".removesuffix(": "), error) from error

@@ -96,6 +96,7 @@ class TracedModel:
         self, captured: Captured, *, backward: bool, trained: frozenset[str] | None = None, halves: bool = False
     ) -> None:
         joint = captured.joint.copied()
+        self.reads = captured.reads
         self._backward = backward
         self._trained = trained
         self._halves = halves and backward

@@ -135,10 +135,10 @@ def write_parameter(self: Any, x_BD: Tensor) -> Tensor:
         (Repeat, "data-dependent", "decides by the value of a tensor"),
         (Scale, "out of the values of a tensor", "torch.where"),
         (Select, "out of the values of a tensor", "torch.where"),
-        (Leave, "numpy", "may also fail without onebox"),
+        (Leave, ".numpy() takes values out of PyTorch", "in the data set"),
         (Misfit, "shape '[7, -1]' is invalid", "may also fail without onebox"),
         (WriteInput, "writes to its inputs", "x.clone()"),
-        (WritePlain, "writes to plain, which is no buffer", "register_buffer"),
+        (WritePlain, "writes to a tensor that is an attribute of a module, and no buffer", "register_buffer"),
     ],
 )
 def test_a_refusal_names_the_line_and_tells_what_to_do(model: Any, reason: str, advice: str) -> None:
@@ -220,13 +220,15 @@ def test_a_capture_prints_and_warns_of_nothing(name: str, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_attribute_that_is_no_buffer_is_still_warned_of() -> None:
+def test_an_attribute_that_forward_assigns_is_warned_of() -> None:
     def remember(self: Any, x_BD: Tensor) -> Tensor:
         self.plain = self.line(x_BD)
         return self.plain
 
-    with pytest.warns(UserWarning, match=r"self\.model\.plain was assigned during export"):
-        programs(Line(remember))
+    model = Line(remember)
+    with pytest.warns(UserWarning, match=r"forward assigns model\.plain at .*test_capture\.py:\d+: self\.plain ="):
+        programs(model)
+    assert torch.equal(model.plain, torch.zeros(2))
 
 
 def test_loggers_are_as_before() -> None:

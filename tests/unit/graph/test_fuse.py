@@ -91,13 +91,15 @@ def test_other_functions_stay(activation: Activation) -> None:
     assert operators(programs(model, fuse=True)) == operators(programs(model, fuse=False))
 
 
-def test_what_else_reads_a_part_of_it_still_has_that() -> None:
+def test_an_activation_of_which_a_part_is_read_elsewhere_stays() -> None:
+    """Its gradient needs the parts in any case: as one operator, too, it would take more time and memory."""
+
     def shared(x: Tensor) -> Tensor:
         gate = torch.sigmoid(x)
         return x * gate + gate
 
     found = operators(programs(Net(shared).double(), fuse=True))
-    assert (found["silu"], found["sigmoid"]) == (1, 1)
+    assert (found["silu"], found["sigmoid"]) == (0, 1)
 
 
 def test_two_inputs_are_no_activation() -> None:

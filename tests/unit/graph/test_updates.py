@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from onebox.graph import capture
-
 from onebox.graph.updates import Update, buffer_updates
 
 

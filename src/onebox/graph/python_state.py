@@ -1,0 +1,325 @@
+"""Python's state that a forward reads or changes: attributes of modules, variables of closures, globals, generators.
+
+A graph holds what Python computed while it was traced. What was read is noted, so that a change is noticed later and
+the model is traced anew; what forward itself changes, as a counter or a hidden state that is carried from step to step,
+no graph can repeat, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from onebox.errors import CaptureError
+from onebox.graph.locate import Place, is_users
+from onebox.graph.variables import MISSING, PLAIN, Reads, Source, functions_of, numpy_state, snapshot, variables
+
+_T = TypeVar("_T")
+
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module that PyTorch keeps its account in."""
+
+Owners = Mapping[str, nn.Module]
+"""The model and the loss, if it is a module, by these names."""
+
+
+class Watch:
+    """What was read of Python's state while a model was traced, to be compared with what it is now.
+
+    Args:
+        owners: The model and the loss, if it is a module.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+        modules = [module for owner in owners.values() for module in owner.modules()]
+        kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
+        self._tensors = [tensor for owner in owners.values() for tensor in owner.parameters()]
+        self._watched: dict[Source, tuple[Callable[[], Any], Any]] = {}
+        self._same: dict[Source, Any] = {}
+        hooks = Source("", "hooks", self, "the number of hooks")
+        self._watched[hooks] = self._count_hooks, snapshot(self._count_hooks())
+
+    def add(self, reads: Reads) -> None:
+        """Watch more.
+
+        Args:
+            reads: What was read.
+        """
+        for source, before in reads.items():
+            self._watched.setdefault(source, (self._getter(source), before))
+
+    def _count_hooks(self) -> int:
+        own = (getattr(tensor, "_backward_hooks", None) for tensor in self._tensors)
+        return sum(map(len, self._hooks)) + sum(len(hooks) for hooks in own if hooks)
+
+    def changed(self) -> list[tuple[Source, Any]]:
+        """Return what is not as it was: the source, and what it is now."""
+        found = []
+        for source, (get, before) in self._watched.items():
+            now = get()
+            if now is self._same.get(source, self):
+                continue
+            if snapshot(now) == before:
+                if isinstance(now, PLAIN):
+                    self._same[source] = now
+            else:
+                found.append((source, now))
+        return found
+
+    def _getter(self, source: Source) -> Callable[[], Any]:
+        if source.held is not None:
+            return lambda: source.value
+        root, _, rest = source.path.partition(".")
+        module = self._owners[root].get_submodule(rest)
+        own, name = vars(module), source.name
+        return (lambda: own.get(name, MISSING)) if name in own else lambda: _attribute(module, name)
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    own = vars(module)
+    return own[name] if name in own else getattr(type(module), name, MISSING)
+
+
+class StateRecorder:
+    """Notes what a forward reads of Python's state, and refuses what it changes.
+
+    Args:
+        owners: The model and the loss, if it is a module.
+        functions: The loss, the metrics and whatever else the user gave to be called.
+    """
+
+    def __init__(self, owners: Owners, functions: Iterable[Any]) -> None:
+        self.reads: dict[Source, Any] = {}
+        self._paths: dict[int, str] = {}
+        for root, owner in owners.items():
+            for path, module in owner.named_modules():
+                self._paths.setdefault(id(module), f"{root}.{path}" if path else root)
+        self._modules = [module for owner in owners.values() for module in owner.modules()]
+        self._variables = variables([*functions, *functions_of(self._modules)])
+
+    def run(self, forward: Callable[[], _T]) -> _T:
+        """Compute a forward; afterwards Python's state is as it was before.
+
+        Args:
+            forward: Computes it.
+
+        Raises:
+            CaptureError: It changes something that it would read the next time.
+        """
+        before = {source: source.value for source in self._variables}
+        seen = {source: snapshot(value) for source, value in before.items()}
+        copies = [(value, _copied(value)) for value in before.values()]
+        attributes = _Attributes(self._paths)
+        drawn = _Drawn()
+        try:
+            with attributes.noted():
+                result = forward()
+            self._refuse_changes(attributes, seen)
+            if drawn.module:
+                raise _drawing(drawn.module, drawn.place(forward))
+        finally:
+            attributes.restore()
+            drawn.restore()
+            for source, value in before.items():
+                _assign(source, value)
+            for value, copied in copies:
+                _refill(value, copied)
+        self.reads |= seen | attributes.reads
+        attributes.warn()
+        return result
+
+    def _refuse_changes(self, attributes: _Attributes, seen: Reads) -> None:
+        for source, value in seen.items():
+            if snapshot(source.value) != value:
+                raise _changing(f"the variable {source.name}", None)
+        for source, module, value in attributes.read:
+            if snapshot(_attribute(module, source.name)) != value:
+                raise _changing(f"the attribute {source}", attributes.written.get(source))
+
+
+class _Attributes:
+    """Attributes of modules that are read and written."""
+
+    def __init__(self, paths: Mapping[int, str]) -> None:
+        self.reads: dict[Source, Any] = {}
+        self.read: list[tuple[Source, nn.Module, Any]] = []
+        self.written: dict[Source, Place | None] = {}
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        self._copies: list[tuple[Any, Any]] = []
+        self._paths = paths
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what this thread reads and writes."""
+        mine, set_attribute = threading.get_ident(), nn.Module.__setattr__
+
+        def read(module: Any, name: str) -> Any:
+            value = object.__getattribute__(module, name)
+            if name not in _OWN and name[:2] != "__" and threading.get_ident() == mine:
+                self._note_read(module, name, value)
+            return value
+
+        def write(module: Any, name: str, value: Any) -> None:
+            if threading.get_ident() == mine:
+                self._note_write(module, name)
+            set_attribute(module, name, value)
+
+        nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+        nn.Module.__setattr__ = write  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+
+    def _note_read(self, module: nn.Module, name: str, value: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is None or isinstance(value, Tensor | types.MethodType | types.FunctionType | nn.Module):
+            return
+        if name.startswith("_") and type(module).__module__.startswith("torch."):
+            return  # a cache of PyTorch's own
+        source = Source(path, name)
+        if source not in self.reads and source not in self.written:
+            self.reads[source] = snapshot(value)
+            self.read.append((source, module, self.reads[source]))
+            self._copies.append((value, _copied(value)))
+
+    def _note_write(self, module: nn.Module, name: str) -> None:
+        own = object.__getattribute__(module, "__dict__")
+        if id(module) not in self._paths or name in own["_parameters"] or name in own["_buffers"]:
+            return
+        source = Source(self._paths[id(module)], name)
+        if source not in self.written:
+            self._before.append((own, name, own.get(name, MISSING)))
+            caller = sys._getframe(2)
+            place = Place(caller.f_code.co_filename, caller.f_lineno)
+            self.written[source] = place if is_users(place.file) else None
+
+    def restore(self) -> None:
+        """Let all be as before."""
+        for own, name, value in self._before:
+            if value is MISSING:
+                own.pop(name, None)
+            else:
+                own[name] = value
+        for value, copied in self._copies:
+            _refill(value, copied)
+
+    def warn(self) -> None:
+        """Warn of attributes that forward assigns and does not read: nobody will see what they are."""
+        for source, place in self.written.items():
+            if source not in self.reads and place is not None:
+                warnings.warn(
+                    f"forward assigns {source} at {place}: {place.text}\n  It runs on workers: the attribute of the "
+                    "model here stays as it is. Return what is wanted of it, or compute it on a virtual device (vgpu)",
+                    stacklevel=2,
+                )
+
+
+class _Drawn:
+    """Random numbers that are drawn from generators which are not PyTorch's."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._bits = numpy_state(np.random.mtrand._rand)
+
+    @property
+    def module(self) -> str:
+        """The module whose numbers have been drawn, if any."""
+        if random.getstate() != self._python:
+            return "random"
+        return "numpy.random" if numpy_state(np.random.mtrand._rand) != self._bits else ""
+
+    def restore(self) -> None:
+        """Let generators be as before."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def place(self, forward: Callable[[], Any]) -> Place | None:
+        """Return the line that draws.
+
+        Args:
+            forward: Computes what has drawn once more.
+        """
+        found: list[Place] = []
+        before = sys.getprofile()
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            self_ = getattr(argument, "__self__", None)
+            drawing = isinstance(self_, random.Random | np.random.RandomState)
+            if event == "c_call" and drawing:
+                at = frame
+                while at is not None and not is_users(at.f_code.co_filename):
+                    at = at.f_back
+                if at is not None:
+                    found.append(Place(at.f_code.co_filename, at.f_lineno))
+
+        self.restore()
+        sys.setprofile(profile)
+        try:
+            forward()
+        finally:
+            sys.setprofile(before)
+        return found[0] if found else None
+
+
+def _drawing(module: str, place: Place | None) -> CaptureError:
+    where = f" at {place}: {place.text}" if place else ""
+    return CaptureError(
+        f"forward draws numbers from {module}{where}\n  A graph would hold those that were drawn first. Draw with "
+        "torch (torch.rand, torch.bernoulli, dropout), or give the numbers as inputs; on a virtual device (vgpu) the "
+        "code runs as it is",
+        where=str(place) if place else None,
+    )
+
+
+def _changing(what: str, place: Place | None) -> CaptureError:
+    where = f" at {place}: {place.text}" if place else ""
+    return CaptureError(
+        f"forward changes {what}, which it also reads{where}\n  A graph would hold what it was at first. Make it a "
+        "buffer that forward writes to (self.register_buffer), or an input of the model; on a virtual device (vgpu) it "
+        "runs as it is",
+        where=str(place) if place else None,
+    )
+
+
+def _copied(value: Any) -> Any:
+    """Return a shallow copy of something that can be changed in place."""
+    if isinstance(value, list | dict | set | deque):
+        return value.copy()
+    return None
+
+
+def _refill(value: Any, copied: Any) -> None:
+    """Let a container hold what its copy holds."""
+    if copied is not None and not _holds_the_same(value, copied):
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(copied)
+
+
+def _holds_the_same(value: Any, copied: Any) -> bool:
+    if isinstance(value, dict):
+        return value.keys() == copied.keys() and all(value[key] is copied[key] for key in copied)
+    return len(value) == len(copied) and all(a is b for a, b in zip(value, copied, strict=True))
+
+
+def _assign(source: Source, value: Any) -> None:
+    """Let a variable be what it was."""
+    if source.value is value:
+        return
+    if isinstance(source.held, types.CellType):
+        source.held.cell_contents = value
+    elif value is not MISSING:
+        source.held[source.name] = value
