@@ -57,7 +57,11 @@ class Batch:
 
     def signature(self, size: int) -> Hashable:
         """Return what a capture for a size depends on."""
-        leaves = tuple((tuple(leaf.shape[1:]), leaf.dtype) for leaf in self.leaves)
+        return self.kind(size), tuple(tuple(leaf.shape[1:]) for leaf in self.leaves)
+
+    def kind(self, size: int) -> Hashable:
+        """Return what a capture for a size depends on beside the sizes of other dimensions."""
+        leaves = tuple((leaf.dim(), leaf.dtype) for leaf in self.leaves)
         return str(self.structure), leaves, size, self.python_state
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from onebox.engine.batch import Batch
 from onebox.engine.emulated import ActionCosts, SegmentCosts
@@ -23,9 +25,10 @@ from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule, make_window
 from onebox.engine.windows import Window, WorkerWindows
 from onebox.errors import UsageError
-from onebox.graph import Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
+from onebox.graph import Captured, Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.graph.front import OnDevice
 from onebox.graph.python_state import Watch
+from onebox.graph.symbolic import Varying
 from onebox.graph.variables import Source
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
@@ -35,6 +38,15 @@ _LOG = logging.getLogger("onebox")
 
 _MOST_STATES = 8
 """So many states of Python a model may be captured in: each takes a second or so, and memory on the workers."""
+
+_SYMBOLIC_FROM = 2
+"""From so many batches of other sizes than the first on, symbols stand for sizes: that capture takes three times as long."""
+
+_MOST_SYMBOLIC = 3
+"""So many times a model is captured with symbols: each time for what varied otherwise than before."""
+
+_LEAST_SYMBOLIC = 2
+"""PyTorch's symbols are never 0 or 1."""
 
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
@@ -81,6 +93,7 @@ class Captures:
         self._owners = {name: owner for name, owner in owners if isinstance(owner, nn.Module)}
         self._states = [Watch(self._owners)]
         self._state = 0
+        self._families: dict[Hashable, _Family] = {}
 
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
         """Return the model for micro-batches of a size.
@@ -100,7 +113,7 @@ class Captures:
                 self._traced[key] = self.traced(batch, size, train=True).halved()
                 return self._traced[key]
             with _CAPTURING:
-                self._traced[key] = self._capture(batch, size, train=train)
+                self._traced[key] = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
             self._states[batch.python_state].add(self._traced[key].reads)
         return self._traced[key]
 
@@ -136,6 +149,37 @@ class Captures:
         _LOG.info("%s changed since the model was captured (%s is now %r): it is captured anew", names, source, now)
         self._states.append(Watch(self._owners))
 
+    def _sized(self, batch: Batch, size: int, *, train: bool) -> TracedModel | None:
+        """Return the model for a batch that differs from one before it by some sizes, such as the length of sequences.
+
+        The third time that sizes differ it is captured with symbols for them, which serves all others.
+        """
+        family = self._families.setdefault((batch.kind(size), train), _Family())
+        example = batch.example(size)
+        leaves = pytree.tree_leaves(example)
+        known = family.sized(leaves)
+        if known is None and family.add(leaves):
+            begin_s = time.perf_counter()
+            try:
+                family.captured = self._plain_capture(example, train=train, varying=family.varying)
+            except Exception as error:  # PyTorch's symbols do not go everywhere that its numbers do
+                _LOG.info("sizes %s cannot be symbols (%s): each is a capture of its own", family, type(error).__name__)
+            known = family.sized(leaves)
+            if known is not None:
+                took_s = time.perf_counter() - begin_s
+                _LOG.info("captured once more in %.1f s, with symbols for sizes that vary: %s", took_s, family)
+        return None if known is None else TracedModel(known, backward=train, trained=self.recipe.trained)
+
+    def _timed(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
+        """Return the model, captured; say so in the log where that is not the first time."""
+        begin_s, again = time.perf_counter(), bool(self._traced)
+        made = self._capture(batch, size, train=train)
+        if again:
+            shapes = ", ".join(str([size, *leaf.shape[1:]]) for leaf in batch.leaves)
+            took_s = time.perf_counter() - begin_s
+            _LOG.info("captured in %.1f s for %s, of %s", took_s, "training" if train else "evaluation", shapes)
+        return made
+
     def segments(self, batch: Batch, size: int) -> tuple[str, ...]:
         """Return the names of the model's segments."""
         return self.traced(batch, size, train=True, halves=True).segments
@@ -151,19 +195,60 @@ class Captures:
         return {name: state.spec(name) for name in state.tensors}
 
     def _capture(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
+        captured = self._plain_capture(batch.example(size), train=train)
+        return TracedModel(captured, backward=train, trained=self.recipe.trained)
+
+    def _plain_capture(self, example: tuple[Any, Any], *, train: bool, varying: Varying | None = None) -> Captured:
         recipe = self.recipe
-        captured = capture(
+        return capture(
             recipe.model,
             recipe.loss,
-            batch.example(size),
+            example,
             mode="train" if train else "evaluate",
             metrics=recipe.metrics,
             precision=recipe.precision,
             device_type=recipe.device_type,
             on_device=recipe.on_device,
             fuse=recipe.fuse,
+            varying=varying,
         )
-        return TracedModel(captured, backward=train, trained=recipe.trained)
+
+
+class _Family:
+    """Captures for inputs and targets that differ by some of their sizes."""
+
+    def __init__(self) -> None:
+        self.captured: Captured | None = None
+        self.varying: dict[int, frozenset[int]] = {}
+        self._first: list[tuple[int, ...]] | None = None
+        self._others = self._tries = 0
+
+    def add(self, leaves: Sequence[Tensor]) -> bool:
+        """Take note of sizes, and tell whether to capture with symbols for those that have varied so far."""
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        if self._first is None:
+            self._first = shapes
+            return False
+        for number, (shape, first) in enumerate(zip(shapes, self._first, strict=True)):
+            dims = {dim for dim, pair in enumerate(zip(shape, first, strict=True)) if pair[0] != pair[1]}
+            if dims:
+                self.varying[number] = self.varying.get(number, frozenset()) | dims
+        self._others += 1
+        smallest = min(shapes[number][dim] for number, dims in self.varying.items() for dim in dims)
+        if self._others < _SYMBOLIC_FROM or smallest < _LEAST_SYMBOLIC:
+            return False
+        self._tries += 1
+        return self._tries <= _MOST_SYMBOLIC
+
+    def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
+        """Return the capture for sizes, if there is one with symbols that is for these."""
+        return None if self.captured is None else self.captured.sized(leaves)
+
+    def __str__(self) -> str:
+        places = (
+            f"dimension {dim} of tensor {number}" for number, dims in self.varying.items() for dim in sorted(dims)
+        )
+        return ", ".join(places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +27,7 @@ from onebox.graph.joint import Joint, trace
 from onebox.graph.locate import explain
 from onebox.graph.portable import bfloat16_autocast, portable_operators
 from onebox.graph.python_state import StateRecorder
+from onebox.graph.symbolic import Varying
 from onebox.graph.transparent import transparent
 from onebox.graph.variables import Reads, Source, snapshot
 
@@ -204,11 +205,22 @@ class Captured:
         joint: Its graph.
         backward: Whether the graph has the gradients, too.
         reads: What of Python's state the graph holds.
+        fuse: Whether activations that are written out become single operators.
     """
 
     joint: Joint
     backward: bool
     reads: Reads
+    fuse: bool = False
+
+    def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
+        """Return the capture for inputs and targets of some sizes; ``None`` where it is not for these.
+
+        Args:
+            leaves: Their tensors, flattened.
+        """
+        joint = self.joint.sized(leaves)
+        return None if joint is None else _finished(replace(self, joint=joint))
 
 
 def capture(
@@ -223,6 +235,7 @@ def capture(
     device_type: str = "cpu",
     on_device: OnDevice | None = None,
     fuse: bool = False,
+    varying: Varying | None = None,
 ) -> Captured:
     """Trace a model and its loss for inputs of one shape.
 
@@ -238,6 +251,7 @@ def capture(
         device_type: ``cpu``, or another one to keep operators out that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
         fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.fuse`.
+        varying: Sizes of the inputs and targets for which there are to be symbols; see :meth:`Captured.sized`.
 
     Raises:
         CaptureError: The model depends on the values of tensors, or on Python's state, in a way that no graph can
@@ -256,12 +270,18 @@ def capture(
         stack.enter_context(transparent())
         module = _Stateless(wrapper, name)
         try:
-            joint = trace(module, example, module.state, module.known, backward=backward)
+            joint = trace(module, example, module.state, module.known, backward=backward, varying=varying or {})
         except CaptureError:
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
-    return Captured(joint=fused(joint) if fuse else joint, backward=backward, reads=module.recorder.reads)
+    captured = Captured(joint=joint, backward=backward, reads=module.recorder.reads, fuse=fuse)
+    return captured if varying else _finished(captured)
+
+
+def _finished(captured: Captured) -> Captured:
+    """Return a capture of which all sizes are numbers as programs are made of it."""
+    return replace(captured, joint=fused(captured.joint)) if captured.fuse else captured
 
 
 @contextlib.contextmanager

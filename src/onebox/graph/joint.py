@@ -7,7 +7,7 @@ descriptors say what each input and output of the graph is; here they become :cl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +23,11 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
-from torch.utils import _pytree as pytree
 
 from onebox.errors import CaptureError
 from onebox.graph.locate import node_refusal
+from onebox.graph.symbolic import Symbols, Varying, fake_inputs, with_numbers
 
 
 class Port(NamedTuple):
@@ -61,12 +60,31 @@ class Joint:
         inputs: For each placeholder, in order, its port; ``None`` for one that nobody reads.
         outputs: For each output node, in order, its port; outputs that are missing or unwanted are left out.
         constants: Tensors that the graph holds itself, by the name of their port.
+        symbols: What stands for sizes that vary; ``None`` where all are numbers.
     """
 
     graph: fx.Graph
     inputs: tuple[tuple[fx.Node, Port], ...]
     outputs: tuple[tuple[fx.Node, Port], ...]
     constants: dict[str, Tensor]
+    symbols: Symbols | None = None
+
+    def sized(self, leaves: Sequence[Tensor]) -> Joint | None:
+        """Return the graph for inputs and targets of some sizes; ``None`` where it is not for these.
+
+        Args:
+            leaves: Their tensors, flattened.
+        """
+        values = None if self.symbols is None else self.symbols.values(leaves)
+        if self.symbols is None or values is None:
+            return None
+        graph, known = with_numbers(self.graph, self.symbols, values)
+        return Joint(
+            graph=graph,
+            inputs=tuple((known[node], port) for node, port in self.inputs),
+            outputs=tuple((known[node], port) for node, port in self.outputs),
+            constants=self.constants,
+        )
 
     def copied(self) -> Joint:
         """Return a copy whose graph may be changed."""
@@ -89,6 +107,7 @@ def trace(
     known: Mapping[int, str],
     *,
     backward: bool,
+    varying: Varying,
 ) -> Joint:
     """Trace a module through AOTAutograd: the user's own forward, custom gradients and hooks run under the tracer.
 
@@ -101,6 +120,7 @@ def trace(
         known: For tensors of the state, by their identity, their names there: the graph may have come to hold some of
             them otherwise than by the module, in a hook for example.
         backward: Whether to trace gradients too.
+        varying: Sizes of inputs and targets for which there are to be symbols.
 
     Raises:
         CaptureError: No parameter gets a gradient, or something is written that is no buffer.
@@ -110,8 +130,7 @@ def trace(
         stack.enter_context(fx_traceback.preserve_node_meta())
         if not backward:
             stack.enter_context(torch.no_grad())
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        given = pytree.tree_map_only(Tensor, fake.from_tensor, example)
+        given, symbols = fake_inputs(example, varying)
         joint = aot_export_joint_with_descriptors(stack, module, given)
         graph = joint.graph_module.graph
         _forget_statistics(graph)
@@ -128,7 +147,7 @@ def trace(
                 inputs.append((node, _attribute_port(joint.graph_module, node.target, known, constants)))
     if backward and not any(port.kind == "gradient" for _, port in outputs):
         raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
-    return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants)
+    return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants, symbols=symbols)
 
 
 def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:
