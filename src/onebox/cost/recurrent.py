@@ -11,7 +11,7 @@ from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many, Operator, Slot, Ten
 
 _SEQUENCES = {"lstm": (5, 12), "gru": (4, 11), "rnn_tanh": (3, 4), "rnn_relu": (3, 4)}
 """For each kind what forward and backward need besides what they make: so many times the hidden states of all steps.
-Measured with PyTorch's kernels for CPUs: activations before and after the gates, and in backward what autograd keeps."""
+Measured with PyTorch's kernels for CPUs: values before and after the gates, and in backward what autograd keeps."""
 
 _KERNELS = {"lstm": 12, "gru": 12, "rnn_tanh": 4, "rnn_relu": 4}
 """How many kernels forward starts for each time step and direction."""
@@ -53,16 +53,16 @@ def recurrent(operator: Operator, specs: Mapping[int, TensorSpec]) -> Recurrent 
     if operator.name not in _NAMES:
         return None
     backward = _NAMES[operator.name]
-    given = operator.args[1:] if backward else operator.args
-    match given:
-        case (Slot(), Many(), Many(), str(), *_) if given[3] in _SEQUENCES:
-            sequence, states, weights = specs[given[0].index].shape, *(_specs(value, specs) for value in given[1:3])
-        case _:
-            raise WireError(f"{operator.name} takes {given}, which are no arguments of a recurrent layer")
-    if len(sequence) != _DIMS or not states or any(len(state.shape) != _DIMS for state in states):
-        raise WireError(f"{operator.name} takes a sequence {list(sequence)} and states {list(map(str, states))}")
-    kind, last, times = given[3], states[-1], _BACKWARD if backward else 1
-    matrices = sum(prod(weight.shape) for weight in weights if len(weight.shape) > 1)
+    source, states, weights, kind, *_ = *operator.args[backward:], *(None,) * 4
+    if not (isinstance(source, Slot) and isinstance(states, Many) and isinstance(weights, Many)) or (
+        not isinstance(kind, str) or kind not in _SEQUENCES
+    ):
+        raise WireError(f"{operator.name} takes {operator.args}, which are no arguments of a recurrent layer")
+    sequence, before = specs[source.index].shape, _specs(states, specs)
+    if len(sequence) != _DIMS or not before or any(len(state.shape) != _DIMS for state in before):
+        raise WireError(f"{operator.name} takes a sequence {list(sequence)} and states {list(map(str, before))}")
+    last, times = before[-1], _BACKWARD if backward else 1
+    matrices = sum(prod(weight.shape) for weight in _specs(weights, specs) if len(weight.shape) > 1)
     return Recurrent(
         flops=2.0 * sequence[0] * sequence[1] * matrices * times,
         kernels=sequence[0] * last.shape[0] * _KERNELS[kind] * times,

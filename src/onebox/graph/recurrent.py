@@ -49,7 +49,7 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 
     Returns:
         (output, hidden state), for an LSTM (output, hidden state, cell state); ``NotImplemented`` for any other
-        function, and for a network that PyTorch itself keeps whole.
+        function.
 
     Raises:
         CaptureError: The sequences are packed.
@@ -62,8 +62,6 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     call = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
     if call.keys() != set(_NAMES) or not isinstance(call["has_biases"], bool):
         raise _packed()
-    if _fused_by_pytorch(kind, call):
-        return NotImplemented
     return _network(kind, **call)
 
 
@@ -103,14 +101,6 @@ def _in_autocast(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype("cpu")
     return [tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors]
-
-
-def _fused_by_pytorch(kind: str, call: Mapping[str, Any]) -> bool:
-    """Tell whether PyTorch has operators of its own for a layer and its gradient: oneDNN's, for LSTMs on CPUs."""
-    if kind != "lstm" or call["input"].dtype != torch.float32 or call["input"].device.type != "cpu":
-        return False
-    hidden, cell = call["hx"]
-    return hidden.shape == cell.shape and torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
 
 
 def _packed() -> Exception:

@@ -172,13 +172,15 @@ def test_dropout_between_layers_is_ordinary_dropout() -> None:
     assert not names_of(trace(model, functional.cross_entropy, batch, backward=False))["aten.native_dropout.default"]
 
 
-def test_pytorch_keeps_an_lstm_in_float32_whole_itself() -> None:
-    model, (x, y) = built("lstm")
-    found = names_of(trace(model.float(), functional.cross_entropy, (x.float(), y)))
-    if torch.backends.mkldnn.is_available():
-        assert found["aten.mkldnn_rnn_layer.default"] == found["aten.mkldnn_rnn_layer_backward.default"] == 1
-    else:
-        assert found[str(RECURRENT)] == 1
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", ["lstm", "lstm-both-ways", "lstm-projected", "gru"])
+def test_float32_runs_the_kernels_that_pytorch_chooses(name: str) -> None:
+    """For an LSTM on a CPU those are oneDNN's."""
+    model, (x, y) = built(name)
+    plain = gradients(model.float(), (x.float(), y))
+    with WholeRecurrent():
+        found = gradients(model, (x.float(), y))
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -230,7 +232,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_tensors_of_inference_mode_will_do() -> None:
     """A worker has no others."""
-    model, batch = built("lstm-both-ways")
+    model, _ = built("lstm-both-ways")
     with torch.inference_mode():
         x = torch.randn(6, 2, FEATURES, dtype=torch.float64)
         states = [torch.zeros(2, 2, HIDDEN, dtype=torch.float64) for _ in range(2)]
