@@ -49,7 +49,7 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 
     Returns:
         (output, hidden state), for an LSTM (output, hidden state, cell state); ``NotImplemented`` for any other
-        function.
+        function, and inside a transform of ``torch.func``, which looks into operators.
 
     Raises:
         CaptureError: The sequences are packed.
@@ -57,7 +57,7 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     if func is _PACK:
         raise _packed()
     kind = _NETWORKS.get(func)
-    if kind is None:
+    if kind is None or torch._C._are_functorch_transforms_active():
         return NotImplemented
     call = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
     if call.keys() != set(_NAMES) or not isinstance(call["has_biases"], bool):

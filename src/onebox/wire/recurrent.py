@@ -3,7 +3,8 @@
 PyTorch's own operators (``aten::lstm`` and its like) have no gradient of their own in most cases: autograd takes them
 apart into several operators for each time step, so that a graph of them has thousands. These two are the whole layer,
 forward and backward, in one or both directions. They compute by PyTorch's own kernels: backward computes the layer
-again, with autograd, rather than keep what autograd keeps of every time step.
+again, with autograd, rather than keep what autograd keeps of every time step. Only for second derivatives is a layer
+taken apart.
 
 Sequences are time-major: input [T, B, F], states [directions, B, H], output [T, B, directions x H].
 """
@@ -16,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-
-from onebox.errors import CaptureError
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 """Kinds of layers: operators of ``torch.ops.aten`` with an overload ``input``."""
@@ -123,27 +122,43 @@ def _backward_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    input, states, weights, *ctx.options = inputs
+    input, states, weights = inputs[:3]
+    ctx.options = inputs[3:]
     ctx.states = len(states)
     ctx.save_for_backward(input, *states, *weights)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    input, *others = ctx.saved_tensors
-    states, weights = others[: ctx.states], others[ctx.states :]
+    saved, split = ctx.saved_tensors, 1 + ctx.states
     needs = ctx.needs_input_grad
     wanted = [needs[0], *needs[1], *needs[2]]
-    made = iter(RECURRENT_BACKWARD(list(gradients), input, states, weights, *ctx.options, wanted))
+    if torch.is_grad_enabled():  # create_graph=True: a second derivative is asked for
+        made = iter(_unrolled(gradients, saved, ctx.states, ctx.options, wanted))
+    else:
+        made = iter(RECURRENT_BACKWARD(list(gradients), saved[0], saved[1:split], saved[split:], *ctx.options, wanted))
     found = [next(made) if marked else None for marked in wanted]
-    split = 1 + ctx.states
     return found[0], found[1:split], found[split:], None, None, None
 
 
-def _refuse(ctx: Any, *gradients: Any) -> Any:
-    raise CaptureError(
-        "a second derivative of a recurrent layer (nn.LSTM, nn.GRU, nn.RNN) is asked for, which no graph holds; "
-        "use nn.LSTMCell, nn.GRUCell or nn.RNNCell in a loop, or run the model on a virtual device (vgpu)"
+def _unrolled(
+    gradients: Sequence[Tensor | None],
+    saved: Sequence[Tensor],
+    states: int,
+    options: tuple[str, bool, bool],
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Return the wanted gradients as what autograd can differentiate again."""
+    given = [tensor.view_as(tensor) for tensor in saved]  # apart, where one tensor is given twice
+    split = 1 + states
+    made = _layer(given[0], given[1:split], given[split:], *options, train=True)
+    pairs = [(value, gradient) for value, gradient in zip(made, gradients, strict=True) if gradient is not None]
+    return torch.autograd.grad(
+        [value for value, _ in pairs],
+        [tensor for tensor, marked in zip(given, wanted, strict=True) if marked],
+        [gradient for _, gradient in pairs],
+        create_graph=True,
+        materialize_grads=True,
     )
 
 
@@ -156,7 +171,6 @@ def _register() -> None:
             _library.impl(name, run, key)
         torch.library.register_fake(f"onebox::{name}", shapes, lib=_library)
     torch.library.register_autograd("onebox::recurrent", _differentiate, setup_context=_save, lib=_library)
-    torch.library.register_autograd("onebox::recurrent_backward", _refuse, lib=_library)
 
 
 _register()

@@ -14,9 +14,10 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from onebox.errors import CaptureError
+from onebox.graph import Port
 from onebox.graph.recurrent import WholeRecurrent
 from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many
-from tests.unit.graph.staged import Traced, trace
+from tests.unit.graph.staged import Traced, trace, whole
 
 FEATURES, HIDDEN, CLASSES = 3, 4, 5
 
@@ -222,12 +223,51 @@ def test_sequences_that_come_packed_are_refused() -> None:
         nn.GRU(FEATURES, HIDDEN)(packed)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    layers, x = nn.GRU(FEATURES, HIDDEN).double(), torch.randn(6, 2, FEATURES).double().requires_grad_()
+class Penalised(nn.Module):
+    """A loss of a network's outputs and of the norm of its gradient by the inputs."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        """Return the loss."""
+        x = x.detach().requires_grad_()
+        made = self.layers(x)[0]
+        (gradient,) = torch.autograd.grad(made.square().sum(), x, create_graph=True)
+        return (made.mean() + gradient.square().sum(),)
+
+
+@pytest.mark.parametrize("name", ["lstm-both-ways", "gru"])
+def test_second_derivatives_are_those_of_pytorch(name: str) -> None:
+    model, batch = Penalised(LAYERS[name]()), torch.randn(4, 2, FEATURES, dtype=torch.float64)
+    plain = torch.autograd.grad(model(batch, None)[0], list(model.parameters()))
     with WholeRecurrent():
-        (gradient,) = torch.autograd.grad(layers(x)[0].sum(), x, create_graph=True)
-    with pytest.raises(CaptureError, match="a second derivative of a recurrent layer"):
-        gradient.sum().backward()
+        found = torch.autograd.grad(model(batch, None)[0], list(model.parameters()))
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
+
+
+class Transformed(nn.Module):
+    """The gradient of a recurrent network by ``torch.func``."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        """Return a number made of the gradient by the inputs."""
+        gradient: Tensor = torch.func.grad(lambda x: self.layers(x)[0].square().sum())(x)
+        return (gradient.square().sum(),)
+
+
+@pytest.mark.parametrize("kind", [Penalised, Transformed])
+def test_second_derivatives_are_traced(kind: type[Penalised | Transformed]) -> None:
+    x, y = torch.randn(4, 2, FEATURES, dtype=torch.float64), torch.zeros(4)
+    model = kind(LAYERS["gru"]())
+    made = whole(trace(model, lambda outputs, _: outputs[0], ((x, y), y))).made
+    expected = torch.autograd.grad(model(x, y)[0], list(model.parameters()))
+    for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(made[Port("gradient", f"model.{name}")], 0.375 * gradient, rtol=0, atol=1e-10)
 
 
 def test_tensors_of_inference_mode_will_do() -> None:
