@@ -60,8 +60,10 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     if kind is None or torch._C._are_functorch_transforms_active():
         return NotImplemented
     call = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
-    if call.keys() != set(_NAMES) or not isinstance(call["has_biases"], bool):
+    if "batch_sizes" in call or isinstance(call.get("has_biases"), list | tuple):  # the overload for packed sequences
         raise _packed()
+    if call.keys() != set(_NAMES):
+        return NotImplemented  # PyTorch says what is missing
     return _network(kind, **call)
 
 

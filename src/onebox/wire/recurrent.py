@@ -103,6 +103,16 @@ def _layer(
 def _forward_shapes(
     input: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], kind: str, biases: bool, bidirectional: bool
 ) -> list[Tensor]:
+    types = sorted({str(tensor.dtype) for tensor in (input, *states, *weights)})
+    if len(types) > 1:
+        raise ValueError(
+            f"a recurrent layer whose input, states and weights are of {' and '.join(types)}: one is allowed"
+        )
+    if input.dim() != states[0].dim() or input.shape[-1] != weights[0].shape[-1]:
+        raise ValueError(
+            f"a recurrent layer over an input {list(input.shape)} with states {list(states[0].shape)} and weights "
+            f"{list(weights[0].shape)}: an input of 3 dimensions, the last as large as that of the weights, is allowed"
+        )
     features = states[0].shape[2] * (2 if bidirectional else 1)
     return [input.new_empty((*input.shape[:2], features)), *(state.new_empty(state.shape) for state in states)]
 

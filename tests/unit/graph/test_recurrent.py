@@ -270,6 +270,33 @@ def test_second_derivatives_are_traced(kind: type[Penalised | Transformed]) -> N
         torch.testing.assert_close(made[Port("gradient", f"model.{name}")], 0.375 * gradient, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "features", "message"),
+    [
+        (torch.float32, FEATURES, "are of torch.float32 and torch.float64"),
+        (torch.float64, FEATURES + 1, r"an input \[6, 2, 4\] with .* weights \[12, 3\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_when_they_are_traced(
+    dtype: torch.dtype, features: int, message: str
+) -> None:
+    layers = nn.GRU(FEATURES, HIDDEN).double()
+    weights = layers.all_weights[0]
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(weights)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = torch.zeros(1, 2, HIDDEN, dtype=torch.float64)
+            made: Tensor = torch.gru(x, state, list(self.weights), True, 1, 0.0, True, False, True)[0]
+            return made
+
+    with pytest.raises(CaptureError, match=rf"(?s)torch\.gru\(.*{message}"):
+        trace(Called(), lambda outputs, _: outputs.mean(), (torch.randn(2, 6, features, dtype=dtype), torch.zeros(2)))
+
+
 def test_tensors_of_inference_mode_will_do() -> None:
     """A worker has no others."""
     model, _ = built("lstm-both-ways")
