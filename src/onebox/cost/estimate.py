@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from onebox.cost.recurrent import recurrent
 from onebox.wire import Operator, Program, TensorSpec, overload, reads, shares_memory, specs_by_slot
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
@@ -52,7 +53,9 @@ def program_s(program: Program, rates: Rates) -> float:
 
 
 def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
-    """Return the floating-point operations of a product, a convolution or an attention; 0 for all else.
+    """Return the floating-point operations of a product, a convolution, an attention or a recurrent layer.
+
+    They are 0 for all else.
 
     Args:
         operator: The operator.
@@ -73,7 +76,8 @@ def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
         query, key, value = shapes[1:4] if "backward" in name else shapes[:3]
         forward = 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
         return 2.5 * forward if "backward" in name else forward  # five products, two of which forward has, too
-    return 0.0
+    layer = recurrent(operator, specs)
+    return layer.flops if layer else 0.0
 
 
 def _convolution(
@@ -96,4 +100,7 @@ def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates
         return 0.0
     read = sum(specs[slot].size_bytes for slot in set(reads(operator)))
     written = sum(spec.size_bytes for spec in operator.specs if spec is not None)
-    return max(flops_of(operator, specs) / rates.flops, (read + written) / rates.bandwidth_bps) + rates.operator_s
+    layer = recurrent(operator, specs)
+    calls, passing = (layer.kernels, layer.passing_bytes) if layer else (1, 0)
+    moved_s = (read + written + passing) / rates.bandwidth_bps
+    return max(flops_of(operator, specs) / rates.flops, moved_s) + calls * rates.operator_s

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from onebox.cost.recurrent import recurrent
 from onebox.wire import Operator, Program, overload, reads, shares_memory, specs_by_slot
 
 
@@ -37,7 +38,8 @@ def owners(program: Program) -> dict[int, int]:
 def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
     """Follow the buffers of a program through its tape.
 
-    An output that nobody reads takes memory while its operator runs, where the program specifies it.
+    An output that nobody reads takes memory while its operator runs, where the program specifies it; so does what a
+    recurrent layer needs for all its time steps.
 
     Args:
         program: The tape, with deaths set.
@@ -53,7 +55,8 @@ def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
         for slot in (slot for slot in operator.outs if slot is not None):
             alive[root[slot]] = alive.get(root[slot], 0) + 1
             now += specs[slot].size_bytes if root[slot] == slot else 0
-        passing = now + _unread_bytes(operator)
+        layer = recurrent(operator, specs)
+        passing = now + _unread_bytes(operator) + (layer.passing_bytes if layer else 0)
         if passing > peak:
             peak, peak_operator = passing, number
         for slot in operator.dies:
@@ -67,8 +70,8 @@ def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
 def alive_at(program: Program, number: int, takes: Collection[int] = ()) -> dict[int, int]:
     """Return what is there while an operator runs: the bytes of each storage, by the slot that owns it.
 
-    Inputs are among them, unless they have ended before. Together with what the operator makes and nobody reads, they
-    are more than the inputs by what :func:`footprint` counts there.
+    Inputs are among them, unless they have ended before. Together with what the operator makes and nobody reads, and
+    what it needs for itself, they are more than the inputs by what :func:`footprint` counts there.
 
     Args:
         program: The tape, with deaths set.

@@ -40,7 +40,7 @@ _MOST_STATES = 8
 """So many states of Python a model may be captured in: each takes a second or so, and memory on the workers."""
 
 _SYMBOLIC_FROM = 2
-"""From so many batches of other sizes than the first on, symbols stand for sizes: that capture takes three times as long."""
+"""From so many other sizes than the first on, symbols stand for them: that capture takes three times as long."""
 
 _MOST_SYMBOLIC = 3
 """So many times a model is captured with symbols: each time for what varied otherwise than before."""

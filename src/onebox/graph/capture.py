@@ -27,6 +27,7 @@ from onebox.graph.joint import Joint, trace
 from onebox.graph.locate import explain
 from onebox.graph.portable import bfloat16_autocast, portable_operators
 from onebox.graph.python_state import StateRecorder
+from onebox.graph.recurrent import WholeRecurrent
 from onebox.graph.symbolic import Varying
 from onebox.graph.transparent import transparent
 from onebox.graph.variables import Reads, Source, snapshot
@@ -185,7 +186,7 @@ class _Stateless(nn.Module):
         try:
             for held, key, name in self._places:
                 held[key] = given[name]
-            with self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
+            with WholeRecurrent(), self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
                 return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
         finally:
             for held, key, tensor in before:

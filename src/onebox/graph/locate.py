@@ -52,6 +52,11 @@ def place_of_error(error: BaseException) -> Place | None:
     return _innermost(Place(file, line) for file, line in frames)
 
 
+def place_of_call() -> Place | None:
+    """Return the innermost line on the way here that is neither PyTorch's nor onebox's."""
+    return _innermost(Place(frame.filename, frame.lineno or 0) for frame in traceback.extract_stack())
+
+
 def place_of_node(node: fx.Node) -> Place | None:
     """Return the innermost line that made a node and is neither PyTorch's nor onebox's."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")

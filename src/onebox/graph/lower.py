@@ -21,6 +21,7 @@ from onebox.wire import (
     Slot,
     TensorSpec,
     Value,
+    is_known,
     is_random,
     program_dtype_name,
     shares_memory,
@@ -132,7 +133,7 @@ class _Builder:
 
     def add(self, node: fx.Node, position: int) -> None:
         target = runs_as(node.target)
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        if not is_known(target):
             raise node_refusal(node, f"it calls {target}, which no worker has", "Use plain PyTorch operators")
         args = tuple(self._value(argument, node) for argument in node.args)
         kwargs = {key: self._value(value, node) for key, value in node.kwargs.items() if key != "pin_memory"}

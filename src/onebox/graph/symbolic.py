@@ -1,7 +1,7 @@
 """Sizes that vary from batch to batch: one trace with symbols for them serves all of their values.
 
-A trace with symbols records what it has assumed of them, for example that a length is even or more than 8. For sizes that
-fulfil this, the graph with numbers in place of the symbols is the one that a trace for these sizes would have made.
+A trace with symbols records what it has assumed of them, for example that a length is even or more than 8. For sizes
+that fulfil this, the graph with numbers in place of the symbols is the one that a trace for these would have made.
 
 This file alone touches PyTorch's symbolic shapes.
 """
@@ -86,7 +86,7 @@ def fake_inputs(example: Any, varying: Varying) -> tuple[Any, Symbols | None]:
             made.append(leaf)
             continue
         kinds = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(leaf.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
         made.append(mode.from_tensor(leaf, symbolic_context=context, source=ConstantSource(f"leaf_{number}")))
         sizes |= {(number, dim): made[-1].shape[dim] for dim in dims if isinstance(made[-1].shape[dim], torch.SymInt)}
     return pytree.tree_unflatten(made, structure), Symbols(env=env, sizes=sizes)
@@ -141,7 +141,7 @@ def with_numbers(
 
 def _copied(graph: fx.Graph, node: fx.Node, known: Mapping[fx.Node, Any]) -> fx.Node:
     """Copy a node, with numbers for the nodes that have become numbers."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda each: known[each])  # type: ignore[misc]
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: known[each])
     made = graph.create_node(node.op, node.target, args, kwargs, node.name)
     made.meta = dict(node.meta)
     return made

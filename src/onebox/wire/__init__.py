@@ -15,7 +15,7 @@ from onebox.wire.channel import (
 )
 from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
 from onebox.wire.link import Link
-from onebox.wire.operators import is_random, overload, shares_memory
+from onebox.wire.operators import is_known, is_random, overload, shares_memory
 from onebox.wire.packing import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.program import (
     PROGRAM_TYPES,
@@ -34,6 +34,8 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
+from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
+from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
 from onebox.wire.reliable import Restarted
 from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, program_dtype_name, spec_of, to_frame
 
@@ -42,6 +44,9 @@ __all__ = [
     "FREE",
     "MOST_BYTES",
     "PROGRAM_TYPES",
+    "RECURRENT",
+    "RECURRENT_BACKWARD",
+    "RECURRENT_KINDS",
     "Argument",
     "Block",
     "Codec",
@@ -76,6 +81,7 @@ __all__ = [
     "encode",
     "endure",
     "from_frame",
+    "is_known",
     "is_random",
     "listen",
     "new_keys",

@@ -8,21 +8,32 @@ import torch
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
+from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
+
+_OWN = {str(operator): operator for operator in (RECURRENT, RECURRENT_BACKWARD)}
+"""Operators that are not PyTorch's."""
 
 
 @functools.cache
 def overload(name: str) -> OpOverload:
-    """Return an operator of ``torch.ops.aten`` by its full name, such as ``aten.addmm.default``.
+    """Return an operator of ``torch.ops.aten``, or one of onebox's own, by its full name: ``aten.addmm.default``.
 
     Raises:
         WireError: This torch has no such operator.
     """
+    if name in _OWN:
+        return _OWN[name]
     parts = name.split(".")
     if len(parts) == 3 and parts[0] == "aten":
         found = getattr(getattr(torch.ops.aten, parts[1], None), parts[2], None)
         if isinstance(found, OpOverload):
             return found
     raise WireError(f"torch {torch.__version__} has no operator {name!r}")
+
+
+def is_known(operator: object) -> bool:
+    """Tell whether programs may name an operator: one of ``torch.ops.aten``, or one of onebox's own."""
+    return isinstance(operator, OpOverload) and (operator.namespace == "aten" or str(operator) in _OWN)
 
 
 def shares_memory(operator: OpOverload) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from onebox.errors import WireError
-from onebox.wire import overload
+from onebox.wire import RECURRENT, RECURRENT_BACKWARD, is_known, overload
 
 PROGRAMS = "operators.txt"
 """The list of operators of programs."""
@@ -83,7 +83,7 @@ _NOT_EAGER = frozenset(
 def allowed_by_rule(operator: OpOverload) -> bool:
     """Tell whether the rule admits an operator: functional or a view, plain arguments, tensors of known shape out."""
     schema = operator._schema
-    if schema.is_mutable or operator.namespace != "aten" or not schema.returns:
+    if schema.is_mutable or not is_known(operator) or not schema.returns:
         return False
     if schema.name.removeprefix("aten::") in _WRITES | _UNCHECKED:
         return False
@@ -123,7 +123,8 @@ def eager_by_rule(operator: OpOverload) -> bool:
 
 def names_by_rule(rule: Callable[[OpOverload], bool] = allowed_by_rule) -> list[str]:
     """Return the names of all operators of this torch that a rule admits, sorted."""
-    names = set()
+    own = (RECURRENT, RECURRENT_BACKWARD)
+    names = {str(operator) for operator in own if rule(operator)}
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("aten::"):
             name = f"aten.{schema.name.removeprefix('aten::')}.{schema.overload_name or 'default'}"

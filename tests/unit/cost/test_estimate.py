@@ -45,6 +45,31 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     assert counted == meter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("layers", [nn.LSTM(6, 8, 2, bidirectional=True, proj_size=3), nn.GRU(6, 8), nn.RNN(6, 8, 3)])
+def test_a_recurrent_layer_is_counted_by_its_products(layers: nn.RNNBase) -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.layers(x)[0].sum()
+            return made
+
+    x = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)
+    traced = TracedModel(capture(Last(), lambda outputs, _: outputs, (x.detach(), torch.zeros(7))), backward=True)
+    programs = {phase.kind: part.program for phase, part in traced.divide(None).phases.items()}
+    forward, backward = (
+        sum(flops_of(o, specs_by_slot(programs[kind])) for o in programs[kind].operators) for kind in ("F", "B")
+    )
+    with FlopCounterMode(display=False) as meter:
+        layers(x)
+    assert forward == meter.get_total_flops() > 0
+    assert backward == 3 * forward, "it computes the layer again, and two products for each"
+    steps = program_s(programs["F"], RATES) - len(programs["F"].operators) * RATES.operator_s
+    assert steps > forward / RATES.flops + 7 * RATES.operator_s, "each time step starts kernels of its own"
+
+
 def single(name: str, *specs: TensorSpec, made: TensorSpec) -> Program:
     """Return a program of one operator over some inputs."""
     slots = tuple(Slot(place) for place in range(len(specs)))

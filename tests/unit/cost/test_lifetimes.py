@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from onebox.cost import Footprint, alive_at, footprint, owners
-from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
+from onebox.errors import WireError
+from onebox.wire import (
+    RECURRENT,
+    RECURRENT_BACKWARD,
+    RECURRENT_KINDS,
+    Many,
+    Operator,
+    Program,
+    Slot,
+    TensorSpec,
+    spec_of,
+    with_deaths,
+)
 from onebox.worker.tape import Progress, Tape
 from tests.unit.programs import CPU, Meter, Sample, samples
 
@@ -132,3 +147,50 @@ def test_random_bytes_are_counted_in_their_own_type() -> None:
     keep = Operator("aten.gt.Scalar", (Slot(0), 0), {}, (1,), (TensorSpec("bool", (100,)),))
     assert footprint(with_deaths(Program((SPEC,), (keep,), (1,), 2))).peak_bytes == 100
     assert torch.ones(100).gt(0).nbytes == 100
+
+
+@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_recurrent_layer_needs_memory_for_all_its_steps(kind: str, backward: bool) -> None:
+    """At least what PyTorch takes on a CPU, and less than twice that."""
+    gates = {"lstm": 4, "gru": 3}.get(kind, 1)
+    steps, samples, width = 30, 8, 16
+    x = torch.randn(steps, samples, width, dtype=torch.float64)
+    states = [torch.zeros(2, samples, width, dtype=torch.float64)] * (2 if kind == "lstm" else 1)
+    weights = [torch.randn(gates * width, width, dtype=torch.float64) for _ in range(4)]
+    given_: list[torch.Tensor] = [x, *states, *weights]
+    slots = [Slot(place + backward) for place in range(len(given_))]
+    split = 1 + len(states)
+    args: tuple[Any, ...] = (slots[0], Many(tuple(slots[1:split])), Many(tuple(slots[split:])), kind, False, True)
+    if backward:
+        made: list[torch.Tensor] = list(given_)
+        given_ = [torch.randn(steps, samples, 2 * width, dtype=torch.float64), *given_]
+        none = (None,) * len(states)
+        args = (Many((Slot(0), *none)), *args, Many((True,) * len(made)))
+    else:
+        made = [given_[0].new_empty(steps, samples, 2 * width), *states]
+    name = str(RECURRENT_BACKWARD if backward else RECURRENT)
+    outs = tuple(range(len(given_), len(given_) + len(made)))
+    operator = Operator(name, args, {}, outs, tuple(map(spec_of, made)))
+    inputs = tuple(map(spec_of, given_))
+    program = with_deaths(Program(inputs, (operator,), outs, len(given_) + len(made)))
+    tape = Tape(program, CPU)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as meter:
+        tape.run(list(given_), lambda position: None, Progress())
+    now = most = 0
+    for event in meter.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert most <= footprint(program).peak_bytes < 2 * most
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), (Slot(0),), (Slot(0), Many((Slot(0),)), Many((Slot(0),)), "system"), (Slot(0), Many(()), Many(()), "gru")],
+)
+def test_what_is_no_recurrent_layer_is_refused(args: tuple[Any, ...]) -> None:
+    spec = TensorSpec("float32", (2, 3, 4))
+    program = with_deaths(Program((spec,), (Operator(str(RECURRENT), args, {}, (1,), (spec,)),), (1,), 2))
+    with pytest.raises(WireError, match="recurrent"):
+        footprint(program)

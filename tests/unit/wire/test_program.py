@@ -105,7 +105,8 @@ def test_random_operators_are_known(name: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     "name",
     ["", "aten", "aten.add", "aten.add.Nothing", "aten.nothing.default", "prims.add.default", "os.system.default",
-     "aten.__class__.default", "aten.add.Tensor.x", "aten.__init__.__globals__", "aten..default"],
+     "onebox.recurrent", "onebox.other.default", "aten.__class__.default", "aten.add.Tensor.x",
+     "aten.__init__.__globals__", "aten..default"],
 )  # fmt: skip
 def test_names_that_are_no_operators_are_refused(name: str) -> None:
     with pytest.raises(WireError, match="no operator"):
