@@ -106,11 +106,18 @@ def training_of(optimizers: Sequence[torch.optim.Optimizer]) -> Training:
 
 
 def require_training(optimizers: Sequence[torch.optim.Optimizer], before: Training) -> None:
-    """Require that optimizers train what they did.
+    """Require that optimizers train what they did, and that workers can do all that a step of theirs does.
 
     Raises:
-        UsageError: They have other parameters, or one is to get gradients that was not, or the other way round.
+        UsageError: They have other parameters, or one is to get gradients that was not, or the other way round; or they
+            have hooks.
     """
+    for each in optimizers:
+        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+            raise UsageError(
+                f"{type(each).__name__} has a hook of register_step_pre_hook or register_step_post_hook, which workers "
+                "cannot call: remove it, and do what it does after trainer.step(), or run on virtual devices (vgpu)"
+            )
     now = training_of(optimizers)
     if now != before:
         groups, parameters = len(now), sum(wanted for group in now for _, wanted in group)

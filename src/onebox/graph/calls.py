@@ -120,9 +120,12 @@ class TracedCalls(TorchFunctionMode):
         Args:
             wrapper: As for the constructor.
         """
-        removed = []
+        removed, hooks = [], list[tuple[dict[int, Any], int, Any]]()
         try:
             for module in wrapper.modules():
+                for own in (module._backward_pre_hooks, module._backward_hooks):
+                    hooks += [(own, key, hook) for key, hook in own.items()]
+                    own.update({key: self._observed(hook) for key, hook in own.items()})
                 layer = self._paths[id(module)], type(module).__name__
                 enter = functools.partial(self._enter, layer)
                 removed.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -131,6 +134,8 @@ class TracedCalls(TorchFunctionMode):
         finally:
             for handle in removed:
                 handle.remove()
+            for own, key, hook in hooks:
+                own[key] = hook
             self._layers.clear()
             self._note_layer()
 
@@ -184,14 +189,14 @@ class TracedCalls(TorchFunctionMode):
             made.register_hook(self._observed(hook))
         return made
 
-    def _observed(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    def _observed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that is refused where it changes no gradient: it would be called once, while it is traced."""
 
-        def run(gradient: Tensor) -> Tensor | None:
+        def run(*given: Any) -> Any:
             self._written = None
             with self:
-                result = hook(gradient)
-            if result is None and self._written is not gradient:
+                result = hook(*given)
+            if result is None and not any(each is self._written for each in pytree.tree_leaves(given)):
                 code = getattr(hook, "__code__", None)
                 place = code and Place(code.co_filename, code.co_firstlineno)
                 raise refusal(
@@ -229,11 +234,7 @@ class TracedCalls(TorchFunctionMode):
 
     def _refuse_leaving(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if func in _LEAVES and args and _is_traced(args[0]):
-            called = getattr(func, "__name__", "this call")
-            raise self._refusal(
-                f".{called}() takes values out of PyTorch, where no gradient and no worker can follow",
-                "Compute it with PyTorch's operators, or before the step, in the data set",
-            )
+            raise self._leaving(getattr(func, "__name__", "this call"))
         if func in _BACKWARD:
             raise self._refusal(
                 f"forward calls {func.__name__}, which needs gradients that are accumulated",
@@ -245,6 +246,8 @@ class TracedCalls(TorchFunctionMode):
 
     def _depends_on_values(self, func: Callable[..., Any]) -> CaptureError:
         called = resolve_name(func) or getattr(func, "__name__", "the call")
+        if "tolist" in _callers(sys._getframe(1)):
+            return self._leaving("tolist")
         if _DECIDES.intersection([called.rpartition(".")[2], *_callers(sys._getframe(1))]):
             return self._refusal(
                 "a data-dependent decision: the value of a tensor becomes a number of Python",
@@ -254,6 +257,12 @@ class TracedCalls(TorchFunctionMode):
         return self._refusal(
             f"{called} makes a number or a shape out of the values of a tensor",
             "Keep it in a tensor of a shape that is known: use torch.where or a mask, and no .item()",
+        )
+
+    def _leaving(self, called: str) -> CaptureError:
+        return self._refusal(
+            f".{called}() takes values out of PyTorch, where no gradient and no worker can follow",
+            "Compute it with PyTorch's operators, or before the step, in the data set",
         )
 
     def _refusal(self, reason: str, advice: str) -> CaptureError:

@@ -143,7 +143,7 @@ class StateRecorder:
     def _refuse_changes(self, attributes: _Attributes, seen: Reads) -> None:
         for source, value in seen.items():
             if snapshot(source.value) != value:
-                raise _changing(f"the variable {source.name}", None)
+                raise _changing(f"the variable {source}", None)
         for source, module, value in attributes.read:
             if snapshot(_attribute(module, source.name)) != value:
                 raise _changing(f"the attribute {source}", attributes.written.get(source))
@@ -254,24 +254,28 @@ class _Drawn:
             forward: Computes what has drawn once more.
         """
         found: list[Place] = []
-        before = sys.getprofile()
+        before = sys.gettrace()
 
-        def profile(frame: Any, event: str, argument: Any) -> None:
-            self_ = getattr(argument, "__self__", None)
-            drawing = isinstance(self_, random.Random | np.random.RandomState)
-            if event == "c_call" and drawing:
-                at = frame
-                while at is not None and not is_users(at.f_code.co_filename):
-                    at = at.f_back
-                if at is not None:
-                    found.append(Place(at.f_code.co_filename, at.f_lineno))
+        def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+            if found or not is_users(frame.f_code.co_filename):
+                return None
+            last = frame.f_lineno
+
+            def line(frame: types.FrameType, event: str, argument: Any) -> Any:
+                nonlocal last
+                if not found and self.module:
+                    found.append(Place(frame.f_code.co_filename, last))
+                last = frame.f_lineno
+                return line
+
+            return line
 
         self.restore()
-        sys.setprofile(profile)
+        sys.settrace(trace)
         try:
             forward()
         finally:
-            sys.setprofile(before)
+            sys.settrace(before)
         return found[0] if found else None
 
 
@@ -288,9 +292,9 @@ def _drawing(module: str, place: Place | None) -> CaptureError:
 def _changing(what: str, place: Place | None) -> CaptureError:
     where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
-        f"forward changes {what}, which it also reads{where}\n  A graph would hold what it was at first. Make it a "
-        "buffer that forward writes to (self.register_buffer), or an input of the model; on a virtual device (vgpu) it "
-        "runs as it is",
+        f"forward, or a hook, changes {what}, which outlasts it{where}\n"
+        "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or an "
+        "input of the model; on a virtual device (vgpu) it runs as it is",
         where=str(place) if place else None,
     )
 

@@ -127,11 +127,12 @@ def _is_followed_class(kind: type) -> bool:
 
 
 def functions_of(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the users' functions that modules call: their own methods, and hooks."""
+    """Yield the users' functions that modules call: their own methods, functions that they hold, and hooks."""
     for base in {base: None for module in modules for base in type(module).__mro__}:
         if _is_followed_class(base):
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
     for module in modules:
+        yield from (each for each in vars(module).values() if callable(each) and not isinstance(each, nn.Module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
             yield from hooks.values()
         for tensor in module._parameters.values():
