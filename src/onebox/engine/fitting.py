@@ -103,7 +103,7 @@ def fit(
     loss: Loss,
     optimizer: Optimizers,
     inputs: Any,
-    targets: Any,
+    targets: Any = None,
     *,
     memory: Memory | None = None,
     pool: str | Pool = "auto",
@@ -128,7 +128,7 @@ def fit(
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
         optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
-        targets: Likewise.
+        targets: Likewise; ``None`` for a loss that needs none.
         memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.
         pool: The devices: of this machine, or emulated ones that stand for others, such as ``sim*2``; or an open pool.
         threads: CPU threads of each device.

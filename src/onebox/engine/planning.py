@@ -50,7 +50,7 @@ def make_plan(
     loss: Loss,
     optimizer: Optimizers,
     inputs: Any,
-    targets: Any,
+    targets: Any = None,
     *,
     pool: Pool,
     micro_batches: Sequence[int] | None = None,
@@ -74,7 +74,7 @@ def make_plan(
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
         optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
-        targets: Likewise.
+        targets: Likewise; ``None`` for a loss that needs none.
         pool: The devices; each is measured.
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
             the micro-batch where a model looks at it as a whole, as batch norm does.
