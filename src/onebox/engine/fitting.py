@@ -28,7 +28,7 @@ from onebox.plan import SCHEDULES, OptimizerState, Plan, UpdateAt, predict
 from onebox.plan.inputs import Problem
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.expected import expected_devices
-from onebox.sizes import Memory
+from onebox.sizes import Memory, enough_text
 
 _MOST_SAMPLES = 1 << 20
 _MOST_MICRO_BATCHES = 64
@@ -333,4 +333,4 @@ def _resized(batch: Batch, size: int) -> Batch:
 def _shortfall(peaks: Mapping[int, int], budgets: Mapping[int, int]) -> str:
     """Say which devices lack how much; empty if none does."""
     over = {device: peak - budgets[device] for device, peak in sorted(peaks.items()) if peak > budgets[device]}
-    return "; ".join(f"device {device} lacks {size:,} bytes" for device, size in over.items())
+    return "; ".join(f"device {device} lacks {enough_text(size)}" for device, size in over.items())

@@ -14,6 +14,7 @@ from onebox.errors import PlanError
 from onebox.plan import Candidate, Plan, Prediction, SearchResult, search
 from onebox.plan.inputs import Problem
 from onebox.plan.prices import AWAY
+from onebox.sizes import enough_text
 
 _SHARES = (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)
 """The part of the budget of each search: each after the first one has what the memory means by the estimate of the one
@@ -200,8 +201,8 @@ class _Within:
         worst = max(self._over, key=lambda device: self._over[device] - self._limits[device])
         missing = self._over[worst] - self._limits[worst]
         return PlanError(
-            f"device {worst} would need {self._over[worst]:,} bytes, {missing:,} more than it has, in the best plan "
-            "that was found; allow smaller micro-batches, or add a device",
+            f"device {worst} would need {enough_text(self._over[worst])}, {enough_text(missing)} more than it has, in "
+            "the best plan that was found; allow smaller micro-batches, or add a device",
             device=worst,
             missing_bytes=missing,
         )

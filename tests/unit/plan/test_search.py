@@ -32,6 +32,7 @@ from onebox.plan import (
     validate,
 )
 from onebox.plan.prices import FATES, ChainFate
+from onebox.sizes import enough_text
 
 from .problems import KINDS, exhaustive, links, random_problem, segment
 
@@ -160,7 +161,7 @@ def test_a_candidate_that_does_not_fit_says_what_is_missing() -> None:
     assert (short.stage, short.device, short.capacity_bytes) == (0, 0, roomy)
     assert alone.plan.predicted is not None
     assert alone.plan.predicted.peak_bytes == (roomy + short.missing_bytes,)
-    assert str(short) == f"stage 0 misses device 0 by {short.missing_bytes:,} bytes"
+    assert str(short) == f"stage 0 misses device 0 by {enough_text(short.missing_bytes)}"
 
 
 def test_equal_searches_give_equal_plans() -> None:
@@ -230,7 +231,7 @@ def test_nothing_fits() -> None:
     error, message = caught.value, str(caught.value)
     assert error.missing_bytes is not None
     assert error.missing_bytes > 0
-    assert f"stage {error.stage} misses device {error.device} by {error.missing_bytes:,} bytes" in message
+    assert f"stage {error.stage} misses device {error.device} by {enough_text(error.missing_bytes)}" in message
     assert "or more devices" in message
 
 
