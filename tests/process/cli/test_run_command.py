@@ -287,6 +287,6 @@ print(all(p.grad.isfinite().all().item() for p in model.parameters()))
 
 
 def test_a_script_compiles_with_the_default_backend(tmp_path: Path) -> None:
-    """Also where the compiled call is the first that names a device, and resets forget CUDA graphs that are not there."""
+    """Also where the model is the first to name a device; resets forget CUDA graphs, of which there are none."""
     done = run(tmp_path, str(script(tmp_path, COMPILES)))
     assert (done.returncode, done.stdout.splitlines()) == (0, ["True"]), done.stderr
