@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,17 @@ def size_text(size_bytes: int) -> str:
     if size_bytes >= 2**30:
         return f"{size_bytes / 2**30:.1f} GiB"
     return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
+
+
+def enough_text(size_bytes: int) -> str:
+    """Say a number of bytes as :func:`size_text` does, but no smaller than it is.
+
+    Example:
+        >>> [enough_text(size_bytes) for size_bytes in (100, (3 << 20) + 1, 25_276_514_304)]
+        ['100 bytes', '4 MiB', '23.6 GiB']
+    """
+    step = 2**30 / 10 if size_bytes >= 2**30 else 2**20 if size_bytes >= 2**20 else 1
+    return size_text(round(math.ceil(size_bytes / step) * step))
 
 
 Memory = int | str | Sequence[int | str] | Mapping[int, int | str]

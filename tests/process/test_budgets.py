@@ -17,6 +17,7 @@ from onebox.errors import DeviceMemoryError, PlanError, UsageError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
+from onebox.sizes import enough_text, size_text
 from onebox.wire.sayings import Memory
 from onebox.wire.steps import Ask
 from tests.process.shelf import Shelf
@@ -107,7 +108,10 @@ def test_a_step_that_will_not_fit_is_refused_before_anything_is_uploaded(pool: o
         assert error.operator.startswith("aten.")
         assert f"{error.operator} would fail in {error.doing}:" in str(error)
         needed = error.asked_bytes + error.used_bytes
-        assert f"{needed} bytes needed, but the quota is {SMALL_BYTES}: {needed - SMALL_BYTES} too many" in str(error)
+        assert (
+            f"{enough_text(needed)} needed, but the quota is {size_text(SMALL_BYTES)}: "
+            f"{enough_text(needed - SMALL_BYTES)} too much"
+        ) in str(error)
         assert trainer.step(*(tensor[:8] for tensor in small)).item() > 0, "a smaller batch fits"
         with pytest.raises(DeviceMemoryError, match="no step was begun"):
             trainer.step(*large)
@@ -153,7 +157,7 @@ def test_the_memory_of_an_evaluation_is_the_predicted_one(parts: Any) -> None:
                 assert len(ready.evaluation(as_batch(*large), stepped=False).micro_batches) == count
         own = replace(plan, micro_batch=None, memory_bytes=(measured - 1,))
         with onebox.Trainer(model, loss, optimizer, pool=pool, plan=own) as trainer:
-            with pytest.raises(DeviceMemoryError, match="1 too many; nothing was sent"):
+            with pytest.raises(DeviceMemoryError, match="1 bytes too much; nothing was sent"):
                 trainer.evaluate([large])
             assert held_bytes(pool) == [0]
             assert trainer.evaluate([batch]).samples == 64

@@ -39,6 +39,7 @@ from onebox.plan.prices import AWAY
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
 from onebox.report.files import write_atomically
+from onebox.sizes import enough_text
 from onebox.wire.steps import GroupDelays
 
 
@@ -65,7 +66,8 @@ class Foreseen:
         """Which devices lack how much memory for it; empty if it fits."""
         room = self.problem.capacity_bytes
         over = {device: peak - room[device] for device, peak in self.peak_bytes.items() if device in room}
-        return "; ".join(f"device {device} lacks {size:,} bytes" for device, size in sorted(over.items()) if size > 0)
+        lacks = ((device, enough_text(size)) for device, size in sorted(over.items()) if size > 0)
+        return "; ".join(f"device {device} lacks {size}" for device, size in lacks)
 
     @property
     def peak_bytes(self) -> dict[int, int]:

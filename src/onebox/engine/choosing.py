@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.utils import _pytree as pytree
-
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Captures
 from onebox.engine.formats import with_formats
@@ -27,7 +25,7 @@ def with_measured_formats(plan: Plan, pool: Pool, captures: Captures, remote: Re
     """
     from onebox.engine.profiling import profile_model  # which trains, by trainers that come back here for their plans
 
-    inputs, targets = pytree.tree_unflatten(list(batch.leaves), batch.structure)
+    inputs, targets = batch.structure.nest(batch.leaves)
     recipe = captures.recipe
     profile, _ = profile_model(
         recipe.model,

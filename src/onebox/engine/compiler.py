@@ -51,6 +51,9 @@ _LEAST_SYMBOLIC = 2
 _CAPTURING = threading.Lock()
 """torch.export keeps state in module globals: two threads must not trace at once."""
 
+_MOST_NUMBERS = 4
+"""So many different values may the numbers among the inputs have, each of which takes a capture of seconds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -94,6 +97,7 @@ class Captures:
         self._states = [Watch(self._owners)]
         self._state = 0
         self._families: dict[Hashable, _Family] = {}
+        self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
     def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
         """Return the model for micro-batches of a size.
@@ -112,6 +116,7 @@ class Captures:
             if halves and train:
                 self._traced[key] = self.traced(batch, size, train=True).halved()
                 return self._traced[key]
+            self._count_numbers(batch, size, train=train)
             with _CAPTURING:
                 self._traced[key] = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
             self._states[batch.python_state].add(self._traced[key].reads)
@@ -156,7 +161,7 @@ class Captures:
         """
         family = self._families.setdefault((batch.kind(size), train), _Family())
         example = batch.example(size)
-        leaves = pytree.tree_leaves(example)
+        leaves = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
         known = family.sized(leaves)
         if known is None and family.add(leaves):
             begin_s = time.perf_counter()
@@ -179,6 +184,22 @@ class Captures:
             took_s = time.perf_counter() - begin_s
             _LOG.info("captured in %.1f s for %s, of %s", took_s, "training" if train else "evaluation", shapes)
         return made
+
+    def _count_numbers(self, batch: Batch, size: int, *, train: bool) -> None:
+        """Say that a number among the inputs is another than before, and refuse it after a few."""
+        numbers = batch.structure.numbers
+        known = self._numbers.setdefault((batch.structure.key, size, train, batch.python_state), set())
+        if numbers in known:
+            return
+        if len(known) >= _MOST_NUMBERS:
+            raise UsageError(
+                f"numbers among the inputs are constants of the captured graph; these have had {len(known)} values, "
+                f"and now come {', '.join(numbers)}. Give a number that changes as a tensor with a value for each "
+                "sample, such as torch.full((batch_size,), value)"
+            )
+        if known:
+            _LOG.info("captured anew for other numbers among the inputs: %s", ", ".join(numbers))
+        known.add(numbers)
 
     def segments(self, batch: Batch, size: int) -> tuple[str, ...]:
         """Return the names of the model's segments."""

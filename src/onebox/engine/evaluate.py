@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from onebox.engine.batch import Batch, as_batch
+from onebox.engine.batch import Batch, as_batch, as_pair
 from onebox.engine.compiler import Compiled
 from onebox.engine.parcels import Part
 from onebox.engine.results import Evaluation, told_to_all
@@ -19,7 +19,7 @@ from onebox.wire.sayings import Scalars
 
 
 def evaluate(
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[Any],
     *,
     pool: Pool,
     prepare: Callable[[Batch], Compiled],
@@ -32,7 +32,7 @@ def evaluate(
     """Return the mean loss and metrics over batches.
 
     Args:
-        batches: (inputs, targets) of each.
+        batches: (inputs, targets) of each, or inputs alone where the loss needs no targets.
         pool: The pool.
         prepare: Returns the routines that evaluate a batch.
         parts: Returns what brings each worker its part of a batch.
@@ -72,8 +72,8 @@ def evaluate(
         means.add(first.compiled, raise_first(first.futures))
         pending.popleft()
 
-    for inputs, targets in batches:
-        batch = as_batch(inputs, targets).kept()
+    for item in batches:
+        batch = as_batch(*as_pair(item)).kept()
         while len(pending) >= in_flight:
             surely(finish)
         pending.append(_Asked(batch))

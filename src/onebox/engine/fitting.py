@@ -28,7 +28,7 @@ from onebox.plan import SCHEDULES, OptimizerState, Plan, UpdateAt, predict
 from onebox.plan.inputs import Problem
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.expected import expected_devices
-from onebox.sizes import Memory
+from onebox.sizes import Memory, enough_text
 
 _MOST_SAMPLES = 1 << 20
 _MOST_MICRO_BATCHES = 64
@@ -103,7 +103,7 @@ def fit(
     loss: Loss,
     optimizer: Optimizers,
     inputs: Any,
-    targets: Any,
+    targets: Any = None,
     *,
     memory: Memory | None = None,
     pool: str | Pool = "auto",
@@ -128,7 +128,7 @@ def fit(
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
         optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
-        targets: Likewise.
+        targets: Likewise; ``None`` for a loss that needs none.
         memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.
         pool: The devices: of this machine, or emulated ones that stand for others, such as ``sim*2``; or an open pool.
         threads: CPU threads of each device.
@@ -333,4 +333,4 @@ def _resized(batch: Batch, size: int) -> Batch:
 def _shortfall(peaks: Mapping[int, int], budgets: Mapping[int, int]) -> str:
     """Say which devices lack how much; empty if none does."""
     over = {device: peak - budgets[device] for device, peak in sorted(peaks.items()) if peak > budgets[device]}
-    return "; ".join(f"device {device} lacks {size:,} bytes" for device, size in over.items())
+    return "; ".join(f"device {device} lacks {enough_text(size)}" for device, size in over.items())

@@ -94,7 +94,7 @@ class Observed:
         self._require_open()
         return self._run.surely(self._remote.memory)
 
-    def predicted_memory(self, inputs: Any, targets: Any, *, ahead: int = 0) -> dict[int, int]:
+    def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
 
         What of ``cache`` is there counts, too.
@@ -109,7 +109,7 @@ class Observed:
         peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
-    def predicted_curves(self, inputs: Any, targets: Any) -> dict[int, Curve]:
+    def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, Curve]:
         """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
 
         What it used in fact is in :meth:`events`.

@@ -17,7 +17,7 @@ from onebox.engine.formats import with_formats
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import allowed_sizes, make_problem, measured_sizes
 from onebox.engine.profiling import profile_model
-from onebox.engine.within import search_sharing, search_within
+from onebox.engine.within import search_sharing, search_within, short_of_memory
 from onebox.errors import UsageError
 from onebox.graph import Loss, Precision
 from onebox.plan import ASYNC, SCHEDULES, Links, Plan, UpdateAt
@@ -50,7 +50,7 @@ def make_plan(
     loss: Loss,
     optimizer: Optimizers,
     inputs: Any,
-    targets: Any,
+    targets: Any = None,
     *,
     pool: Pool,
     micro_batches: Sequence[int] | None = None,
@@ -74,7 +74,7 @@ def make_plan(
         loss: Maps (outputs, targets) to a scalar, a mean over samples.
         optimizer: Of ``torch.optim``, over the model's parameters, or several.
         inputs: A batch, as for :meth:`Trainer.step`.
-        targets: Likewise.
+        targets: Likewise; ``None`` for a loss that needs none.
         pool: The devices; each is measured.
         micro_batches: Allowed samples of a micro-batch; halvings of the batch when ``None``. The loss curve depends on
             the micro-batch where a model looks at it as a whole, as batch norm does.
@@ -88,8 +88,9 @@ def make_plan(
             workers of it and that need more cores than there are, they slow each other down.
         precision: As for :class:`Trainer`.
         fuse: Likewise.
-        budget_s: About how many seconds the search may take, counted in what it simulates: the same input gives the
-            same plan, on a busy machine, too.
+        budget_s: How many seconds everything after measuring may take. It is counted in what is simulated, with some to
+            spare, so that the same input gives the same plan; on a busy machine the clock ends it, with the best plan
+            until then.
         fresh: Measure anew what is known from an earlier time.
         staleness: How many steps late gradients may be applied. With 1 there are asynchronous plans, too, whose
             schedule is ``async-1f1b`` and that a trainer takes with ``staleness=1``; where none of them fits or gains
@@ -182,13 +183,6 @@ def formatted(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) 
         return found
     stages = tuple(msgspec.structs.replace(stage, precision=None) for stage in found.stages)
     return msgspec.structs.replace(found, stages=stages)
-
-
-def short_of_memory(problem: Problem) -> bool:
-    """Tell whether some device cannot hold the whole model with its largest micro-batch, so that fates matter."""
-    made = sum(segment.saved_bytes for segment in problem.segments) * max(problem.micro_batches)
-    state = sum(segment.state_bytes for segment in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
-    return any(capacity < state + made for capacity in problem.capacity_bytes.values())
 
 
 def with_host_speeds(problem: Problem, pool: Pool, *, fresh: bool = False) -> Problem:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from onebox.cost import load, store
 from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentTimes, Way
@@ -94,7 +93,7 @@ def profile_model(
         place = _Place(pool, stack)
         for size in sorted(set(sizes)):
             samples = torch.arange(size * _MICRO_BATCHES) % batch.size
-            small = pytree.tree_unflatten([leaf[samples] for leaf in batch.leaves], batch.structure)
+            small = batch.structure.nest([leaf[samples] for leaf in batch.leaves])
             runs = _Runs(model, loss, optimizer, small, size, precision, fuse, runs.captures if runs else None)
             runs.prepare(pool)
             key = runs.key(pool)

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
+from onebox.engine.number import LateNumber
 from onebox.engine.routine import Label, StepRoutine
 from onebox.errors import OneboxError, OperatorError, ReplicasParted, UsageError
 from onebox.plan import Action, MicroBatch
@@ -68,10 +69,13 @@ def step_values(
     return StepValues(loss=total, gradient_norm=norm)
 
 
-class StepLoss:
+class StepLoss(LateNumber):
     """The loss of a training step: a number that arrives later. Asking for it waits.
 
-    ``float(loss)``, ``loss.item()`` and formatting (``f"{loss:.3f}"``) all wait for the step to end.
+    It can be used wherever a ``float`` can: ``loss < best``, ``total += loss``, ``f"{loss:.3f}"``, ``np.mean(losses)``,
+    ``scheduler.step(loss)``. Each of these waits for the step to end; keep the losses, and look at them later, where
+    steps are to overlap. Where the very type ``float`` is looked for, convert it: ``json.dumps(log, default=float)``,
+    ``torch.tensor([float(loss) for loss in losses])`` (or ``torch.stack(losses)``).
 
     Args:
         step: The step.
@@ -168,12 +172,6 @@ class StepLoss:
             if self._norm_comes and self._update is None:
                 raise UsageError(f"the gradients of step {self.step} have not been applied, and the trainer is closed")
         return values.gradient_norm if self._norm is None else self._norm
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
 
     def __repr__(self) -> str:
         return f"StepLoss(step={self.step}, {self.item() if self._values else 'not asked for yet'})"

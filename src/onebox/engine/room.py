@@ -9,7 +9,7 @@ from onebox.engine.curve import Peak
 from onebox.errors import DeviceMemoryError
 from onebox.pool import DeviceInfo
 from onebox.pool.failures import ADVICE_IN_STEPS, Place
-from onebox.sizes import size_text
+from onebox.sizes import enough_text, size_text
 
 IN_STEPS = f"no step was begun\n  {ADVICE_IN_STEPS}"
 IN_EVALUATION = (
@@ -30,8 +30,8 @@ def no_room(peak: Peak, device: DeviceInfo, room_bytes: int, *, advice: str = IN
     place = Place(worker=device.number, host=device.host, device=device.device)
     work_bytes = peak.sorts.get("work", 0)
     error = DeviceMemoryError(
-        f"{place}: {peak.operator or peak.name} would fail in {peak.name}: {peak.size_bytes} bytes needed, but the "
-        f"quota is {room_bytes}: {peak.size_bytes - room_bytes} too many; {advice}",
+        f"{place}: {peak.operator or peak.name} would fail in {peak.name}: {enough_text(peak.size_bytes)} needed, but "
+        f"the quota is {size_text(room_bytes)}: {enough_text(peak.size_bytes - room_bytes)} too much; {advice}",
         operator=peak.operator,
         worker=device.number,
         host=device.host,

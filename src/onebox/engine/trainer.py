@@ -193,7 +193,7 @@ class Trainer(Observed):
 
     # ---- training
 
-    def upload(self, inputs: Any, targets: Any, samples: Any = None) -> Uploaded:
+    def upload(self, inputs: Any, targets: Any = None, samples: Any = None) -> Uploaded:
         """Begin to bring each worker its part of a batch, ahead of its step; any thread may call this.
 
         Up to two batches lie at the workers ahead of the steps under way, as far as there is room; what is uploaded
@@ -229,9 +229,11 @@ class Trainer(Observed):
         """Start one training step.
 
         Args:
-            inputs: Tensors nested in tuples and dicts; the first dimension of each is the samples. Or what
+            inputs: Tensors or numpy arrays nested in tuples, lists and dicts; the first dimension of each is the
+                samples. Beside them, ``None`` and Python numbers: they are constants of the captured graph, the same
+                for all samples, so each other value is captured anew, and a few are allowed. Or what
                 :meth:`upload` returned, alone.
-            targets: Likewise.
+            targets: Likewise; the loss gets ``None`` where there are none.
             samples: As for :meth:`upload`.
 
         Returns:
@@ -256,8 +258,11 @@ class Trainer(Observed):
 
     # ---- evaluation
 
-    def evaluate(self, batches: Iterable[tuple[Any, Any]]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Any]) -> Evaluation:
         """Return the mean loss and metrics over batches, in eval mode, without changing anything.
+
+        Args:
+            batches: (inputs, targets) of each, as for :meth:`step`; or inputs alone, where the loss needs no targets.
 
         Args:
             batches: (inputs, targets) of each.

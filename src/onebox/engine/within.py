@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -13,9 +14,14 @@ from onebox.errors import PlanError
 from onebox.plan import Candidate, Plan, Prediction, SearchResult, search
 from onebox.plan.inputs import Problem
 from onebox.plan.prices import AWAY
+from onebox.sizes import enough_text
 
-_CORRECTIONS = 6
-"""So many searches at most: each after the first one has what the memory means by the estimate of the one before."""
+_SHARES = (0.5, 0.2, 0.1, 0.1, 0.05, 0.05)
+"""The part of the budget of each search: each after the first one has what the memory means by the estimate of the one
+before. They are parts of what may be simulated, too, and do not follow the clock: equal searches give equal plans."""
+
+_ALMOST_ALL = 0.9
+"""The part of the first one where each device can hold the whole model, and none is expected to follow."""
 
 _MARGIN = 0.985
 
@@ -32,7 +38,16 @@ Exact = Callable[[Plan], Count]
 """Counts the memory of a plan."""
 
 
-def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[SearchResult, Plan]:
+def short_of_memory(problem: Problem) -> bool:
+    """Tell whether some device cannot hold the whole model with its largest micro-batch, so that fates matter."""
+    made = sum(segment.saved_bytes for segment in problem.segments) * max(problem.micro_batches)
+    state = sum(segment.state_bytes for segment in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
+    return any(capacity < state + made for capacity in problem.capacity_bytes.values())
+
+
+def search_within(
+    problem: Problem, exact: Exact, budget_s: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[SearchResult, Plan]:
     """Search for the best plan that fits by the exact count of its memory.
 
     Where a host has not the memory for what would wait there, nothing may wait there any more. Where the estimate of a
@@ -44,7 +59,9 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
     Args:
         problem: What the search is given.
         exact: Counts a plan's memory.
-        budget_s: About how many seconds a search may take.
+        budget_s: How many seconds all of it may take. After them nothing is begun but what it takes to have a plan that
+            fits.
+        clock: What tells the time.
 
     Returns:
         What was found, and its plan, which predicts the exact peak of each device.
@@ -53,9 +70,13 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
         PlanError: Nothing fits.
     """
     within, refused = _Within(problem, exact), None
-    for _ in range(_CORRECTIONS):
+    end_s = clock() + budget_s
+    first, *others = _SHARES
+    for share in (first if short_of_memory(problem) else _ALMOST_ALL, *others):
+        if within.best is not None and clock() >= end_s:
+            return within.best
         try:
-            result = search(within.problem, budget_s=budget_s)
+            result = search(within.problem, budget_s=share * budget_s, clock=clock)
         except PlanError as error:
             if within.counted or refused is not None:
                 break  # what it would say is about memory that was taken for smaller
@@ -64,14 +85,18 @@ def search_within(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sear
             continue
         if not within.note(result):
             break
-    within.reconsider()
+    within.reconsider(lambda: clock() >= end_s)
     if within.best is None:
         raise refused or within.refusal()
     return within.best
 
 
-def search_sharing(problem: Problem, exact: Exact, budget_s: float) -> tuple[SearchResult, Plan, Problem]:
+def search_sharing(
+    problem: Problem, exact: Exact, budget_s: float, clock: Callable[[], float] = time.monotonic
+) -> tuple[SearchResult, Plan, Problem]:
     """Search as :func:`search_within` does, and once more with replicas that share out the optimizer's state.
+
+    Each of the two has half of the budget.
 
     Returns:
         The quicker one of what was found, its plan, and the problem that it answers.
@@ -83,7 +108,7 @@ def search_sharing(problem: Problem, exact: Exact, budget_s: float) -> tuple[Sea
     found: list[tuple[SearchResult, Plan, Problem]] = []
     for each in (problem, replace(problem, sharded=True)):
         try:
-            found.append((*search_within(each, exact, budget_s), each))
+            found.append((*search_within(each, exact, budget_s / 2, clock), each))
         except PlanError as error:
             refused = refused or error
     if not found:
@@ -150,14 +175,14 @@ class _Within:
         """Take the memory for a little larger than it is."""
         self._set({device: limit * _HOPE for device, limit in self._limits.items()})
 
-    def reconsider(self) -> None:
-        """Count what was refused for its estimate and would be quicker, the quickest first."""
+    def reconsider(self, expired: Callable[[], bool]) -> None:
+        """Count what was refused for its estimate and would be quicker, the quickest first, while there is time."""
         ranked = sorted(self._seen.values(), key=lambda one: one.step_s)
         plans = [one.plan for one in ranked if not one.refused and self._near(one)]
         if self.best is None and "host" in self.problem.updates:
             plans += [msgspec.structs.replace(plan, update="host") for plan in plans if plan.update != "host"]
         for plan in plans:
-            if not self._better(plan):
+            if not self._better(plan) or (self.best is not None and expired()):
                 return
             peaks, lack = self._exact(plan)
             if not lack and all(peaks[device] <= self._limits.get(device, math.inf) for device in plan.devices):
@@ -176,8 +201,8 @@ class _Within:
         worst = max(self._over, key=lambda device: self._over[device] - self._limits[device])
         missing = self._over[worst] - self._limits[worst]
         return PlanError(
-            f"device {worst} would need {self._over[worst]:,} bytes, {missing:,} more than it has, in the best plan "
-            "that was found; allow smaller micro-batches, or add a device",
+            f"device {worst} would need {enough_text(self._over[worst])}, {enough_text(missing)} more than it has, in "
+            "the best plan that was found; allow smaller micro-batches, or add a device",
             device=worst,
             missing_bytes=missing,
         )

@@ -1,8 +1,8 @@
 """Capture: a model and a loss become one graph, with the names of everything that it reads.
 
-The module that is traced maps (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed: another
-batch size is another capture. The user's own Python runs under the tracer, with autograd: custom functions, hooks and
-gradients within forward are in the graph as PyTorch computes them.
+The module that is traced maps the tensors of (inputs, targets) to the loss and, for evaluation, metrics. Shapes are
+fixed: another batch size is another capture. The user's own Python runs under the tracer, with autograd: custom
+functions, hooks and gradients within forward are in the graph as PyTorch computes them.
 """
 
 from __future__ import annotations
@@ -137,10 +137,13 @@ class _Stateless(nn.Module):
     Args:
         wrapper: The wrapper.
         name: The class of the model, for refusals.
+        example: Inputs and targets, nested; what is no tensor in them is passed on as it is.
     """
 
-    def __init__(self, wrapper: Wrapper, name: str) -> None:
+    def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any]) -> None:
         super().__init__()
+        leaves, self._nesting = pytree.tree_flatten(example)
+        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         self._wrapper = (wrapper,)  # in a tuple: its tensors are not to be found twice
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self.calls = TracedCalls(wrapper, name)
@@ -176,9 +179,11 @@ class _Stateless(nn.Module):
                     self._buffers[own[id(value)]] = value.detach()
                     self._places.append((vars(module), key, own[id(value)]))
 
-    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the loss and the metrics, computed with the tensors that this module has now."""
-        (wrapper,) = self._wrapper
+        (wrapper,), left = self._wrapper, iter(tensors)
+        leaves = [next(left) if constant is None else constant[0] for constant in self._constants]
+        inputs, targets = pytree.tree_unflatten(leaves, self._nesting)
         given: dict[str, Any] = {**self._parameters, **self._buffers}
         for name, real in self._hooked:
             given[name] = self.calls.hooked(given[name], real)
@@ -244,7 +249,8 @@ def capture(
         model: The model, on any devices; its parameters are not read, and its modes (train, eval) are as before
             afterwards.
         loss: Maps (outputs, targets) to a scalar; a module may have parameters and buffers of its own.
-        example: Inputs and targets, nested tuples and dicts of tensors; only shapes and types count.
+        example: Inputs and targets, nested tuples and dicts of tensors, of which only shapes and types count, and of
+            constants, which the model and the loss get as they are.
         mode: ``evaluate`` sets every module to eval.
         backward: Whether to trace gradients; ``None`` for those of ``train``.
         metrics: With ``evaluate``, more scalars of (outputs, targets).
@@ -269,9 +275,10 @@ def capture(
         stack.enter_context(portable_operators(device_type))
         stack.enter_context(quiet())
         stack.enter_context(transparent())
-        module = _Stateless(wrapper, name)
+        module = _Stateless(wrapper, name, example)
+        tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
         try:
-            joint = trace(module, example, module.state, module.known, backward=backward, varying=varying or {})
+            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {})
         except CaptureError:
             raise
         except Exception as error:

@@ -102,7 +102,7 @@ class Joint:
 
 def trace(
     module: nn.Module,
-    example: tuple[Any, Any],
+    example: tuple[Tensor, ...],
     state: Mapping[str, str],
     known: Mapping[int, str],
     *,
@@ -114,7 +114,7 @@ def trace(
     Args:
         module: Maps (inputs, targets) to a tuple of scalars, of which the first is the loss. Each of its parameters and
             buffers is one tensor.
-        example: The inputs and targets; only shapes and types count.
+        example: The tensors of inputs and targets; only shapes and types count.
         state: For parameters and buffers of the module the names that they have in the state. The graph may not write
             to others.
         known: For tensors of the state, by their identity, their names there: the graph may have come to hold some of

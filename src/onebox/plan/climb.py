@@ -54,8 +54,14 @@ def descend(judge: Judge, start: Layout, effort: int) -> Layout:
     """
     at, value, limit = start, judge.bound(start), judge.left - effort
     while not judge.spent and judge.left > limit:
-        moved = ((judge.bound(change), change) for change in _moved_cuts(at))
-        better = next(((found, change) for found, change in moved if found < value * (1 - 1e-6)), None)
+        better = None
+        for change in _moved_cuts(at):
+            if judge.spent or judge.left <= limit:
+                break
+            found = judge.bound(change)
+            if found < value * (1 - 1e-6):
+                better = found, change
+                break
         if better is None:
             return at
         value, at = better

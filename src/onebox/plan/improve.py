@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -41,11 +41,12 @@ class Search:
     Args:
         instance: What they are for.
         budget_s: Nominal seconds that may be spent.
+        expired: Whether time is up, whatever is left of them.
     """
 
-    def __init__(self, instance: Instance, budget_s: float) -> None:
+    def __init__(self, instance: Instance, budget_s: float, expired: Callable[[], bool] = lambda: False) -> None:
         self.instance = instance
-        self.left_s = budget_s
+        self.left_s, self._expired = budget_s, expired
         self.actions = 3 * sum(len(instance.slots[slot].members) for slot in instance.slot_of)
         self._kept: list[Candidate] = []
         self._state = state_bytes(instance)
@@ -61,6 +62,11 @@ class Search:
     def perfect(self) -> bool:
         """Whether no schedule can be better."""
         return bool(self._kept) and self._kept[0].score <= (0.0, self._bound_s * (1 + 1e-9))
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget or time is used up."""
+        return self.left_s <= 0 or self._expired()
 
     def spend(self, seconds: float) -> None:
         """Take nominal seconds from the budget."""
@@ -94,13 +100,13 @@ class Search:
         for candidate in tuple(self._kept):
             self._keep(self._climb(candidate))
         random = Random(0)  # a schedule is to be the same every time
-        while self.left_s > 0 and not self.perfect and any(len(row) > 1 for row in self.rows):
+        while not self.spent and not self.perfect and any(len(row) > 1 for row in self.rows):
             self._keep(self._climb(self._shake(self._kept[0], random)))
         self._kept = [self._join(self._kept[0])]
 
     def _climb(self, candidate: Candidate) -> Candidate:
         """Move single actions on the critical path as long as that helps."""
-        while self.left_s > 0 and not self.perfect:
+        while not self.spent and not self.perfect:
             better = next((found for found in self._neighbours(candidate) if found.score < candidate.score), None)
             if better is None:
                 break
@@ -111,7 +117,7 @@ class Search:
         self.spend(PLAY_S * self.actions)
         played = play(self.instance, candidate.rows)
         for device, old, new in moves(self.instance, candidate.rows, played):
-            if self.left_s <= 0:
+            if self.spent:
                 return
             row = list(candidate.rows[device])
             row.insert(new, row.pop(old))

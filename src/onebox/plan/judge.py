@@ -25,7 +25,7 @@ from onebox.plan.windows import steady_window
 from onebox.plan.work import Work
 
 _BOUND_EFFORT = 20
-"""What a bound costs for each stage, in actions simulated."""
+"""What a bound costs for each stage and each further replica, in actions simulated."""
 
 
 _ENDLESS = 30
@@ -90,9 +90,11 @@ class Judge:
         problem: What it is about.
         effort: How many actions it may simulate.
         expired: Whether time is up.
+        required: Whether a plan that fits is looked for even if time is up.
     """
 
-    def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool]) -> None:
+    def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool], required: bool = True) -> None:
+        self._required = required
         self.problem, self.costs = problem, Costs(problem)
         self.left, self.effort, self.expired = effort, effort, expired
         self.simulated = 0
@@ -126,6 +128,11 @@ class Judge:
     def spent(self) -> bool:
         """Whether effort or time are used up."""
         return self.left <= 0 or self.expired()
+
+    @property
+    def enough(self) -> bool:
+        """Whether time is up, and there is a plan that fits if there has to be one."""
+        return self.expired() and (not self._required or (self.best is not None and not self.best.over_bytes))
 
     def allows(self, layout: Layout) -> bool:
         """Return whether the problem allows a layout to be chosen; trivial ones are judged all the same."""
@@ -183,7 +190,7 @@ class Judge:
         split, late = layout.schedule in SPLIT, layout.schedule == ASYNC
         key = (layout.parts, layout.micro_batch, layout.update, split, late)
         if key not in self._bounds:
-            self.left -= _BOUND_EFFORT * (len(layout.parts) + 3)
+            self.left -= _BOUND_EFFORT * (sum(len(part.devices) for part in layout.parts) + 3)
             case = self.case(layout)
             caps = self.problem.capacity_bytes
             needs = least_bytes(case.work, case.routes, self.problem.versions if late else 1)

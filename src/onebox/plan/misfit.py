@@ -8,6 +8,7 @@ from onebox.errors import PlanError
 from onebox.plan.inputs import Problem
 from onebox.plan.judge import Judge, Verdict
 from onebox.plan.stage import TOLD
+from onebox.sizes import enough_text, size_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Shortfall:
     capacity_bytes: int
 
     def __str__(self) -> str:
-        return f"stage {self.stage} misses device {self.device} by {self.missing_bytes:,} bytes"
+        return f"stage {self.stage} misses device {self.device} by {enough_text(self.missing_bytes)}"
 
 
 def shortfalls(problem: Problem, verdict: Verdict) -> tuple[Shortfall, ...]:
@@ -61,7 +62,7 @@ def misfit(judge: Judge) -> PlanError:
     short = shortfalls(problem, closest)
     worst = short[0]
     count = len(closest.layout.parts)
-    enough = ", ".join(f"{one.capacity_bytes + one.missing_bytes:,} bytes on device {one.device}" for one in short)
+    enough = ", ".join(f"{enough_text(one.capacity_bytes + one.missing_bytes)} on device {one.device}" for one in short)
     samples = closest.layout.micro_batch or max(part.size for part in closest.case.micro_batches)
     message = (
         f"no plan fits the memory of the devices: of {judge.simulated} that were tried, the closest has {count} "
@@ -103,4 +104,4 @@ def _total(problem: Problem) -> str:
     if len(problem.capacity_bytes) < len(problem.devices):
         return ""
     room = sum(problem.capacity_bytes.values())
-    return f" (parameters, gradients and optimizer state take {state:,} bytes, all devices have {room:,})"
+    return f" (parameters, gradients and optimizer state take {enough_text(state)}, all devices have {size_text(room)})"

@@ -239,19 +239,16 @@ class _Chain:
     def memory(self, in_flight: int) -> list[list[int]]:
         """Return ``[end][start]``, the bytes of a stage with so many micro-batches in flight."""
         if in_flight not in self._memory:
-            samples = self.limits.samples
-            rows = []
+            samples, more = self.limits.samples, self.limits.versions - 1
             sizes = [self.costs.sizes((index,)) for index in self.order]
+            own = [size.state + more * size.parameter + size.saved * samples * in_flight for size in sizes]
+            each = [max(size.forward_work, size.backward_work + size.late) * samples for size in sizes]
+            held, work = np.cumsum([0, *own], dtype=np.int64), np.array(each, np.int64)
+            kept = np.array(self.kept, np.int64) * in_flight
+            rows = []
             for end in range(self.length + 1):
-                held = work = 0
-                row = [0] * (end + 1)
-                for start in range(end - 1, -1, -1):
-                    size = sizes[start]
-                    held += size.state + (self.limits.versions - 1) * size.parameter
-                    held += size.saved * samples * in_flight
-                    work = max(work, size.forward_work * samples, (size.backward_work + size.late) * samples)
-                    row[start] = held + work + self.kept[start] * in_flight
-                rows.append(row)
+                most = np.maximum.accumulate(work[:end][::-1])[::-1]
+                rows.append([*(held[end] - held[:end] + most + kept[:end]).tolist(), 0])
             self._memory[in_flight] = rows
         return self._memory[in_flight]
 

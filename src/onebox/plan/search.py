@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 from onebox.plan.climb import climb, descend, shaken
@@ -19,19 +19,16 @@ from onebox.plan.results import NAMED_BIAS, SearchResult, finished, notable, sim
 from onebox.plan.seating import seated
 from onebox.plan.seeds import PLAIN, every_layout, few, proposed
 from onebox.plan.synthesis import auto_schedule
-from onebox.plan.trivial import even_cuts, one_stage
+from onebox.plan.trivial import even_cuts, nested, one_stage, shared_by_speed
 
 EFFORT = 340_000
 """Actions that a search may simulate for each second that it may take; a core of a laptop does as many in 0.6 s."""
-
-_PATIENCE = 4
-"""A search that takes so many times as long as it may, on a busy machine, ends as it is."""
 
 _STARTS = 3
 """From so many of the best different layouts local search begins."""
 
 _AT_LEAST = 16
-"""So many proposals are made, and simulated until two fit, even if time is up: a busy machine is no excuse."""
+"""So many proposals are made, and simulated until two fit, even if the effort is used up; or one, if time is."""
 
 _ALIKE = 1.02
 """Of trivial plans whose bounds are within this factor, the one with the fewest micro-batches is shown."""
@@ -47,6 +44,15 @@ _NEAR = 1.02
 
 _SYNTHESIS_S = 0.4
 """Nominal seconds for each synthesised schedule."""
+
+_NESTED = 1 / 4
+"""The part of effort and time that is for plans that leave devices idle."""
+
+_FEWEST = 4
+"""With fewer devices, leaving some idle is left to dynamic programming."""
+
+_EXPLORED, _WITH_FATES = 0.75, 0.9
+"""The parts of the time after which a search goes on with fates and with schedules."""
 
 _LONG = 10_000
 """Schedules of more actions are synthesised for one layout only, and not chosen for trivial plans."""
@@ -78,8 +84,9 @@ def search(
 
     Args:
         problem: Segments, values, devices, links, and what is allowed.
-        budget_s: About how many seconds it may take. They are counted in what is simulated, so that equal searches give
-            equal plans, however busy the machine is; only one that takes four times as long is ended by the clock.
+        budget_s: How many seconds it may take. They are counted in what is simulated, with some to spare, so that equal
+            searches give equal plans; where that takes longer, on a busy machine, the clock ends it: nothing is begun
+            after them but what it takes to have a plan that fits.
         seed: Seed of the random restarts.
         effort: Actions to simulate; as many as the seconds are worth when ``None``.
         clock: What tells the time.
@@ -90,26 +97,21 @@ def search(
     Raises:
         PlanError: Nothing that was tried fits the memory; it says what misses by how much, and what would help.
     """
-    end = clock() + _PATIENCE * budget_s
+    whole = Deadline(clock, clock() + budget_s)
     effort = round(EFFORT * budget_s) if effort is None else effort
-    judge = Judge(problem, effort=effort, expired=lambda: clock() >= end)
-    trivial = {label: _best(judge, layouts) for label, layouts in one_stage(judge.costs)}
-    if ASYNC in problem.schedules:
-        for _, layouts in one_stage(judge.costs):
-            _best(judge, [layout._replace(schedule=ASYNC) for layout in layouts])
-    if few(problem):
-        _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
-    _explore(judge, Random(seed))
+    judge = Judge(problem, effort=effort, expired=whole)
+    trivial = _look(judge, whole.part(_EXPLORED), seed)
     complete = not judge.spent
-    trivial |= {label: _best(judge, layouts) for label, layouts in even_cuts(judge.costs)}
+    judge.expired = whole.part(_WITH_FATES)
     trivial |= _with_fates(judge, Random(seed))
+    judge.expired = whole
     best = judge.best
     if best is not None and "auto" in problem.schedules:
         best = _synthesise(judge, best)
     if best is None or best.over_bytes:
         raise misfit(judge)
     best = simplest(judge, best)
-    if best.layout.schedule == ASYNC:  # what being late gains
+    if best.layout.schedule == ASYNC and not judge.expired():  # what being late gains
         for name in PLAIN:
             judge.judge(best.layout._replace(schedule=name))
     return SearchResult(
@@ -119,6 +121,72 @@ def search(
         simulated=judge.simulated,
         complete=complete,
     )
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The end of a search or of a part of it; called, it tells whether that has passed.
+
+    Args:
+        clock: What tells the time.
+        end_s: The time that ends it.
+    """
+
+    clock: Callable[[], float]
+    end_s: float
+
+    def __call__(self) -> bool:
+        return self.clock() >= self.end_s
+
+    def part(self, share: float) -> Deadline:
+        """Return a deadline after a part of the time that is left."""
+        now = self.clock()
+        return Deadline(self.clock, now + share * max(0.0, self.end_s - now))
+
+
+def _look(judge: Judge, deadline: Deadline, seed: int) -> dict[str, Verdict]:
+    """Look for the best plan without fates and synthesised schedules; return the trivial plans.
+
+    The same is done for the quicker half of the devices, and for half of these, and so on: what is best there is a
+    candidate, so that more devices give no worse plan, as far as either search goes.
+    """
+    problem, fewer = judge.problem, _fewer(judge)
+    found = []
+    if fewer:
+        devices = tuple(device for device in problem.devices if device.number in set(fewer))
+        less = Judge(
+            replace(problem, devices=devices), effort=int(judge.left * _NESTED), expired=deadline, required=False
+        )
+        _look(less, deadline.part(_NESTED), seed)
+        judge.left -= less.effort - less.left
+        judge.simulated += less.simulated
+        found = _ranked(less)[:_STARTS]
+    judge.expired = deadline
+    reserve = int(judge.left * _NESTED) if found else 0
+    judge.left -= reserve
+    plain = (*one_stage(judge.costs), *even_cuts(judge.costs))
+    trivial = {label: _best(judge, layouts) for label, layouts in plain}
+    if ASYNC in problem.schedules:
+        for _, layouts in one_stage(judge.costs):
+            _best(judge, [layout._replace(schedule=ASYNC) for layout in layouts])
+    for numbers in nested(judge.costs, judge.near) if problem.replicable else ():
+        _best(judge, shared_by_speed(judge.costs, numbers))
+    if few(problem):
+        _simulate(judge, _bounds(judge, every_layout(problem)), judge.left // 2)
+    _explore(judge, Random(seed))
+    judge.left += reserve
+    before = judge.best
+    candidates = [judge.judge(layout) for layout in found]
+    if judge.best is not before and candidates:
+        climb(judge, min(candidates, key=lambda verdict: verdict.rank))
+    return trivial
+
+
+def _fewer(judge: Judge) -> tuple[int, ...]:
+    """Return the quicker devices, half of them or a little more; none if they are few."""
+    if len(judge.problem.devices) < _FEWEST or few(judge.problem):
+        return ()
+    return nested(judge.costs, judge.near)[0]
 
 
 def _best(judge: Judge, layouts: Sequence[Layout]) -> Verdict:
@@ -157,7 +225,7 @@ def _bounds(judge: Judge, layouts: Iterable[Layout]) -> dict[Layout, float]:
     """Return the bounds of layouts that are allowed."""
     bounds: dict[Layout, float] = {}
     for layout in layouts:
-        if judge.spent and len(bounds) >= _AT_LEAST:
+        if judge.spent and (len(bounds) >= _AT_LEAST or judge.enough):
             break
         if layout not in bounds and judge.allows(layout):
             bounds[layout] = judge.bound(layout)
@@ -172,7 +240,7 @@ def _simulate(judge: Judge, bounds: Mapping[Layout, float], effort: int) -> None
         if best is not None and not best.over_bytes and bounds[layout] >= best.simulation.step_s:
             return
         hopeless += bounds[layout] == float("inf")
-        enough = fitting >= 2 or turn >= _AT_LEAST
+        enough = fitting >= 2 or turn >= _AT_LEAST or judge.enough
         if enough and (judge.spent or judge.left < limit or hopeless > _HOPELESS):
             return
         fitting += not judge.judge(layout).over_bytes
@@ -212,6 +280,8 @@ def _with_fates(judge: Judge, random: Random) -> dict[str, Verdict]:
         _explore(loose, random)
     bases = _first_of_each(_ranked(loose), _RECUT)
     for base in dict.fromkeys((*alone, *bases)):
+        if judge.enough:
+            return {}
         for update in problem.updates:
             recut(judge, base._replace(schedule=base.schedule if base.schedule in PLAIN else "1f1b"), update)
     devices = {layout.parts[0].devices[0] for layout in alone if len(layout.parts[0].devices) == 1}
@@ -227,6 +297,8 @@ def _policies(judge: Judge, devices: Iterable[int]) -> dict[str, Verdict]:
     for device in sorted(devices):
         for size in judge.problem.micro_batches:
             for name, layout in trivial_fates(judge, device, size):
+                if judge.enough:
+                    return found
                 label = f"device {device} alone, {name}"
                 verdict = judge.judge(layout)
                 if label not in found or verdict.rank < found[label].rank:
@@ -246,7 +318,7 @@ def _synthesise(judge: Judge, best: Verdict) -> Verdict:
         case = judge.case(layout)
         if layout.blocks == 1 or judge.expired():
             continue
-        schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+        schedule = auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S, expired=judge.expired)
         made = judge.judge(layout._replace(schedule="auto"), schedule)
         bias = 1.0 if found.over_bytes or found.layout.schedule == "auto" else 1 - NAMED_BIAS
         if (made.over_bytes, made.simulation.step_s) < (found.over_bytes, found.simulation.step_s * bias):

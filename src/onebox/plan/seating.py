@@ -19,8 +19,11 @@ from onebox.plan.judge import Case, Judge
 from onebox.plan.layout import Layout
 from onebox.plan.plan import ASYNC
 
-_EFFORT = 1
-"""What a surrogate costs for each stage, in actions simulated."""
+_EFFORT, _SUM_EFFORT = 1, 12
+"""What a surrogate costs for each stage, and for each device that sums gradients with others, in actions simulated."""
+
+_MOST = 1 / 16
+"""The part of the whole effort that seating one layout may take."""
 
 _FILLING = 0.01
 """What a second of the way through the pipeline counts where it is filled once only."""
@@ -79,6 +82,8 @@ class _Seats:
             if len(part.devices) > 1
         ]
         self._busy, self._floor = _busy(case, layout, problem)
+        self._effort = _EFFORT * len(self._busy) + _SUM_EFFORT * sum(len(seats) for seats, _ in self._sums)
+        self._limit = judge.left - judge.effort * _MOST
 
     def cost(self, order: Sequence[int]) -> float:
         """Return about how long a step takes with a device for each seat, seconds.
@@ -112,8 +117,9 @@ class _Seats:
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         """Follow improving changes, one after the other, until none is one; return where that ends, and its cost."""
         value, turn, tried = self.cost(order), 0, 0
-        while tried < len(self._changes) and not self._judge.expired():
-            self._judge.left -= _EFFORT * len(self._busy)
+        judge = self._judge
+        while tried < len(self._changes) and judge.left > self._limit and not judge.expired():
+            judge.left -= self._effort
             change = tuple(order[seat] for seat in self._changes[turn])
             found, tried = self.cost(change), tried + 1
             if found < value * _WORTH:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 
 from onebox.plan.blocks import block_schedule
@@ -18,7 +18,12 @@ LIST_S = 4e-6
 
 
 def auto_schedule(
-    routes: Routes, work: Work, sizes: Sequence[float] | None = None, *, budget_s: float = 0.25
+    routes: Routes,
+    work: Work,
+    sizes: Sequence[float] | None = None,
+    *,
+    budget_s: float = 0.25,
+    expired: Callable[[], bool] = lambda: False,
 ) -> Schedule:
     """Make a schedule for measured times, transfers and memory.
 
@@ -32,6 +37,7 @@ def auto_schedule(
         work: Times, bytes, edges, links, and the memory of the devices.
         sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
         budget_s: About how long it may take; the named schedules are always tried.
+        expired: Whether time is up, whatever the budget says.
 
     Returns:
         The best schedule found by :func:`~onebox.plan.simulate`: the fastest that fits or, if none does, the one that
@@ -41,13 +47,13 @@ def auto_schedule(
         UsageError: Routes and work do not fit together.
     """
     instance = instance_of(routes, work, sizes)
-    search = Search(instance, budget_s)
+    search = Search(instance, budget_s, expired)
     edges = [(edge.source, edge.target) for edge in work.edges]
     for table in _named(routes, edges):
         search.consider([table.rows[device] for device in instance.devices])
     search.consider(one_by_one(instance))
     for policy in policies(instance):
-        if search.left_s < budget_s / 3 or search.perfect:
+        if search.left_s < budget_s / 3 or search.perfect or expired():
             break
         search.spend(LIST_S * search.actions)
         search.consider(list_schedule(instance, policy))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from onebox.cost import Groups
 from onebox.errors import UsageError
 from onebox.plan.costs import Costs
 from onebox.plan.inputs import Problem
 from onebox.plan.layout import Layout, Part, plan_of, single
 from onebox.plan.plan import Plan
 from onebox.plan.shares import apportion
+
+_LIKE = 0.05
+"""Devices whose speeds differ by less than about this part are as quick as each other."""
 
 
 def even_plan(problem: Problem, devices: Sequence[int], schedule: str, micro_batch: int) -> Plan:
@@ -90,9 +95,33 @@ def one_stage(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:
         yield f"device {number} alone", variants
     if len(numbers) > 1:
         yield "data parallel, equal shares", _data_parallel(costs, numbers, [1.0] * len(numbers))
-        shares = [costs.power(number, max(problem.micro_batches)) for number in numbers]
-        total = sum(shares)
-        yield "data parallel, shares by speed", _data_parallel(costs, numbers, [share / total for share in shares])
+        yield "data parallel, shares by speed", shared_by_speed(costs, numbers)
+
+
+def nested(costs: Costs, near: Sequence[Groups]) -> list[tuple[int, ...]]:
+    """Return the quickest devices, as many as the largest powers of two below their number, each half of those before.
+
+    Args:
+        costs: Their speeds.
+        near: Which are near to each other, the smallest groups first: of devices that are as quick, these go together.
+    """
+    problem = costs.problem
+    places = [{device: turn for turn, group in enumerate(level) for device in group} for level in near]
+    samples = max(problem.micro_batches)
+
+    def rank(number: int) -> tuple[int, ...]:
+        slowness = round(-math.log(costs.power(number, samples)) / _LIKE)
+        return slowness, *(place[number] for place in places[::-1]), number
+
+    ranked = sorted(problem.device, key=rank)
+    largest = (len(ranked) - 1).bit_length() - 1
+    return [tuple(sorted(ranked[: 1 << power])) for power in range(largest, 0, -1)]
+
+
+def shared_by_speed(costs: Costs, numbers: Sequence[int]) -> list[Layout]:
+    """Return layouts of one stage on some devices, whose shares are their speeds; one for each allowed micro-batch."""
+    powers = [costs.power(number, max(costs.problem.micro_batches)) for number in numbers]
+    return _data_parallel(costs, numbers, [power / sum(powers) for power in powers])
 
 
 def even_cuts(costs: Costs) -> Iterator[tuple[str, list[Layout]]]:

@@ -10,6 +10,7 @@ from onebox.plan.memory import peak, state_bytes
 from onebox.plan.play import play
 from onebox.plan.schedule import Action, Routes, Schedule
 from onebox.plan.work import Work
+from onebox.sizes import enough_text, size_text
 
 
 def validate(
@@ -161,7 +162,7 @@ def _check_memory(instance: Instance, rows: Sequence[Sequence[Action]]) -> None:
         if capacity is not None and most.size_bytes > capacity:
             when = f"at {most.action}" if most.action is not None else "before it does anything"
             raise UsageError(
-                f"device {device} lacks {most.size_bytes - capacity} bytes {when}: the schedule needs "
-                f"{most.size_bytes}, the device has {capacity}; fewer micro-batches in flight, smaller ones or more "
-                "stages need less"
+                f"device {device} lacks {enough_text(most.size_bytes - capacity)} {when}: the schedule needs "
+                f"{enough_text(most.size_bytes)}, the device has {size_text(capacity)}; fewer "
+                "micro-batches in flight, smaller ones or more stages need less"
             )

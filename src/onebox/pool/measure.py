@@ -21,6 +21,7 @@ from onebox.errors import OneboxError, UsageError
 from onebox.pool.failures import raise_first
 from onebox.pool.pings import LinkSpeeds, measure_links, tables
 from onebox.pool.ways import shares_memory
+from onebox.sizes import size_text
 from onebox.wire import TensorSpec
 from onebox.wire.messages import Define, Routine, Run, StoredProgram
 from onebox.wire.sayings import Memory
@@ -100,8 +101,8 @@ def _rooms(pool: Pool) -> list[int]:
         room = limited if memory.quota_bytes else device.memory_bytes // (2 * hosts.count(device.host))
         if room < LEAST_BYTES:
             raise UsageError(
-                f"device {device.number} ({device.device} on {device.host}) has {max(0, room)} bytes of memory left; "
-                f"measuring needs {LEAST_BYTES}: give it more, or close what uses it"
+                f"device {device.number} ({device.device} on {device.host}) has {size_text(max(0, room))} of memory "
+                f"left; measuring needs {size_text(LEAST_BYTES)}: give it more, or close what uses it"
             )
         rooms.append(room)
     return rooms

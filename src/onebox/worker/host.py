@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 
+from onebox.sizes import enough_text, size_text
 from onebox.worker.store import QuotaExceeded
 
 HOST_SHARE = 4
@@ -38,8 +39,8 @@ class HostMemory:
         total = self.used_bytes + more_bytes
         if more_bytes > 0 and total > self.limit_bytes:
             raise QuotaExceeded(
-                f"{total} bytes of the host's memory needed, but {self.limit_bytes} are allowed: {HOST_SHARE} times "
-                "the quota, or all that the host has",
+                f"{enough_text(total)} of the host's memory needed, but {size_text(self.limit_bytes)} are allowed: "
+                f"{HOST_SHARE} times the quota, or all that the host has",
                 asked_bytes=more_bytes,
                 used_bytes=self.used_bytes,
                 allowed_bytes=self.limit_bytes,

@@ -65,7 +65,8 @@ def _words_of_mkl() -> str:
     if not torch.backends.mkl.is_available():
         return ""
     with _overheard() as said, torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
-        torch.ones(2, 2) @ torch.ones(2, 2)
+        some = torch.ones(2, 2, dtype=torch.float32, device="cpu")  # whatever the defaults are
+        some @ some
     found = _MKL.search(_text(said))
     return found[1] if found else ""
 
@@ -75,9 +76,8 @@ def _words_of_onednn() -> str:
     if not torch.backends.mkldnn.is_available():
         return ""
     with _overheard() as said, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-        torch.ops.aten.mkldnn_convolution(
-            torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), None, [0, 0], [1, 1], [1, 1], 1
-        )
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float32, device="cpu")  # whatever the defaults are
+        torch.ops.aten.mkldnn_convolution(one, one, None, [0, 0], [1, 1], [1, 1], 1)
     found = _ISA.search(_text(said))
     return found[1] if found else ""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.sizes import enough_text, size_text
 from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.sayings import Slots as Filled
 from onebox.wire.state import layout
@@ -106,7 +107,8 @@ class Slots:
             self._let_go()
             if self._limit_bytes and self.used_bytes + size_bytes > self._limit_bytes:
                 raise QuotaExceeded(
-                    f"{self.used_bytes + size_bytes} bytes of snapshots needed, but {self._limit_bytes} are allowed, "
+                    f"{enough_text(self.used_bytes + size_bytes)} of snapshots needed, but "
+                    f"{size_text(self._limit_bytes)} are allowed, "
                     f"{SHARE} times the memory of the device"
                 )
             self.used_bytes += size_bytes

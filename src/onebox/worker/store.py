@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from onebox.errors import WireError
+from onebox.sizes import enough_text, size_text
 from onebox.wire.sayings import Failure
 
 _T = TypeVar("_T")
@@ -316,8 +317,9 @@ class BufferStore:
         total = self.used_bytes + more_bytes
         if self.quota_bytes and total > self.quota_bytes:
             raise QuotaExceeded(
-                f"{total} bytes needed, but the quota is {self.quota_bytes}: {total - self.quota_bytes} too many; "
-                f"{more_bytes} asked for beside {self.used_bytes} in use",
+                f"{enough_text(total)} needed, but the quota is {size_text(self.quota_bytes)}: "
+                f"{enough_text(total - self.quota_bytes)} too much; {size_text(more_bytes)} asked for beside "
+                f"{size_text(self.used_bytes)} in use",
                 asked_bytes=more_bytes,
                 used_bytes=self.used_bytes,
                 allowed_bytes=self.quota_bytes,

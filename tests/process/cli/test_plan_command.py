@@ -182,7 +182,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_refused(tmp_path: Path, capsys: p
     path = write(tmp_path, Plan.data_parallel([0], [1.0], micro_batch=32))
     assert main(["plan", "--model", "mlp", "--pool", "sim", "--memory", "1MiB", "--check", path]) == 2
     said = capsys.readouterr()
-    assert re.search(r"onebox: the plan does not fit: device 0 lacks [\d,]+ bytes; smaller micro-batches", said.err)
+    assert re.search(r"onebox: the plan does not fit: device 0 lacks [\d.]+ \w+; smaller micro-batches", said.err)
     assert "too much" in said.out
     assert "run it with" not in said.out
 

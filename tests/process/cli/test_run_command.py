@@ -272,3 +272,21 @@ def test_a_worker_that_dies_is_an_error_of_the_line_that_needs_it(tmp_path: Path
         assert "in <module>" in said and "WorkerDied" in said and "worker 1" in said
         assert "onebox/" not in said.split("last words")[0].replace("onebox.errors", "")
         assert_gone(workers)
+
+
+COMPILES = """
+import torch
+from torch import nn
+torch._dynamo.reset()
+model = torch.compile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).to("cuda"))
+for _ in range(2):
+    model(torch.ones(2, 3, 8, 8, device="cuda")).sum().backward()
+torch._dynamo.reset()
+print(all(p.grad.isfinite().all().item() for p in model.parameters()))
+"""
+
+
+def test_a_script_compiles_with_the_default_backend(tmp_path: Path) -> None:
+    """Also where the model is the first to name a device; resets forget CUDA graphs, of which there are none."""
+    done = run(tmp_path, str(script(tmp_path, COMPILES)))
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["True"]), done.stderr

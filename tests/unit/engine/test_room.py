@@ -66,3 +66,23 @@ def test_a_search_finds_what_needs_no_memory_of_the_host() -> None:
     assert {stage.fate for stage in plan.stages} == {"keep", "recompute"}
     with pytest.raises(PlanError, match="the host is full"):
         search_within(replace(problem, fates=("keep", "swap", "offload")), exact, 3600.0)
+
+
+@pytest.mark.parametrize("count_s", [0.1, 1.0, 20.0])
+def test_a_search_begins_nothing_after_its_budget_once_something_fits(count_s: float) -> None:
+    """Counting a plan takes as long as here it is said to, and nothing else takes any time."""
+    problem, now, begun = replace(alone(7, 0.5), updates=("device", "host")), [0.0], list[tuple[float, bool]]()
+    fitting: list[bool] = []
+
+    def exact(plan: Plan) -> Count:
+        begun.append((now[0], bool(fitting)))
+        now[0] += count_s
+        assert plan.predicted is not None
+        peak = plan.predicted.peak_bytes[0]  # so much less than is estimated that it is sought once more
+        fitting.append(True)
+        return Count({0: peak * 2 // 3}, "")
+
+    _, plan = search_within(problem, exact, 2.0, lambda: now[0])
+    assert plan.predicted is not None
+    assert begun
+    assert all(start < 2.0 for start, fits in begun if fits)

@@ -86,7 +86,7 @@ def test_memory() -> None:
     schedule = table("0: 0F0 0F1 0B0 0B1\n1: 1F0 1B0 1F1 1B1")
     sizes = {"state_bytes": 50, "saved_bytes": 20, "backward_work_bytes": 4}
     validate(schedule, TWO, work=work_for(TWO, capacity={0: 94, 1: 74}, **sizes))
-    with pytest.raises(UsageError, match=r"device 0 lacks 1 bytes at 0B0: the schedule needs 94, the device has 93"):
+    with pytest.raises(UsageError, match="lacks 1 bytes at 0B0: the schedule needs 94 bytes, the device has 93 bytes"):
         validate(schedule, TWO, work=work_for(TWO, capacity={0: 93, 1: 74}, **sizes))
     validate(schedule, TWO, work=work_for(TWO, capacity={0: 93, 1: 74}, **sizes), sizes=(1.0, 0.5))
     with pytest.raises(UsageError, match="device 1 lacks 50 bytes before it does anything"):

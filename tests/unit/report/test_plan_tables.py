@@ -109,7 +109,7 @@ def test_the_candidates_say_how_much_slower_and_why_not() -> None:
     assert rows[0][5:] == ["", ""]
     assert rows[1][:4] == ["device 0 alone", "1 on 0", "8", "-"]
     assert rows[1][5].startswith("× ") and rows[1][6] in ("slower", "as quick")
-    assert rows[2][6] == "stage 1 misses device 2 by 1,234 bytes"
+    assert rows[2][6] == "stage 1 misses device 2 by 1234 bytes"
     assert rows[3][6] == "schedule gpipe is not allowed"
 
 

@@ -70,3 +70,11 @@ with ThreadPoolExecutor(4) as threads:
 """
     run = subprocess.run([sys.executable, "-c", at_once], capture_output=True, text=True, check=True)
     assert run.stdout.strip().split("|") == [instructions().onednn] * 4
+
+
+def test_the_defaults_of_the_process_do_not_matter() -> None:
+    """A probe in float64, or on a device without memory, would fail, or see nothing."""
+    ask = f"import torch; torch.set_default_dtype(torch.float64); torch.set_default_device('meta'); {ASK}"
+    run = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    found = instructions()
+    assert run.stdout.strip() == f"{found.aten}|{found.onednn}"

@@ -205,7 +205,7 @@ def test_promised_bytes_count_while_they_are_on_their_way() -> None:
 def test_the_quota_is_exact() -> None:
     store = BufferStore(quota_bytes=16)
     store.put(1, torch.zeros(4))
-    with pytest.raises(QuotaExceeded, match=r"20 bytes needed, but the quota is 16: 4 too many"):
+    with pytest.raises(QuotaExceeded, match=r"20 bytes needed, but the quota is 16 bytes: 4 bytes too much"):
         store.put(2, torch.zeros(1))
     assert store.used_bytes == 16
     store.put(3, store.get(1)[1:])  # a view costs nothing

@@ -21,7 +21,7 @@ def register() -> None:
 
     @functools.wraps(plain)
     def compile_taught(*args: Any, **kwargs: Any) -> Any:
-        from onebox.vgpu import compiled  # noqa: F401  # teaches Dynamo
+        from onebox.vgpu.compiled import backend  # noqa: F401  # teaches Dynamo
 
         return plain(*args, **kwargs)
 

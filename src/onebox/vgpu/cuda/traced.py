@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onebox.vgpu.cuda.entries import anywhere
@@ -18,10 +19,20 @@ from onebox.vgpu.cuda.places import outward
 
 _active: list[bool] = []
 
+_OF_CUDA_GRAPHS: dict[str, Any] = {
+    "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
+    "_set_cached_tensors_enabled": lambda enabled: None,
+}
+"""What ``torch._dynamo.reset`` imports where ``torch.cuda`` is available, and a PyTorch without CUDA has not. It only
+forgets CUDA graphs with them, of which there are none."""
+
 
 def translate_traced(patches: Patches) -> None:
     """Let fake tensors of virtual ones be on ``vgpu``."""
     patches.set(FakeTensor, "__new__", staticmethod(anywhere(FakeTensor.__new__)))
+    for name, stand_in in _OF_CUDA_GRAPHS.items():
+        if not hasattr(torch._C, name):
+            patches.set(torch._C, name, stand_in)
     _active.append(True)
     patches.undoing(_active.pop)
     patches.call(_forget_functions)
