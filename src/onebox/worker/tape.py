@@ -28,6 +28,7 @@ from onebox.wire import (
 )
 from onebox.worker.allow import allowed
 from onebox.worker.arguments import Place, by_keyword, constant, picker
+from onebox.worker.fused import exactly
 from onebox.worker.kernels import Expected
 from onebox.worker.products import faster
 
@@ -193,7 +194,8 @@ class Tape:
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
-        run = by_keyword(call, tuple(named)) if named else faster(operator, self._specs, self._device) or call
+        run = exactly(call)
+        run = by_keyword(run, tuple(named)) if named else faster(operator, self._specs, self._device) or run
         within = operator.outs[0] not in self._given_out  # where no operator writes, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
             run = Tensor.contiguous
