@@ -19,6 +19,13 @@ from torch._ops import OpOverload
 from onebox.errors import WireError
 from onebox.worker.bare import bare
 
+_ADAM: list[dict[str, Any]] = [
+    {"weight_decay": 0.0},
+    {"weight_decay": 0.25, "amsgrad": True},
+    {"weight_decay": 0.25, "maximize": True},
+    {"amsgrad": True, "maximize": True, "betas": (0.5, 0.75), "eps": 1e-3},
+]
+
 _PROBES: dict[str, list[dict[str, Any]]] = {
     "SGD": [
         {},
@@ -27,15 +34,9 @@ _PROBES: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.5, "nesterov": True, "maximize": True},
     ],
     "Adagrad": [{}, {"lr_decay": 0.25, "weight_decay": 0.25, "maximize": True, "initial_accumulator_value": 0.5}],
-} | dict.fromkeys(
-    ("Adam", "AdamW"),
-    [
-        {"weight_decay": 0.0},
-        {"weight_decay": 0.25, "amsgrad": True},
-        {"weight_decay": 0.25, "maximize": True},
-        {"amsgrad": True, "maximize": True, "betas": (0.5, 0.75), "eps": 1e-3},
-    ],
-)
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+}
 """Options under which each class is compared: every variant that its kernels have code for."""
 
 _LENGTHS = (101, 3, 64)

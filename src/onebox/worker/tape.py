@@ -100,6 +100,9 @@ class Tape:
         for name in {operator.name for operator in program.operators}:
             allowed(name)
         memory_of = owners(program)
+        self._complex = [
+            place for place, slot in enumerate(program.outputs) if self._specs[slot].dtype.startswith("complex")
+        ]
         self._given_out = {memory_of[slot] for slot in program.outputs}
         self._code = [self._compile(operator) for operator in program.operators]
         read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
@@ -172,7 +175,10 @@ class Tape:
             for slot in dies:
                 registers[slot] = None
         self._checked = True
-        return [registers[slot] for slot in self.program.outputs]
+        made = [registers[slot] for slot in self.program.outputs]
+        for place in self._complex:  # elements are sent as they lie in memory
+            made[place] = made[place].resolve_conj()
+        return made
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return outputs of a run as they are to lie.

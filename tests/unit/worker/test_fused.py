@@ -61,7 +61,9 @@ def test_kernels_that_differ_are_found(fault: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_users_fused_kernel_moves_every_element(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_fused_kernel_moves_every_element(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's own optimizer with fused=True, whose operator is what workers call: against the plain kernel."""
     start = torch.linspace(-1, 1, 101).to(dtype)
     plain, fused = (torch.nn.Parameter(start.clone()) for _ in range(2))
