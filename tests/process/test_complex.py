@@ -40,12 +40,13 @@ class Waves(nn.Module):
         self.leave = nn.Linear(12, 4)
 
     def forward(self, x_BD: Tensor) -> Tensor:
+        # times 2, because optimizers of PyTorch take no gradients that are still to be conjugated
         z_BK = torch.view_as_complex(self.enter(x_BD).tanh().view(-1, 6, 2))
-        z_BK = z_BK @ self.turn * torch.exp(1j * torch.arange(6.0, dtype=torch.float64)) + self.shift.conj()
+        z_BK = z_BK @ self.turn * torch.exp(1j * torch.arange(6.0, dtype=torch.float64)) + (2 * self.shift).conj()
         if self.training:
             self.running.lerp_(z_BK.detach().mean(0), 0.1)
         z_BK = z_BK + z_BK.conj() * (0.5 + 0.25j) + self.offset
-        return self.leave(torch.view_as_real(z_BK @ self.turn.mH).flatten(1))
+        return self.leave(torch.view_as_real(z_BK @ (2 * self.turn).mH).flatten(1))
 
 
 class Spectrum(nn.Module):
