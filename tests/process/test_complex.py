@@ -211,7 +211,7 @@ def test_a_type_that_cannot_be_trained_with_is_named(pools: Shelf) -> None:
     with (
         onebox.Trainer(model, lambda outputs, _: outputs.mean(), adam(model), pool=pools(1)) as trainer,
         pytest.raises(
-            (UsageError, onebox.errors.WireError), match="complex32 cannot be trained with; allowed: .*complex64"
+            (UsageError, onebox.errors.WireError), match=r"complex32 cannot be trained with; allowed: .*complex64"
         ),
     ):
         trainer.step(x_BD, torch.zeros(4))

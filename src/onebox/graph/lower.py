@@ -106,9 +106,12 @@ def fold_numbers(graph: fx.Graph) -> None:
             continue
         args = [torch.tensor(value) if isinstance(value, complex | float | int) else value for value in node.args]
         number = node.target(*args, **node.kwargs).item()
+
+        def known(read: fx.Node, made: fx.Node = node, value: Any = number) -> Any:
+            return value if read is made else read
+
         for user in list(node.users):
-            user.args = fx.node.map_arg(user.args, lambda read, made=node, n=number: n if read is made else read)
-            user.kwargs = fx.node.map_arg(user.kwargs, lambda read, made=node, n=number: n if read is made else read)
+            user.args, user.kwargs = fx.node.map_arg(user.args, known), fx.node.map_arg(user.kwargs, known)
         graph.erase_node(node)
 
 
