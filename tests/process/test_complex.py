@@ -162,8 +162,7 @@ def reference(
     return train(model, functional.cross_entropy, optimizer(model), batches(kind), lambda size: cut, max_norm=limit)
 
 
-@pytest.mark.parametrize("optimizer", [adam, momentum])
-@pytest.mark.parametrize("kind", WIDTHS)
+@pytest.mark.parametrize(("kind", "optimizer"), [(Waves, adam), (Waves, momentum), (Spectrum, adam)])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_result_is_that_of_one_process(
     name: str, kind: type[nn.Module], optimizer: Callable[[nn.Module], torch.optim.Optimizer], pools: Shelf
@@ -172,6 +171,11 @@ def test_the_result_is_that_of_one_process(
     plan = make(kind)
     found = run(pools(2), kind, optimizer, plan=plan, **options)
     assert_same(found, reference(kind, optimizer, plan, options.get("clip_grad_norm")))
+
+
+def test_a_spectrum_that_nobody_trains(pools: Shelf) -> None:
+    plan = pipeline(FrontEnd)
+    assert_same(run(pools(2), FrontEnd, momentum, plan=plan), reference(FrontEnd, momentum, plan, None))
 
 
 def test_complex_values_go_between_stages(pools: Shelf) -> None:
@@ -204,14 +208,13 @@ def test_checkpoints_hold_complex_numbers(pools: Shelf, tmp_path: Path) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_a_type_that_cannot_be_trained_with_is_named(pools: Shelf) -> None:
     model = nn.Linear(4, 4)
-    x_BD = torch.zeros(4, 4, dtype=torch.complex32)
+    x_BD = torch.zeros(4, 4, dtype=torch.uint16)
     with (
         onebox.Trainer(model, lambda outputs, _: outputs.mean(), adam(model), pool=pools(1)) as trainer,
         pytest.raises(
-            (UsageError, onebox.errors.WireError), match=r"complex32 cannot be trained with; allowed: .*complex64"
+            (UsageError, onebox.errors.WireError), match=r"uint16 cannot be trained with; allowed: .*complex64"
         ),
     ):
         trainer.step(x_BD, torch.zeros(4))
