@@ -184,6 +184,7 @@ def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
         entries.append(_entry(temporary / name))
         _sync(temporary / name)
     pairs = {name: [key for key, tensor in own.items() if tensor.is_complex()] for name, own in tensors.items()}
+    pairs = {name: keys for name, keys in pairs.items() if keys}
     manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries), complex=pairs)
     (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(temporary / _MANIFEST)
