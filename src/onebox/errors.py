@@ -57,11 +57,13 @@ class CaptureError(OneboxError):
     Args:
         message: What came, and what to do.
         where: The line of the user's model, as ``file:line``, where it is known.
+        unfit: Whether the batch is to blame, which plain PyTorch refuses as well.
     """
 
-    def __init__(self, message: str, *, where: str | None = None) -> None:
+    def __init__(self, message: str, *, where: str | None = None, unfit: bool = False) -> None:
         super().__init__(message)
         self.where = where
+        self.unfit = unfit
 
 
 class DataError(OneboxError):

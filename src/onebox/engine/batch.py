@@ -75,6 +75,16 @@ class Batch:
         """Bytes of the tensors."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
+    def __str__(self) -> str:
+        """Describe inputs and targets, for a person."""
+
+        def described(nested: Any) -> str:
+            leaves = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in nested]
+            return ", ".join(leaves) or "none"
+
+        inputs, targets = pytree.tree_unflatten(list(self.leaves), self.structure)
+        return f"inputs {described(pytree.tree_leaves(inputs))}; targets {described(pytree.tree_leaves(targets))}"
+
     def kept(self) -> Batch:
         """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""
         # By one thread: several would wait for each other where workers use the cores.

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 import safetensors.torch
+import torch
 from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
@@ -79,6 +80,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         delay: What was asked to be done about gradients that are late because of it.
         warm_up: So many steps come before the first that is computed with older weights.
         overlap: Whether exact steps overlap.
+        complex: For each file the tensors that are of complex numbers, which lie there as pairs of real ones.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -99,6 +101,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delay: str = "auto"
     warm_up: int = 0
     overlap: bool = False
+    complex: dict[str, list[str]] = {}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -163,19 +166,26 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
     return final
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor as all safetensors libraries know it: complex numbers as pairs, in one more dimension."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
+
+
 def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
     tensors: dict[str, dict[str, Tensor]] = {name: {} for name in _FILES}
     for name, tensor in checkpoint.state.items():
         prefix, _, rest = name.partition(".")
-        tensors[f"{prefix}.safetensors"][rest] = tensor.contiguous()
+        tensors[f"{prefix}.safetensors"][rest] = tensor
     for (name, key), tensor in checkpoint.optimizer.items():
-        tensors["optimizer.safetensors"][f"{name}/{key}"] = tensor.contiguous()
+        tensors["optimizer.safetensors"][f"{name}/{key}"] = tensor
     entries = []
     for name in _FILES:
-        safetensors.torch.save_file(tensors[name], temporary / name)
+        safetensors.torch.save_file({key: _real(tensor) for key, tensor in tensors[name].items()}, temporary / name)
         entries.append(_entry(temporary / name))
         _sync(temporary / name)
-    manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries))
+    pairs = {name: [key for key, tensor in own.items() if tensor.is_complex()] for name, own in tensors.items()}
+    pairs = {name: keys for name, keys in pairs.items() if keys}
+    manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries), complex=pairs)
     (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(temporary / _MANIFEST)
     _sync(temporary)
@@ -215,6 +225,8 @@ def read(path: Path) -> Checkpoint:
             tensors[name] = safetensors.torch.load_file(path / name)
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path / name} is no safetensors file: {error}", path=path / name) from None
+        for key in manifest.complex.get(name, ()):
+            tensors[name][key] = _complex(path / name, key, tensors[name].get(key))
     state = {f"model.{name}": tensor for name, tensor in tensors["model.safetensors"].items()}
     state |= {f"loss.{name}": tensor for name, tensor in tensors["loss.safetensors"].items()}
     optimizer = {}
@@ -222,6 +234,18 @@ def read(path: Path) -> Checkpoint:
         parameter, _, key = name.rpartition("/")
         optimizer[parameter, key] = tensor
     return Checkpoint(manifest=manifest, state=state, optimizer=optimizer)
+
+
+def _complex(path: Path, key: str, pairs: Tensor | None) -> Tensor:
+    """Return a tensor of complex numbers that was written as pairs.
+
+    Raises:
+        CheckpointError: There are no such pairs in the file.
+    """
+    if pairs is None or pairs.dtype not in (torch.float32, torch.float64) or not pairs.dim() or pairs.shape[-1] != 2:
+        found = "nothing" if pairs is None else f"{pairs.dtype} {list(pairs.shape)}"
+        raise CheckpointError(f"{path} has {found} for {key!r} where pairs for complex numbers are to be", path=path)
+    return torch.view_as_complex(pairs)
 
 
 def _read_manifest(path: Path) -> Manifest:

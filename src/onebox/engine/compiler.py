@@ -24,7 +24,7 @@ from onebox.engine.stages import Stages
 from onebox.engine.state import named_state
 from onebox.engine.timetable import forward_only, make_schedule, make_window
 from onebox.engine.windows import Window, WorkerWindows
-from onebox.errors import UsageError
+from onebox.errors import CaptureError, UsageError
 from onebox.graph import Captured, Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
 from onebox.graph.front import OnDevice
 from onebox.graph.python_state import Watch
@@ -216,8 +216,13 @@ class Captures:
         return {name: state.spec(name) for name in state.tensors}
 
     def _capture(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
-        captured = self._plain_capture(batch.example(size), train=train)
-        return TracedModel(captured, backward=train, trained=self.recipe.trained)
+        try:
+            captured = self._plain_capture(batch.example(size), train=train)
+            return TracedModel(captured, backward=train, trained=self.recipe.trained)
+        except CaptureError as error:
+            if not error.unfit:
+                raise
+            raise CaptureError(f"{error}; the batch has {batch}", where=error.where, unfit=True) from error
 
     def _plain_capture(self, example: tuple[Any, Any], *, train: bool, varying: Varying | None = None) -> Captured:
         recipe = self.recipe

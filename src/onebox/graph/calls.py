@@ -34,7 +34,7 @@ from onebox.graph.locate import Place, is_users, refusal
 _DECIDES = frozenset({"__bool__", "__int__", "__index__", "__float__"})
 """Methods that turn a tensor into a number for Python to decide by, or to compute with."""
 
-_LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.__reduce_ex__})
+_LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__})
 """Calls that take values out of PyTorch."""
 
 _BACKWARD = frozenset({Tensor.backward, Tensor.register_post_accumulate_grad_hook})

@@ -157,11 +157,11 @@ def round_all(specs: Sequence[TensorSpec]) -> Program:
 def square_norm(specs: Sequence[TensorSpec]) -> Program:
     """Return a program of inputs ``a0 … an`` that gives the sum of all their squares, as one float64."""
     total = TensorSpec("float64", ())
-    wide: dict[str, Value] = {"dtype": DType("float64")}
-    here: dict[str, Value] = {**wide, "device": OwnDevice()}
+    here: dict[str, Value] = {"dtype": DType("float64"), "device": OwnDevice()}
     operators = [Operator("aten.full.default", (Many(()), 0.0), here, (len(specs),), (total,))]
     slots = len(specs) + 1
-    for index in range(len(specs)):
+    for index, spec in enumerate(specs):
+        wide: dict[str, Value] = {"dtype": DType("complex128" if spec.dtype.startswith("complex") else "float64")}
         norm, square, summed = range(slots, slots + 3)
         operators += [
             Operator("aten.linalg_vector_norm.default", (Slot(index),), wide, (norm,), (total,)),

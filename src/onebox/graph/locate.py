@@ -19,6 +19,13 @@ _OURS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 _STANDARD = Path(sysconfig.get_path("stdlib"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 
+_UNFIT = re.compile(
+    r"same reduction dim|shapes cannot be multiplied|[Ss]ize of tensor|batch_size|must have the same dtype|"
+    r"size mismatch|should be the same|"
+    r"to have \d+ channels|shape '.*' is invalid|normalized_shape|[Ss]izes of tensors must match|must match the size"
+)
+"""What PyTorch 2.11 to 2.13 says while it traces of a batch that a model or a loss cannot take."""
+
 _VIRTUAL = "A model that cannot be captured runs on a virtual device (vgpu), operator by operator."
 
 
@@ -123,6 +130,15 @@ def explain(
             reason.split(" (unhinted")[0],
             "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by shapes",
             layer=layer,
+        )
+    if _UNFIT.search(str(error)):
+        where = f" at {place}: {place.text}" if place else ""
+        where += f" (layer {layer[0]}, {layer[1]})" if layer is not None and layer[0] else ""
+        return CaptureError(
+            f"{name} and its loss cannot be computed for this batch{where}\n  {reason}\n"
+            "  Plain PyTorch refuses it, too: look at the shapes and types of the batch",
+            where=str(place) if place else None,
+            unfit=True,
         )
     line = "The line" if place else "The model"
     advice = f"{line} raised {type(error).__name__} {doing}; the model may also fail without onebox"

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from onebox.graph.locate import node_refusal
 from onebox.wire import (
+    Complex,
     DType,
     Layout,
     Many,
@@ -33,18 +34,25 @@ _aten = torch.ops.aten
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default}
 """Operators that hand on their argument: on a functional tape nobody writes to it."""
 
-_KNOWN_SHAPE = {_aten.index.Tensor: _aten._unsafe_index.Tensor}
-"""Operators whose result may have a shape that depends on data, and what does the same and refuses those cases."""
+_INSTEAD = {
+    _aten.index.Tensor: _aten._unsafe_index.Tensor,
+    _aten._conj.default: _aten.conj_physical.default,
+    _aten._neg_view.default: _aten.neg.default,
+}
+"""Operators that programs do not have, and what does the same there: those whose result may have a shape that depends
+on data become what refuses that, and those that only note down what is to be done to elements, which are sent as they
+lie in memory, become what does it."""
 
 
 def runs_as(target: Any) -> Any:
     """Return the operator that a program runs for an operator of a graph."""
-    return _KNOWN_SHAPE.get(target, target)
+    return _INSTEAD.get(target, target)
 
 
 def is_view(node: fx.Node) -> bool:
     """Tell whether a node's one output shares the memory of its argument."""
-    return isinstance(node.target, torch._ops.OpOverload) and shares_memory(node.target)
+    target = runs_as(node.target)
+    return isinstance(target, torch._ops.OpOverload) and shares_memory(target)
 
 
 def widens(node: fx.Node) -> bool:
@@ -72,7 +80,7 @@ def resolve(node: fx.Node) -> fx.Node:
         first = arguments[0] if arguments else None
         if not isinstance(first, fx.Node):
             return node
-        if node.target in _SAME_VALUE or (node.target is _aten.clone.default and not node.kwargs):
+        if node.target in _SAME_VALUE or (node.target is _aten.clone.default and not node.kwargs and not _packs(node)):
             node = first
         elif node.target is _aten.copy.default and _alike(node, arguments[1]):
             node = arguments[1]  # type: ignore[assignment]
@@ -83,6 +91,41 @@ def resolve(node: fx.Node) -> fx.Node:
         else:
             return node
     return node
+
+
+def fold_numbers(graph: fx.Graph) -> None:
+    """Compute what is made of Python numbers alone, such as the conjugate of a constant, and let others read that.
+
+    Tracing writes a number for a tensor that stands for one; a worker's operators take tensors for such arguments.
+
+    Args:
+        graph: Changed in place.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.all_input_nodes or not _takes_numbers(node):
+            continue
+        args = [torch.tensor(value) if isinstance(value, complex | float | int) else value for value in node.args]
+        number = node.target(*args, **node.kwargs).item()
+
+        def known(read: fx.Node, made: fx.Node = node, value: Any = number) -> Any:
+            return value if read is made else read
+
+        for user in list(node.users):
+            user.args, user.kwargs = fx.node.map_arg(user.args, known), fx.node.map_arg(user.kwargs, known)
+        graph.erase_node(node)
+
+
+def _takes_numbers(node: fx.Node) -> bool:
+    """Tell whether an operator of one small tensor is given a number for it."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or draws(node):
+        return False
+    given = isinstance(node.args[0], complex | float | int) and not node.meta["val"].dim()
+    return given and "Tensor" in str(node.target._schema.arguments[0].type)
+
+
+def _packs(node: fx.Node) -> bool:
+    """Tell whether a copy lets pairs of real numbers lie side by side, as complex numbers have to."""
+    return any(user.target is _aten.view_as_complex.default for user in node.users)
 
 
 def _alike(node: fx.Node, other: Any) -> bool:
@@ -174,6 +217,8 @@ class _Builder:
             return Many(tuple(self._item(item, node) for item in argument))
         if argument is None or isinstance(argument, bool | int | float | str):
             return argument
+        if isinstance(argument, complex):
+            return Complex(argument.real, argument.imag)
         raise node_refusal(
             node, f"{node.target} takes a {type(argument).__name__}, which cannot travel", "Use another operator"
         )

@@ -211,7 +211,7 @@ class _Narrowing:
     def _rounded_anew(self, wide: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
         if self._is_round(wide):
             return self._parameter(wide)
-        if is_view(wide):
+        if is_view(wide) and not wide.args[0].meta["val"].is_complex():  # type: ignore[union-attr]
             source = canonical(wide.args[0])  # type: ignore[arg-type]
             whole = source.meta["val"].numel() <= wide.meta["val"].numel()
             if whole or self._is_round(root_of(source)):

@@ -13,7 +13,8 @@ from onebox.graph.capture import Captured
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
 from onebox.graph.joint import Joint, Port
-from onebox.graph.lower import arguments_of, canonical, is_view, lower, random_positions
+from onebox.graph.kinds import require_types
+from onebox.graph.lower import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
 from onebox.graph.narrow import narrowed
 from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
 from onebox.graph.segments import Segments, accumulates, find_segments, picks, root_of
@@ -97,6 +98,8 @@ class TracedModel:
     ) -> None:
         joint = captured.joint.copied()
         self.reads = captured.reads
+        fold_numbers(joint.graph)
+        require_types(joint)
         self._backward = backward
         self._trained = trained
         self._halves = halves and backward

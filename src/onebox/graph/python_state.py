@@ -8,6 +8,7 @@ no graph can repeat, and is refused by name.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 import threading
@@ -186,7 +187,7 @@ class _Attributes:
 
     def _note_read(self, module: nn.Module, name: str, value: Any) -> None:
         path = self._paths.get(id(module))
-        if path is None or isinstance(value, Tensor | types.MethodType | types.FunctionType | nn.Module):
+        if path is None or isinstance(value, Tensor | nn.Module) or inspect.isroutine(value):
             return
         if name.startswith("_") and type(module).__module__.startswith("torch."):
             return  # a cache of PyTorch's own
@@ -293,8 +294,8 @@ def _changing(what: str, place: Place | None) -> CaptureError:
     where = f" at {place}: {place.text}" if place else ""
     return CaptureError(
         f"forward, or a hook, changes {what}, which outlasts it{where}\n"
-        "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or an "
-        "input of the model; on a virtual device (vgpu) it runs as it is",
+        "  A graph would hold what it was at first. Make it a buffer that forward writes to (self.register_buffer), or "
+        "an input of the model; on a virtual device (vgpu) it runs as it is",
         where=str(place) if place else None,
     )
 

@@ -54,11 +54,16 @@ def buffer_updates(joint: Joint) -> dict[str, Update]:
         decay = _decay(resolve(result), old, reads)
         if private and _depends_only_on(result, old):
             found[name] = Update(name=name, kind="constant")
-        elif private and decay is not None and (decay == 1.0 or result.meta["val"].dtype.is_floating_point):
+        elif private and decay is not None and (decay == 1.0 or _averages(result.meta["val"].dtype)):
             found[name] = Update(name=name, kind="affine", decay=decay)
         else:
             found[name] = Update(name=name, kind="general")
     return found
+
+
+def _averages(dtype: torch.dtype) -> bool:
+    """Tell whether a type holds means."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 Reads = Mapping[fx.Node, frozenset[fx.Node]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import inspect
 import itertools
 import random
 import sys
@@ -130,7 +131,7 @@ def functions_of(modules: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield the users' functions that modules call: their own methods, functions that they hold, and hooks."""
     for base in {base: None for module in modules for base in type(module).__mro__}:
         if _is_followed_class(base):
-            yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))
+            yield from (value for value in vars(base).values() if inspect.isfunction(value))
     for module in modules:
         yield from (each for each in vars(module).values() if callable(each) and not isinstance(each, nn.Module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
@@ -175,14 +176,14 @@ class _Variables:
         elif isinstance(value, functools.partial):
             called = (value.func, *value.args, *value.keywords.values())
             self._waiting += [("", each) for each in called if callable(each)]
-        elif isinstance(value, types.FunctionType):
+        elif inspect.isfunction(value):
             self._visit_function(value)
         elif _is_followed_class(type(value)) and not isinstance(value, nn.Module | type):
             self._objects[id(value)] = name, value
             if callable(value):
                 self._waiting.append((name, type(value).__call__))
 
-    def _visit_function(self, function: types.FunctionType) -> None:
+    def _visit_function(self, function: Any) -> None:
         if not _is_followed(function.__code__.co_filename):
             return
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -214,13 +215,13 @@ def _is_variable(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+def _names_read(code: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the names of globals and of attributes that code reads, that of functions within it included."""
     instructions = list(dis.get_instructions(code))
     names = [each.argval for each in instructions if each.opname == "LOAD_GLOBAL"]
     attributes = {each.argval for each in instructions if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}
     for each in code.co_consts:
-        if isinstance(each, types.CodeType):
+        if inspect.iscode(each):
             more, others = _names_read(each)
             names, attributes = [*names, *more], attributes | others
     return tuple(dict.fromkeys(names)), frozenset(attributes)

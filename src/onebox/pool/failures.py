@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -22,7 +23,12 @@ AFTERWARDS = "open another pool and resume from the last checkpoint"
 """What to do when a worker has ended."""
 
 _ADVICE = {
-    "operator": "what is computed from it is void; if plain PyTorch runs it, please report the operator and its shapes",
+    "operator": "what is computed from it is void; where plain PyTorch runs this operator on such tensors, it is an "
+    "error of onebox, and the operator and the shapes say which",
+    "data": "plain PyTorch says the same of this batch: look at the values, types and shapes that go into the model "
+    "and the loss; what is computed from them is void",
+    "asserted": "a GPU says so of a number that is out of range, mostly a label or an index of an embedding: look at "
+    "the values of the batch; a cpu device says which it is",
     "values": "use a cpu or cuda device where values are needed",
     "address": "behind a NAT no tensors go between workers: let gradients be summed at the client (sync='client') "
     "or let the agent serve at an address of its host",
@@ -51,12 +57,43 @@ class Place:
         return f"worker {self.worker} ({self.device} on {self.host})"
 
 
+_DATA = re.compile(
+    r"out of bounds|out of range|must have the same dtype|same reduction dim|shapes cannot be multiplied|"
+    r"size of tensor a|batch_size|target dtype|[Ee]xpected (scalar|tensor .* scalar) type|"
+    r"should be between 0 and 1|Class values must be|size mismatch|same dtype"
+)
+"""What PyTorch 2.11 to 2.13 says of batches that a model or a loss cannot take."""
+
+_CLASSES = re.compile(r"Target (-?\d+) is out of bounds")
+_SCORES = re.compile(r"^\w+\[(?:\d+, )?(\d+)")
+"""The classes of scores ``[B, C, ...]``, or ``[C]``, among the shapes of what a loss is given."""
+
+
+def _advice(failure: Failure) -> str:
+    """Return what to do about a failure."""
+    if failure.routine != 0 and failure.kind == "memory":
+        return ADVICE_IN_STEPS
+    if failure.kind != "operator":
+        return _ADVICE[failure.kind]
+    if "device-side assert" in failure.message:
+        return _ADVICE["asserted"]
+    if failure.cause != "IndexError" and not _DATA.search(failure.message):
+        return _ADVICE["operator"]
+    label, scores = _CLASSES.search(failure.message), _SCORES.search(failure.shapes)
+    if label and scores and "nll_loss" in failure.operator:
+        return (
+            f"a target of the batch is {label[1]}, and the model gives scores for {scores[1]} classes: allowed are 0 "
+            f"to {int(scores[1]) - 1}, and the loss's ignore_index; correct the targets, or let the model have more "
+            "classes"
+        )
+    return _ADVICE["data"]
+
+
 def to_error(failure: Failure, place: Place) -> OneboxError:
     """Return the exception for a failure that a worker reported."""
     shapes = f" on ({failure.shapes})" if failure.shapes else ""
     in_step = failure.routine != 0
-    advice = ADVICE_IN_STEPS if in_step and failure.kind == "memory" else _ADVICE[failure.kind]
-    message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {advice}"
+    message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {_advice(failure)}"
     where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
     if failure.kind == "protocol":
         return WireError(message)

@@ -13,12 +13,13 @@ from onebox.wire.channel import (
     receive,
     send,
 )
-from onebox.wire.eager import FREE, Argument, Block, Complex, Generator, Hole, Items, Kernel, Source, Strided
+from onebox.wire.eager import FREE, Argument, Block, Generator, Hole, Items, Kernel, Source, Strided
 from onebox.wire.link import Link
 from onebox.wire.operators import is_known, is_random, overload, shares_memory
 from onebox.wire.packing import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.program import (
     PROGRAM_TYPES,
+    Complex,
     DType,
     Layout,
     Many,

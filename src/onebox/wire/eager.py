@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from onebox.wire.program import DType, Layout, MemoryFormat, OwnDevice, Slot, _Part
+from onebox.wire.program import Complex, DType, Layout, MemoryFormat, OwnDevice, Slot, _Part
 
 FREE = 0
 """Instead of a kernel's number: the next integer is a buffer that ends here."""
@@ -24,13 +24,6 @@ class Hole(_Part, frozen=True, tag="h"):
     """An argument that each call brings along: its floating-point number with this index."""
 
     index: int
-
-
-class Complex(_Part, frozen=True, tag="c"):
-    """An argument: a complex number."""
-
-    real: float
-    imag: float
 
 
 class Source(_Part, frozen=True, tag="g"):

@@ -15,7 +15,7 @@ from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 from onebox.wire.steps import GroupDelays, Options, Step
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 

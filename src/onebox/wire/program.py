@@ -33,7 +33,7 @@ ITEM_BYTES = {
 }
 """The element types that travel, with the bytes of one element."""
 
-PROGRAM_TYPES = tuple(ITEM_BYTES)[:10]
+PROGRAM_TYPES = (*tuple(ITEM_BYTES)[:10], "complex64", "complex128")
 """Those that tensors of programs may have; the others are for eager operators, which need no gradients summed and no
 optimizer on the worker."""
 
@@ -97,13 +97,20 @@ class MemoryFormat(_Part, frozen=True, tag="m"):
     name: str
 
 
+class Complex(_Part, frozen=True, tag="c"):
+    """An argument: a complex number."""
+
+    real: float
+    imag: float
+
+
 class Many(_Part, frozen=True, tag="n"):
     """An operator argument: a flat list of numbers, or of tensors that may be missing."""
 
     items: tuple[Slot | bool | int | float | None, ...]
 
 
-Value = Slot | DType | OwnDevice | Layout | MemoryFormat | Many | bool | int | float | str | None
+Value = Slot | DType | OwnDevice | Layout | MemoryFormat | Many | Complex | bool | int | float | str | None
 
 
 class Operator(_Part, frozen=True):

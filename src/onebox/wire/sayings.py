@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from onebox.wire.eager import Complex, Strided
-from onebox.wire.program import Message, TensorSpec
+from onebox.wire.eager import Strided
+from onebox.wire.program import Complex, Message, TensorSpec
 from onebox.wire.state import StateEntry
 
 

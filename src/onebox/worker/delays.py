@@ -142,6 +142,10 @@ def expected_update(name: str, group: Mapping[str, Any], state: Mapping[str, Any
     """
     if name not in PREDICTS:
         raise WireError(f"the next update of {name} cannot be expected; allowed: {', '.join(PREDICTS)}")
+    if parameter.is_complex():  # optimizers step real and imaginary parts as numbers of their own
+        parts = {key: _parts(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        expected = expected_update(name, group, parts, _parts(parameter))
+        return None if expected is None else torch.view_as_complex(expected)
     rule = {"SGD": _sgd, "Muon": _muon, "NAdam": _nadam}.get(name, _adam)
     update = rule(group, state, parameter)
     if update is None:
@@ -150,6 +154,11 @@ def expected_update(name: str, group: Mapping[str, Any], state: Mapping[str, Any
     if decoupled and group["weight_decay"]:
         update.sub_(parameter, alpha=float(group["lr"]) * float(group["weight_decay"]))
     return update
+
+
+def _parts(tensor: Tensor) -> Tensor:
+    """Return real and imaginary parts side by side; a tensor of real numbers as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _sgd(group: Mapping[str, Any], state: Mapping[str, Any], parameter: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from onebox.errors import WireError
 from onebox.wire import DTYPES, Hole, Items, Kernel, Slot, Source, Strided, dtype_name, overload
 from onebox.worker.allow import EAGER, allowed
 from onebox.worker.arguments import Place, by_keyword, constant, picker
+from onebox.worker.fused import exactly
 
 _RUNNING = frozenset({"running_mean", "running_var"})
 """Arguments that operators of the batch norm family write to, whatever their schemas say."""
@@ -66,7 +67,8 @@ class CompiledKernel:
                 f"{kernel.name} has no use for some of its {kernel.inputs} tensors and {kernel.floats} numbers"
             )
         self.pick = picker(self.places)
-        run: Callable[..., Any] = functools.partial(call, **fixed) if fixed else call
+        exact = exactly(call)
+        run: Callable[..., Any] = functools.partial(exact, **fixed) if fixed else exact
         self.run = by_keyword(run, tuple(named)) if named else run
         writes = written_inputs(kernel)
         self.writes = tuple(writes)

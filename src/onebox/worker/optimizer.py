@@ -24,6 +24,7 @@ from onebox.worker.delays import (
     extrapolated,
     momentum_of,
 )
+from onebox.worker.fused import is_exact
 from onebox.worker.host import HostMemory
 from onebox.worker.masters import Masters, runs
 
@@ -86,8 +87,8 @@ class NativeOptimizer:
         )
         self.groups = self._made(spec)
         """The options of each group, and its parameters."""
-        for group in self.groups:
-            self._choose_kernel(group)
+        for name, group in zip(self._names, self.groups, strict=True):
+            self._choose_kernel(name, group)
         self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
         self.delays = tuple(map(self._checked, self._names, self.groups, for_each_group(spec.delay, len(spec.groups))))
         """What is done about late gradients of each group."""
@@ -358,14 +359,18 @@ class NativeOptimizer:
             raise WireError(f"delay {delay!r} needs an optimizer with momentum; {name} has none")
         return delay
 
-    def _choose_kernel(self, group: dict[str, Any]) -> None:
-        """Let one kernel update all parameters of a group, unless the user chose otherwise."""
+    def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:
+        """Let one kernel update all parameters of a group, unless the user chose otherwise or it is none to trust."""
         if self._masters is not None and group.get("capturable"):
             group["capturable"] = False  # what CUDA graphs need, and CPU kernels refuse
-        if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
+        if "fused" not in group or group["fused"] is False or (group["fused"] is None and group.get("foreach")):
             return
         unsuited = group.get("differentiable") or group.get("capturable")
-        if not unsuited and all(parameter.is_floating_point() for parameter in self.parameters):
+        kinds = {(parameter.dtype, parameter.device) for parameter in group["params"]}
+        exact = all(dtype.is_floating_point and is_exact(name, dtype, device) for dtype, device in kinds)
+        if group["fused"]:
+            group["fused"] = exact or None
+        elif group.get("foreach") is None and not unsuited and exact:
             group["fused"] = True
 
 

@@ -247,7 +247,7 @@ class SimOptimizer(NativeOptimizer):
         """Return options without the choice of a kernel: there is none for tensors without elements."""
         return {key: value for key, value in super()._options(options).items() if key not in KERNEL_OPTIONS}
 
-    def _choose_kernel(self, group: dict[str, Any]) -> None:
+    def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:
         group.update({key: False for key in ("fused", "foreach") if key in group})
 
 

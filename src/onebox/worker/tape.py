@@ -28,6 +28,7 @@ from onebox.wire import (
 )
 from onebox.worker.allow import allowed
 from onebox.worker.arguments import Place, by_keyword, constant, picker
+from onebox.worker.fused import exactly
 from onebox.worker.kernels import Expected
 from onebox.worker.products import faster
 
@@ -99,6 +100,9 @@ class Tape:
         for name in {operator.name for operator in program.operators}:
             allowed(name)
         memory_of = owners(program)
+        self._complex = [
+            place for place, slot in enumerate(program.outputs) if self._specs[slot].dtype.startswith("complex")
+        ]
         self._given_out = {memory_of[slot] for slot in program.outputs}
         self._code = [self._compile(operator) for operator in program.operators]
         read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
@@ -171,7 +175,10 @@ class Tape:
             for slot in dies:
                 registers[slot] = None
         self._checked = True
-        return [registers[slot] for slot in self.program.outputs]
+        made = [registers[slot] for slot in self.program.outputs]
+        for place in self._complex:  # elements are sent as they lie in memory
+            made[place] = made[place].resolve_conj()
+        return made
 
     def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
         """Return outputs of a run as they are to lie.
@@ -193,7 +200,8 @@ class Tape:
         listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
         if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
             raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
-        run = by_keyword(call, tuple(named)) if named else faster(operator, self._specs, self._device) or call
+        run = exactly(call)
+        run = by_keyword(run, tuple(named)) if named else faster(operator, self._specs, self._device) or run
         within = operator.outs[0] not in self._given_out  # where no operator writes, so that nothing needs a copy
         if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
             run = Tensor.contiguous

@@ -105,8 +105,9 @@ class TorchGroup:
         if self.rank == root:
             flat = self._flat(tensors, meant)
         else:
-            count = sum(prod(spec.shape) for spec in specs) + MARKS
-            flat = torch.empty(count, dtype=DTYPES[specs[0].dtype], device=self._device)
+            dtype = DTYPES[specs[0].dtype]
+            count = sum(prod(spec.shape) for spec in specs) * (2 if dtype.is_complex else 1) + MARKS
+            flat = torch.empty(count, dtype=dtype.to_real(), device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         work = self._guard(lambda: self._group.broadcast([flat], options))
@@ -125,9 +126,9 @@ class TorchGroup:
         return order, meaning(order, specs, *more)
 
     def _flat(self, tensors: Sequence[Tensor], meant: tuple[int, int]) -> Tensor:
-        """Return tensors as one, with marks of what is meant at its end."""
-        own = marks(meant[1], tensors[0].dtype, self._size).to(tensors[0].device)
-        return torch.cat([*(tensor.reshape(-1) for tensor in tensors), own])
+        """Return tensors as one of real numbers, with marks of what is meant at its end."""
+        parts = [_real(tensor).reshape(-1) for tensor in tensors]
+        return torch.cat([*parts, marks(meant[1], parts[0].dtype, self._size).to(parts[0].device)])
 
     def _checked(
         self, flat: Tensor, specs: Sequence[TensorSpec], meant: tuple[int, int], times: int
@@ -140,7 +141,8 @@ class TorchGroup:
         def made() -> Tensor:
             if not known:
                 check_marks(flat[-MARKS:], meant[1], self._size, meant[0], times=times)
-            return flat[:-MARKS]
+            elements = flat[:-MARKS]
+            return elements if elements.dtype is DTYPES[specs[0].dtype] else torch.view_as_complex(elements.view(-1, 2))
 
         return made
 
@@ -172,7 +174,7 @@ class TorchGroup:
         dense = tensor.to(self._staged).contiguous()
         if dense.data_ptr() == tensor.data_ptr():
             dense = dense.clone()
-        self._outgoing.add(self._guard(lambda: self._group.send([dense], peer, channel)), dense)
+        self._outgoing.add(self._guard(lambda: self._group.send([_real(dense)], peer, channel)), dense)
         return time.monotonic_ns()
 
     def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
@@ -184,7 +186,7 @@ class TorchGroup:
         check_rows(spec, rows)
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
         parts = tensor.split(list(rows)) if rows else [tensor]
-        works = [self._guard(functools.partial(self._group.recv, [part], peer, channel)) for part in parts]
+        works = [self._guard(functools.partial(self._group.recv, [_real(part)], peer, channel)) for part in parts]
         return self._finish(works, lambda: tensor.to(self._device))
 
     def interrupt(self) -> None:
@@ -265,6 +267,11 @@ class _Outgoing:
             with suppress(RuntimeError):
                 item[0].wait()
             del item
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor as libraries take it that know no complex numbers: real and imaginary parts side by side."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, meant: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from onebox.errors import CaptureError
 from onebox.graph.lower import arguments_of, canonical, lower, random_positions
-from onebox.wire import DType, MemoryFormat, OwnDevice, Program, Slot, encode
+from onebox.wire import Complex, DType, MemoryFormat, OwnDevice, Program, Slot, encode
 from onebox.wire.messages import Define, Envelope, StoredProgram
 from onebox.worker.tape import Progress, Tape
 from tests.unit.programs import CPU
@@ -133,8 +133,19 @@ def test_a_python_function_is_refused() -> None:
 
 
 def test_a_type_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(Exception, match="complex"):
-        lowered(lambda x: torch.complex(x, x), X)
+    with pytest.raises(Exception, match=r"tensors of torch.uint16 cannot be trained with; allowed: .*complex64"):
+        lowered(lambda x: x.to(torch.uint16), X)
+
+
+def test_complex_numbers_are_not_left_to_be_conjugated() -> None:
+    """What is sent is what lies in memory; and a number that stands for a tensor is computed where it is traced."""
+    program = lowered(lambda x: torch.complex(x, x).conj() * (0.5 + 2j), X)
+    assert [operator.name for operator in program.operators] == [
+        "aten.complex.default",
+        "aten.conj_physical.default",
+        "aten.mul.Tensor",
+    ]
+    assert program.operators[-1].args[1] == Complex(0.5, 2.0)
 
 
 def test_slots_are_those_of_the_inputs_first() -> None:

@@ -42,6 +42,42 @@ def test_each_kind_of_failure_is_an_error_of_its_own(kind: Any, expected: type[O
         assert (error.operator, error.shapes) == ("aten.mm.default", "float32[2, 3], float32[2, 3]")
 
 
+@pytest.mark.parametrize(
+    ("operator", "message", "shapes", "cause", "parts"),
+    [
+        (
+            "aten.nll_loss_forward.default",
+            "Target 7 is out of bounds.",
+            "float64[8, 4], int64[8]",
+            "IndexError",
+            ["a target of the batch is 7", "scores for 4 classes", "allowed are 0 to 3"],
+        ),
+        ("aten.embedding.default", "index out of range in self", "float32[9, 4], int64[8]", "IndexError", ["batch"]),
+        (
+            "aten.binary_cross_entropy.default",
+            "all elements of input should be between 0 and 1",
+            "float32[8], float32[8]",
+            "RuntimeError",
+            ["plain PyTorch says the same of this batch"],
+        ),
+        (
+            "aten.nll_loss_forward.default",
+            "CUDA error: device-side assert triggered",
+            "float32[8, 4], int64[8]",
+            "AcceleratorError",
+            ["label", "out of range", "a cpu device says which"],
+        ),
+    ],
+)
+def test_what_a_batch_is_to_blame_for_is_said_of_the_batch(
+    operator: str, message: str, shapes: str, cause: str, parts: list[str]
+) -> None:
+    text = str(to_error(Failure("operator", operator, message, shapes, cause), PLACE))
+    for part in (message, shapes, *parts):
+        assert part in text
+    assert "report" not in text
+
+
 def test_every_kind_has_an_error() -> None:
     for kind in get_args(get_type_hints(Failure)["kind"]):
         assert to_error(Failure(kind, "x", "y"), PLACE)

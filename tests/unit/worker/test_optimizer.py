@@ -242,3 +242,76 @@ def test_bytes_of_the_state_are_known_after_the_first_step() -> None:
 def test_optimizers_that_are_refused(spec: Optimizer) -> None:
     with pytest.raises(WireError):
         NativeOptimizer(spec, parameters()[:1], [])
+
+
+LENGTHS = (101, 3, 64)
+"""Vectors of any processor and a rest, a rest alone, vectors alone."""
+
+ROUNDINGS = {torch.float64: 64, torch.float32: 64, torch.bfloat16: 8, torch.float16: 16}
+"""What the plain kernel and ours may be apart, in units of the last place of 1."""
+
+
+def rounded(numbers: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [number.to(dtype) for number in numbers]
+
+
+def descents(kind: str, dtype: torch.dtype, *, fused: bool) -> tuple[list[Tensor], ...]:
+    """Return where parameters start, and where plain torch, ours and torch in float64 come to in a few steps."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(8, length) for length in LENGTHS] if kind == "Muon" else [(length,) for length in LENGTHS]
+    start = rounded([torch.randn(shape, generator=generator) for shape in shapes], dtype)
+    plain = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+    wide = [torch.nn.Parameter(tensor.double().clone()) for tensor in start]
+    ours = [tensor.clone() for tensor in start]
+    made = getattr(torch.optim, kind)
+    lr = {"Adadelta": 20.0, "Muon": 0.05, "ASGD": 0.05, "SGD": 0.05}.get(kind, 0.02)
+    options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    if "eps" in made(plain).defaults and kind not in ("Adafactor", "Muon"):
+        options["eps"] = 1e-3  # that of the default is 0 in float16, and divides by it
+    reference, exact = made(plain, lr=lr, **options), made(wide, lr=lr, **options)
+    (told,) = options_of(reference)
+    told = {**told, "fused": True} if fused else told
+    native = NativeOptimizer(Optimizer(kind, (((0, 1, 2), told),), (1, 2, 3)), ours, [])
+    signs = [torch.randn(shape, generator=generator).sign() for shape in shapes]
+    for _ in range(4):
+        gradients = rounded([sign * (0.5 + torch.rand(sign.shape, generator=generator) / 2) for sign in signs], dtype)
+        for one, other, gradient in zip(plain, wide, gradients, strict=True):
+            one.grad, other.grad = gradient.clone(), gradient.double()
+        reference.step()
+        exact.step()
+        native.step(gradients, 0.0)
+    return start, [one.detach() for one in plain], ours, [one.detach() for one in wide]
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("kind", [kind for kind in ALLOWED if hasattr(torch.optim, kind)])
+def test_every_type_moves_as_in_plain_torch_and_as_far_as_in_float64(kind: str, dtype: torch.dtype) -> None:
+    fusing = "fused" in getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(2, 2))]).defaults
+    for fused in (False, True)[: 1 + fusing]:
+        start, plain, ours, exact = descents(kind, dtype, fused=fused)
+        tolerance = ROUNDINGS[dtype] * torch.finfo(dtype).eps
+        for before, theirs, mine, right in zip(start, plain, ours, exact, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+            moved, should = mine.double() - before.double(), right - before.double()
+            assert float((moved - should).norm() / should.norm()) < 0.4, "as far, and in that direction"
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("kind", ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "Rprop", "SGD"])
+def test_complex_parameters(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    start = [torch.randn(6, dtype=dtype, generator=generator) for _ in range(3)]
+    theirs = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+    reference = getattr(torch.optim, kind)(theirs)
+    ours = [tensor.clone() for tensor in start]
+    native = NativeOptimizer(Optimizer(kind, (((0, 1, 2), options_of(reference)[0]),), (1, 2, 3)), ours, [])
+    for _ in range(3):
+        gradients = [torch.randn(6, dtype=dtype, generator=generator) for _ in range(3)]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        reference.step()
+        assert native.step(gradients, 0.5) == pytest.approx(float(norm))
+    for one, other in zip(theirs, ours, strict=True):
+        assert torch.equal(one.detach(), other)
+    assert not torch.equal(ours[0], start[0])

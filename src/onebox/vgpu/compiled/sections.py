@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 
 from onebox.errors import WireError
-from onebox.graph.lower import arguments_of, canonical, is_view, lower, runs_as
+from onebox.graph.lower import arguments_of, canonical, fold_numbers, is_view, lower, runs_as
 from onebox.wire import DTYPES, PROGRAM_TYPES, Program
 from onebox.worker.allow import allowed
 
@@ -76,6 +76,7 @@ def sections(graph: fx.Graph) -> list[Section | Single]:
     Args:
         graph: A functional ATen graph, each node with its value's description under ``val``.
     """
+    fold_numbers(graph)
     results = output_nodes(graph)
     live = _live(graph, results)
     steps: list[_Open | Single] = []
