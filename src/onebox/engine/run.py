@@ -29,6 +29,7 @@ from onebox.engine.results import StepLoss, StepValues, locate, step_values, tol
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
 from onebox.engine.traces import Traces
+from onebox.engine.transfer import Transfer
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
@@ -74,6 +75,7 @@ class TrainingRun:
         self._request = request
         self.captures = captures
         self._remote = remote
+        self.transfer = Transfer(pool, remote)
         self._settings = settings
         self.uploads = uploads
         self._ready: Ready | None = None

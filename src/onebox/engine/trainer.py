@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import nn
 
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
@@ -289,9 +288,9 @@ class Trainer(Observed):
         Raises:
             OneboxError: A step failed.
         """
-        with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                self._remote.named.tensors[name].copy_(tensor)
+        self._require_open()
+        self.wait()
+        self._run.surely(lambda: self._run.transfer.into(self._remote.named.tensors))
 
     @classmethod
     def resume(

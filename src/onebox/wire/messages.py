@@ -15,7 +15,7 @@ from onebox.wire.program import Message, Program, TensorSpec
 from onebox.wire.state import SlotInstruction, StateEntry
 from onebox.wire.steps import GroupDelays, Options, Step
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of everything in this file, in ``steps.py``, ``program.py`` and ``state.py``; both sides must agree."""
 
 
@@ -80,11 +80,14 @@ class Put(Message, frozen=True, tag="put"):
         buffers: Their numbers.
         specs: What they become.
         packed: How each frame is compressed, nothing where it is not; empty where none is.
+        there: Whether the buffers hold tensors of these specifications already, and the elements come to be where those
+            lie, so that an optimizer that steps them, on the host as well, has them, too.
     """
 
     buffers: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
     packed: tuple[Literal["", "lz4", "zstd"], ...] = ()
+    there: bool = False
 
 
 class Run(Message, frozen=True, tag="run"):
