@@ -39,6 +39,30 @@ class Remembrance:
     here: Mapping[Key, Tensor] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Changes:
+    """Changes that were made by hand to a state, in copies of its own.
+
+    Args:
+        tensors: Parameters and buffers as they are now, by name.
+        entries: All that the optimizer is to remember; ``None`` for what it remembers.
+    """
+
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    entries: OptimizerEntries | None = None
+
+    def then(self, later: Changes) -> Changes:
+        """Return these and later ones as one."""
+        entries = self.entries if later.entries is None else later.entries
+        return Changes(tensors={**self.tensors, **later.tensors}, entries=entries)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        values = [*self.tensors.values(), *(value for _, _, value in self.entries or ())]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
 class Transfer:
     """Reads and writes the state on the workers.
 
@@ -87,8 +111,12 @@ class Transfer:
 
     def not_held(self) -> dict[Key, Tensor]:
         """Return the parameters and buffers that no worker holds: the user's own are the state."""
-        held = self._remote.reading().specs
+        held = self.held()
         return {(name, ""): tensor for name, tensor in self._remote.named.tensors.items() if name not in held}
+
+    def held(self) -> frozenset[str]:
+        """Return the names of the parameters and buffers that workers hold."""
+        return frozenset(self._remote.reading().specs)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value).
