@@ -18,7 +18,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 40, 3)
         self.norm = nn.BatchNorm2d(40)
-        self.half = nn.Parameter(torch.randn(101, 7).bfloat16())
+        self.small = nn.Parameter(torch.randn(101, 7).bfloat16())
         self.odd = nn.Parameter(torch.randn(8, 999).t())
         self.one = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
         self.none = nn.Parameter(torch.zeros(0, 4))
@@ -33,18 +33,18 @@ def made() -> tuple[Model, NamedState, Detector]:
 def test_nothing_is_changed_that_was_not() -> None:
     model, _, detector = made()
     with torch.no_grad():
-        model.half.zero_()
+        model.small.zero_()
     assert detector.changed(fully=True) == [], "nothing has been noted"
     detector.note(fully=True)
     model.norm.momentum = 0.3
     model.eval()
-    model.half.requires_grad_(False)
+    model.small.requires_grad_(False)
     model.extra = nn.ReLU()
     model.extra = nn.Tanh()
     assert detector.changed(fully=True) == []
 
 
-@pytest.mark.parametrize("name", ["first.weight", "half", "odd", "one", "norm.running_mean"])
+@pytest.mark.parametrize("name", ["first.weight", "small", "odd", "one", "norm.running_mean"])
 @pytest.mark.parametrize(
     "write",
     [
@@ -66,7 +66,7 @@ def test_each_way_of_writing_is_seen_with_each_step(name: str, write: Callable[[
     assert detector.changed(fully=True) == []
 
 
-@pytest.mark.parametrize("name", ["first.weight", "half", "odd"])
+@pytest.mark.parametrize("name", ["first.weight", "small", "odd"])
 @pytest.mark.parametrize("place", [0, 17, 500, -1])
 def test_one_element_is_seen_where_all_are_looked_at(name: str, place: int) -> None:
     _, named, detector = made()
