@@ -112,7 +112,7 @@ KILLED = """
             format="onebox-checkpoint", version=checkpoint.VERSION, torch="", step=step, seed=0, precision="fp32",
             clip_grad_norm=None, plan=None, optimizer="SGD", groups=(), numbers=(), extra={},
         )
-        write(folder, Checkpoint(manifest=manifest, state=state, optimizer={}), keep=1)
+        write(folder, Checkpoint(manifest=manifest, state=state, optimizer={}).contents(), keep=1)
 
     save(1)
     sync = checkpoint._sync

@@ -7,11 +7,13 @@ a process that is killed at any moment leaves whole ones only. Nothing is ever u
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +25,11 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
 
+from onebox.engine.reading import Key
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
+from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
 from onebox.wire.steps import Options
 
 VERSION = 2
@@ -33,6 +37,26 @@ _MANIFEST = "manifest.json"
 _FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _MANIFEST_BYTES = 256 << 20
+
+_TYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""Element types as safetensors calls them."""
+
+_HEADER_ALIGN_BYTES = 8
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,13 +147,37 @@ class Checkpoint:
     state: Mapping[str, Tensor]
     optimizer: Mapping[tuple[str, str], Tensor]
 
+    def contents(self) -> Contents:
+        """Return what writes it."""
+        tensors = {(name, ""): tensor for name, tensor in self.state.items()} | dict(self.optimizer)
+        return Contents(
+            manifest=self.manifest,
+            specs={key: spec_of(tensor) for key, tensor in tensors.items()},
+            elements=lambda keys: (tensors[key] for key in keys),
+        )
 
-def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint is written from, without all of it being in memory.
+
+    Args:
+        manifest: What it is.
+        specs: What each of its tensors is.
+        elements: From some of these to their elements in order, one tensor behind the other, in tensors of any shape.
+    """
+
+    manifest: Manifest
+    specs: Mapping[Key, TensorSpec]
+    elements: Callable[[Sequence[Key]], Iterable[Tensor]]
+
+
+def write(folder: Path, contents: Contents, *, keep: int | None) -> Path:
     """Write a checkpoint into a folder, atomically.
 
     Args:
         folder: Made if it is not there.
-        checkpoint: What to write.
+        contents: What to write.
         keep: How many saves to keep: this one and the newest others; all when ``None``.
 
     Returns:
@@ -138,23 +186,24 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
     Raises:
         UsageError: ``keep`` is less than 1, or ``extra`` is not JSON.
         CheckpointError: The disk is full, or the folder cannot be written to; older saves are whole.
+        OneboxError: What is written could not be had; older saves are whole.
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep={keep}: at least the newest checkpoint must be kept")
     try:
-        json.dumps(checkpoint.manifest.extra, allow_nan=False)
+        json.dumps(contents.manifest.extra, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"extra={checkpoint.manifest.extra!r} cannot be written as JSON: {error}") from None
+        raise UsageError(f"extra={contents.manifest.extra!r} cannot be written as JSON: {error}") from None
     temporary = folder / f".writing-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         temporary.mkdir()
         try:
-            final = _write_files(temporary, folder, checkpoint)
+            final = _write_files(temporary, folder, contents)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole: make room, or "
             "save to another folder",
@@ -166,26 +215,16 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int | None) -> Path:
     return final
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor as all safetensors libraries know it: complex numbers as pairs, in one more dimension."""
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
-
-
-def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
-    tensors: dict[str, dict[str, Tensor]] = {name: {} for name in _FILES}
-    for name, tensor in checkpoint.state.items():
+def _write_files(temporary: Path, folder: Path, contents: Contents) -> Path:
+    keys: dict[str, dict[str, Key]] = {name: {} for name in _FILES}
+    for name, key in contents.specs:
         prefix, _, rest = name.partition(".")
-        tensors[f"{prefix}.safetensors"][rest] = tensor
-    for (name, key), tensor in checkpoint.optimizer.items():
-        tensors["optimizer.safetensors"][f"{name}/{key}"] = tensor
-    entries = []
-    for name in _FILES:
-        safetensors.torch.save_file({key: _real(tensor) for key, tensor in tensors[name].items()}, temporary / name)
-        entries.append(_entry(temporary / name))
-        _sync(temporary / name)
-    pairs = {name: [key for key, tensor in own.items() if tensor.is_complex()] for name, own in tensors.items()}
-    pairs = {name: keys for name, keys in pairs.items() if keys}
-    manifest = msgspec.structs.replace(checkpoint.manifest, files=tuple(entries), complex=pairs)
+        file, called = ("optimizer", f"{name}/{key}") if key else (prefix, rest)
+        keys[f"{file}.safetensors"][called] = name, key
+    entries = [_write_tensors(temporary / name, keys[name], contents) for name in _FILES]
+    pairs = {name: [called for called, key in own.items() if _is_complex(contents, key)] for name, own in keys.items()}
+    pairs = {name: found for name, found in pairs.items() if found}
+    manifest = msgspec.structs.replace(contents.manifest, files=tuple(entries), complex=pairs)
     (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     _sync(temporary / _MANIFEST)
     _sync(temporary)
@@ -193,6 +232,49 @@ def _write_files(temporary: Path, folder: Path, checkpoint: Checkpoint) -> Path:
     temporary.rename(final)
     _sync(folder)
     return final
+
+
+def _is_complex(contents: Contents, key: Key) -> bool:
+    return DTYPES[contents.specs[key].dtype].is_complex
+
+
+def _real(spec: TensorSpec) -> TensorSpec:
+    """Return what a tensor is as all safetensors libraries know it: complex numbers as pairs, in one more dimension."""
+    if not DTYPES[spec.dtype].is_complex:
+        return spec
+    return TensorSpec({"complex64": "float32", "complex128": "float64"}[spec.dtype], (*spec.shape, 2))
+
+
+def _write_tensors(file: Path, keys: Mapping[str, Key], contents: Contents) -> FileEntry:
+    """Write a safetensors file as its tensors come: what it begins with is known from what they are.
+
+    The header is the number of bytes of a JSON object, and that; the elements follow, those of the largest types first,
+    so that all are aligned (https://github.com/huggingface/safetensors, Format).
+    """
+    specs = {name: _real(contents.specs[key]) for name, key in keys.items()}
+    names = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
+    header, end = {}, 0
+    for name in names:
+        spec = specs[name]
+        if spec.dtype not in _TYPES:
+            raise CheckpointError(
+                f"{name} is of {spec}, which no safetensors file can hold: train without it", path=file
+            )
+        start, end = end, end + spec.size_bytes
+        header[name] = {"dtype": _TYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
+    begin = [memoryview(struct.pack("<Q", len(text))), memoryview(text)]
+    elements = map(to_frame, contents.elements([keys[name] for name in names]))
+    digest, size_bytes = hashlib.sha256(), 0
+    with file.open("xb") as stream:
+        for part in itertools.chain(begin, elements):
+            stream.write(part)
+            digest.update(part)
+            size_bytes += len(part)
+    _sync(file)
+    assert size_bytes == sum(map(len, begin)) + end, f"{file} lacks something"
+    return FileEntry(file.name, size_bytes, digest.hexdigest())
 
 
 def saves(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from onebox.engine.compiler import Compiled
 from onebox.engine.holdings import Members
 from onebox.engine.parcels import Parcel
 from onebox.engine.results import StepLoss
+from onebox.engine.transfer import Changes
 from onebox.engine.upload import Uploads
 from onebox.engine.windows import Window
 from onebox.pool import Answer, Pool
@@ -28,6 +29,7 @@ class Work:
         options: The optimizer's options of each parameter group.
         loss: What the user got for it.
         parcel: The batch as it was uploaded ahead, if it was.
+        changes: What was changed by hand in the state before it.
     """
 
     number: int
@@ -35,11 +37,12 @@ class Work:
     options: tuple[Options, ...]
     loss: StepLoss
     parcel: Parcel | None = None
+    changes: Changes | None = None
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the batch."""
-        return self.batch.nbytes
+        """Bytes of the batch, and of changes by hand."""
+        return self.batch.nbytes + (self.changes.size_bytes if self.changes else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from torch import Tensor
 from onebox.engine.adaptive import Made
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import write
+from onebox.engine.client_state import ClientState
 from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
 from onebox.engine.remote import RemoteState
-from onebox.engine.restore import take
+from onebox.engine.restore import contents
 from onebox.engine.results import Event
 from onebox.engine.run import TrainingRun
 from onebox.engine.state import OptimizerEntries
@@ -32,6 +33,7 @@ class Observed:
     Args:
         run: What it has on the pool.
         remote: The state on the workers.
+        client: The model in this process.
     """
 
     seed: int
@@ -43,8 +45,9 @@ class Observed:
     warm_up: int
     overlap: bool
 
-    def __init__(self, run: TrainingRun, remote: RemoteState) -> None:
+    def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState) -> None:
         self._run = run
+        self._client = client
         self._remote = remote
         self._planned: Plan | None = None
         """The plan that there will be, as far as is known before the first step."""
@@ -145,14 +148,16 @@ class Observed:
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained parameters and buffers, by name; names begin with ``model.`` or ``loss.``."""
         self._require_open()
+        self._client.bring()
         self.wait()
-        return self._run.surely(self._remote.tensors)
+        return self._run.surely(self._run.transfer.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
         self._require_open()
+        self._client.bring()
         self.wait()
-        return self._run.surely(self._remote.optimizer_state)
+        return self._run.surely(self._run.transfer.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
@@ -171,6 +176,7 @@ class Observed:
             OneboxError: A step failed.
         """
         self._require_open()
+        self._client.bring()
         self.wait()
         settings = {
             "step": self.steps_done,
@@ -184,9 +190,14 @@ class Observed:
             "overlap": self.overlap,
             "extra": dict(extra or {}),
         }
-        checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan or self._planned, **settings))
-        self._run.saved = write(Path(path), checkpoint, keep=keep)
-        return self._run.saved
+        run, remote = self._run, self._remote
+
+        def written() -> Path:
+            plan = self.plan or self._planned
+            return write(Path(path), contents(remote, run.transfer, plan=plan, **settings), keep=keep)
+
+        run.saved = run.surely(written)
+        return run.saved
 
     def _require_open(self) -> None:
         if self._closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from onebox.engine.state import (
 )
 from onebox.engine.versions import KEYS, Versions, handed_over
 from onebox.graph.placements import REPLICATE, Shard, shard_of
-from onebox.pool import Answer, Pool, raise_first
+from onebox.pool import Pool, raise_first
 from onebox.wire import spec_of, to_frame
 from onebox.wire.messages import Define, Instruction, Put
 from onebox.wire.sayings import Memory
@@ -165,7 +164,7 @@ class RemoteState:
             if held:
                 self._trained[worker] = held
                 self._owned[worker] = holdings.owned_by(worker, trained)
-                entries, tensors = state_entries(self._share(worker, holdings), held)
+                entries, tensors = state_entries(self.share(worker, holdings, self.remembered), held)
                 delay = self.versions.delay
                 definition = optimizer_definition(self.optimizer, self.named, held, entries, host=host, delay=delay)
                 instructions: list[Instruction] = [Define(self._optimizer_number, definition)]
@@ -266,10 +265,20 @@ class RemoteState:
         self._sent_options = options
         return changed
 
-    def _share(self, worker: int, holdings: Holdings) -> OptimizerEntries:
-        """Return what the optimizer remembers of a worker's shares of the parameters."""
+    def resend_options(self) -> None:
+        """Take note that an optimizer has been defined anew, perhaps with options of another step than the next."""
+        self._sent_options = ()
+
+    def share(self, worker: int, holdings: Holdings, remembered: OptimizerEntries) -> OptimizerEntries:
+        """Return what an optimizer remembers of a worker's shares of the parameters.
+
+        Args:
+            worker: The worker.
+            holdings: How parameters are split.
+            remembered: What the optimizer remembers of all of them.
+        """
         found: OptimizerEntries = []
-        for name, key, value in self.remembered:
+        for name, key, value in remembered:
             placement = holdings.placement(name)
             if isinstance(placement, Shard) and isinstance(value, Tensor) and worker in holdings.holders.get(name, ()):
                 whole = value.shape == self.named.tensors[name].shape
@@ -290,36 +299,6 @@ class RemoteState:
                 found.setdefault(worker, []).append((members, Ask("digest", tuple(numbers))))
         return found
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers as they are on their first holder, by name.
-
-        Raises:
-            OneboxError: A worker failed, or the pool is closed.
-        """
-        self._pool.post(self._pool.present[0], ())  # where nothing is there yet, a pool that is no more still says so
-        reading = self.reading()
-        found = reading.read(self._ask(reading.tensor_questions())).tensors
-        return {
-            name: found[name] if name in found else tensor.detach().to("cpu", copy=True)
-            for name, tensor in self.named.tensors.items()
-        }
-
-    def optimizer_state(self) -> OptimizerEntries:
-        """Return what the optimizer remembers, as (parameter, key, value)."""
-        if not self._trained:
-            return self.remembered
-        reading = self.reading()
-        return reading.read(self._ask(reading.optimizer_questions())).entries
-
-    def version_tensors(self) -> dict[tuple[str, str], Tensor]:
-        """Return the versions of parameters, by the parameter and the kind; none where there are none."""
-        found: dict[tuple[str, str], Tensor] = {}
-        for key, numbers in self.versions.keys.items() if self.branched else ():
-            reading = dataclasses.replace(self.reading(), numbers=numbers, names=dict(self._owned))
-            tensors = reading.read(self._ask(reading.tensor_questions())).tensors
-            found |= {(name, key): tensor for name, tensor in tensors.items()}
-        return found
-
     def reading(self) -> Reading:
         """Return who answers for which part of the state, as it is spread now."""
         names: dict[int, list[str]] = {}
@@ -328,16 +307,13 @@ class RemoteState:
                 names.setdefault(worker, []).append(name)
         return Reading(
             numbers=self.named.numbers,
+            specs={name: self.named.spec(name) for name in self._holders},
             names={worker: tuple(own) for worker, own in names.items()},
             optimizer=self._optimizer_number,
             trained=dict(self._trained),
             owned=dict(self._owned),
             holdings=self._holdings,
         )
-
-    def _ask(self, questions: Mapping[int, Sequence[Instruction]]) -> dict[int, Answer]:
-        futures = [self._pool.post(worker, asks, answer=True) for worker, asks in questions.items()]
-        return dict(zip(questions, raise_first(futures), strict=True))
 
     @property
     def holdings(self) -> Holdings:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onebox.engine.checkpoint import VERSION, Checkpoint, GroupEntry, Manifest, NumberEntry
+from onebox.engine.checkpoint import VERSION, Checkpoint, Contents, GroupEntry, Manifest, NumberEntry
 from onebox.engine.optimizers import Optimizers, each_of, groups_of
+from onebox.engine.reading import Key
 from onebox.engine.remote import RemoteState
 from onebox.engine.state import NamedState, OptimizerEntries, named_state
+from onebox.engine.transfer import Transfer
 from onebox.engine.versions import KEYS
 from onebox.errors import CheckpointError
 from onebox.plan import Plan
@@ -27,27 +30,41 @@ def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry,
     )
 
 
-def take(remote: RemoteState, **settings: Any) -> Checkpoint:
-    """Return a checkpoint of what is on the workers.
+def contents(remote: RemoteState, transfer: Transfer, **settings: Any) -> Contents:
+    """Return what writes a checkpoint of what is on the workers, a tensor at a time.
 
     Args:
         remote: The state on the workers.
+        transfer: Reads it.
         **settings: The fields of :class:`Manifest` that the trainer knows.
+
+    Raises:
+        OneboxError: A worker failed, or the pool is closed.
     """
-    state = remote.tensors()
-    entries = remote.optimizer_state()
+    sources, here = dict(transfer.sources()), transfer.not_held()
+    remembered = transfer.remembered()
+    sources |= remembered.tensors
+    here |= remembered.here
+    sources |= transfer.versions()
     manifest = Manifest(
         format="onebox-checkpoint",
         version=VERSION,
         torch=str(torch.__version__),
         optimizer=tuple(group.kind for group in groups_of(remote.optimizer)),
         groups=group_entries(remote.optimizer, remote.named),
-        numbers=tuple(NumberEntry(n, k, value) for n, k, value in entries if not isinstance(value, Tensor)),
+        numbers=tuple(NumberEntry(name, key, value) for (name, key), value in remembered.numbers.items()),
         **settings,
     )
-    tensors = {(name, key): value for name, key, value in entries if isinstance(value, Tensor)}
-    tensors |= remote.version_tensors()
-    return Checkpoint(manifest=manifest, state=state, optimizer=tensors)
+    specs = {key: source.spec for key, source in sources.items()} | {key: spec_of(t) for key, t in here.items()}
+
+    def elements(keys: Sequence[Key]) -> Iterator[Tensor]:
+        for away, run in itertools.groupby(keys, lambda key: key in sources):
+            if away:
+                yield from transfer.elements({key: sources[key] for key in run})
+            else:
+                yield from (here[key].detach() for key in run)
+
+    return Contents(manifest=manifest, specs=specs, elements=elements)
 
 
 def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any]) -> dict[str, Any]:

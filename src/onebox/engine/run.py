@@ -29,6 +29,7 @@ from onebox.engine.results import StepLoss, StepValues, locate, step_values, tol
 from onebox.engine.settings import Request
 from onebox.engine.setup import Ready, set_up
 from onebox.engine.traces import Traces
+from onebox.engine.transfer import Changes, Transfer
 from onebox.engine.upload import Uploaded, Uploads
 from onebox.engine.windows import Window
 from onebox.errors import OneboxError, OperatorError, PlanError, ReplicasParted
@@ -74,6 +75,11 @@ class TrainingRun:
         self._request = request
         self.captures = captures
         self._remote = remote
+        self.transfer = Transfer(pool, remote)
+        self.when_set_up: Callable[[], None] = lambda: None
+        """Called when the user's model has become the state on the workers."""
+        self._changes: Changes | None = None
+        self._written: Changes | None = None
         self._settings = settings
         self.uploads = uploads
         self._ready: Ready | None = None
@@ -100,7 +106,15 @@ class TrainingRun:
             self.surely(lambda: self._get_ready(batch, number).step(batch))
         kept = self.uploads.kept(batch) if parcel is None else batch
         result = StepLoss(number, self._failed, self.drain)
-        work = Work(number=number, batch=kept, options=options_of(self._remote.optimizer), loss=result, parcel=parcel)
+        work = Work(
+            number=number,
+            batch=kept,
+            options=options_of(self._remote.optimizer),
+            loss=result,
+            parcel=parcel,
+            changes=self._changes,
+        )
+        self._changes = None
         if guard is None:
             self._post(work)
             self._begun(result)
@@ -138,6 +152,7 @@ class TrainingRun:
     def launch(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Begin a step, or begin it again; see :class:`~onebox.engine.guard.Run`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
+        self._write(work.changes)
         compiled = ready.compiler.step(work.batch)
         before, window = overlap.begin(work, compiled, ready.group_of)
         deferred = overlap.deferred
@@ -170,6 +185,38 @@ class TrainingRun:
                 self._failed(error)
         if self.error is not None:
             raise self.error
+
+    # ---- changes by hand
+
+    @property
+    def begun(self) -> bool:
+        """Whether the state is with the workers, rather than in the user's model."""
+        return self._ready is not None or self.error is not None
+
+    def change(self, changes: Changes) -> None:
+        """Let the state on the workers be another one from here on, for whoever reads it and for the next step.
+
+        Args:
+            changes: What is other; whoever brings the state back after a loss does this again.
+
+        Raises:
+            OneboxError: The run cannot go on after a loss.
+        """
+        self._changes = changes if self._changes is None else self._changes.then(changes)
+        self.surely(lambda: None)
+        if self.guard is None:
+            self._changes = None
+
+    def _write(self, changes: Changes | None) -> None:
+        """Bring changes by hand to the workers, unless that was the last thing that was done."""
+        if changes is None or changes is self._written or self._ready is None:
+            return
+        with told_to_all("a change by hand", self.fail):
+            self.overlap.end()
+            self.transfer.write(changes.tensors)
+            if changes.entries is not None:
+                self.transfer.write_optimizer(changes.entries, host=self._ready.plan.update == "host")
+        self._written = changes
 
     def _post(self, work: Work) -> Mapping[int, Future[Answer]]:
         """Send each device its part of a step; when only some have got theirs, the step is void."""
@@ -245,12 +292,14 @@ class TrainingRun:
         """Do something, again after each loss that the run can go on after."""
         while True:
             try:
+                self._write(self._changes)
                 return action()
             except LOSSES as error:
                 self.recover(error)
 
     def rebuild(self, copies: Copies | None) -> str | None:
         """Bring a state to the workers; see :class:`~onebox.engine.guard.Run`."""
+        self._written = None
         self.uploads.use(None)
         self.overlap.reset()
         self.traces.forget_replaced()
@@ -372,6 +421,7 @@ class TrainingRun:
             self.examples.add(batch, steps=steps)
             self._request = dataclasses.replace(self._request, plan=self.plan)
             self.uploads.use(ready)
+            self.when_set_up()
         return self._ready
 
     def evaluation(self, batch: Batch) -> Compiled:
@@ -379,6 +429,7 @@ class TrainingRun:
         batch = self.captures.stamped(batch)
         compiled = self.set_up(batch, steps=False).evaluation(batch, stepped=self.steps_done > 0)
         self.examples.add(batch, steps=False)
+        self._write(self._changes)
         return compiled
 
     def close(self) -> None:

@@ -37,13 +37,17 @@ class NamedState:
         numbers: The buffer that each is in, the same on every worker.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: dict[str, Tensor]
     parameters: frozenset[str]
     numbers: Mapping[str, int]
 
     def spec(self, name: str) -> TensorSpec:
         """Return what a tensor is."""
         return spec_of(self.tensors[name])
+
+    def replace(self, others: Mapping[str, Tensor]) -> None:
+        """Let other tensors of the same kind stand in the places of some."""
+        self.tensors.update(others)
 
 
 def named_state(model: nn.Module, loss: Any, new_number: Callable[[], int]) -> NamedState:

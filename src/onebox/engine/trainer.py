@@ -8,12 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
 from torch import nn
 
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
 from onebox.engine.batch import as_batch
 from onebox.engine.checkpoint import read
+from onebox.engine.client_state import ClientState
 from onebox.engine.compiler import Captures
 from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
@@ -180,7 +180,7 @@ class Trainer(Observed):
         parts = pool, request, Captures(recipe), remote, settings, Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
         follow(run, adaptive, pool, optimizer)
-        super().__init__(run, remote)
+        super().__init__(run, remote, ClientState(run, remote, model, loss))
         self._planned = request.said(len(pool))
 
     def __enter__(self) -> Self:
@@ -189,7 +189,7 @@ class Trainer(Observed):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(keep=error is None)
 
     # ---- training
 
@@ -249,9 +249,12 @@ class Trainer(Observed):
         if isinstance(inputs, Uploaded):
             if targets is not None or samples is not None:
                 raise UsageError("step() was given an upload and targets; an upload has its targets already")
-            result = self._run.step(inputs.parcel.batch, inputs)
+            batch, uploaded = inputs.parcel.batch, inputs
         else:
-            result = self._run.step(as_batch(inputs, targets, samples))
+            batch, uploaded = as_batch(inputs, targets, samples), None
+        self._client.bring()
+        result = self._run.step(batch, uploaded)
+        self._client.stepped()
         for each in self._remote.optimizer:  # schedulers ask whether they have stepped
             each._opt_called = True  # type: ignore[attr-defined]
         return result
@@ -273,6 +276,7 @@ class Trainer(Observed):
             OneboxError: Something failed on a worker.
         """
         self._require_open()
+        self._client.bring()
         self.wait()
         with self._run.uploads.out_of_the_way():
             return evaluate(
@@ -291,12 +295,43 @@ class Trainer(Observed):
     def pull(self) -> None:
         """Copy the trained weights and buffers back into the model (and the loss, if it has any).
 
+        What is changed there by hand from then on, until the next step, is brought to the workers by that, and by
+        whatever else looks at the state. What the optimizer remembers is brought when it is read, as
+        ``optimizer.state_dict()`` does.
+
         Raises:
-            OneboxError: A step failed.
+            OneboxError: A step failed, or a worker is lost for good; the model may have been written in part.
         """
-        with torch.no_grad():
-            for name, tensor in self.tensors().items():
-                self._remote.named.tensors[name].copy_(tensor)
+        self._require_open()
+        self._client.bring(overwrite=True)
+        self.wait()
+        self._client.pull()
+
+    def push(self) -> None:
+        """Let the workers go on with the weights and buffers of the model (and the loss) as they are here, however old.
+
+        What the optimizer remembers stays as it is.
+
+        Raises:
+            UsageError: A parameter is another object now than when this trainer was made, or steps are late.
+            OneboxError: A worker failed.
+
+        Example:
+            >>> import torch, onebox
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with onebox.open("cpu*2") as pool, onebox.Trainer(
+            ...     model, torch.nn.functional.mse_loss, optimizer, pool=pool
+            ... ) as trainer:
+            ...     loss = trainer.step(torch.ones(8, 4), torch.zeros(8, 1))
+            ...     torch.nn.init.zeros_(model.weight) is model.weight
+            ...     trainer.push()
+            ...     bool(trainer.tensors()["model.weight"].any())
+            True
+            False
+        """
+        self._require_open()
+        self._client.push()
 
     @classmethod
     def resume(
@@ -347,9 +382,17 @@ class Trainer(Observed):
         return trainer
 
     def close(self) -> None:
-        """Free everything that the trainer holds on the pool; the pool stays. Idempotent."""
+        """Free everything that the trainer holds on the pool; the pool stays. Idempotent.
+
+        Where no step has been made since the last :meth:`pull`, what the optimizer remembers is brought first.
+        """
+        self._close(keep=True)
+
+    def _close(self, *, keep: bool) -> None:
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # the pool may be broken, or closed before
+            self._client.close(keep=keep)
+        with contextlib.suppress(Exception):
             self._run.close()

@@ -38,7 +38,16 @@ from onebox.wire.program import (
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
 from onebox.wire.reliable import Restarted
-from onebox.wire.tensors import DTYPES, check_elements, dtype_name, from_frame, program_dtype_name, spec_of, to_frame
+from onebox.wire.tensors import (
+    DTYPES,
+    check_elements,
+    dtype_name,
+    from_frame,
+    program_dtype_name,
+    rows_of,
+    spec_of,
+    to_frame,
+)
 
 __all__ = [
     "DTYPES",
@@ -91,6 +100,7 @@ __all__ = [
     "program_dtype_name",
     "reads",
     "receive",
+    "rows_of",
     "send",
     "shares_memory",
     "spec_of",

@@ -80,11 +80,14 @@ class Put(Message, frozen=True, tag="put"):
         buffers: Their numbers.
         specs: What they become.
         packed: How each frame is compressed, nothing where it is not; empty where none is.
+        there: Whether the buffers hold tensors of these specifications already, and the elements come to be where those
+            lie, so that an optimizer that steps them, on the host as well, has them, too.
     """
 
     buffers: tuple[int, ...]
     specs: tuple[TensorSpec, ...]
     packed: tuple[Literal["", "lz4", "zstd"], ...] = ()
+    there: bool = False
 
 
 class Run(Message, frozen=True, tag="run"):

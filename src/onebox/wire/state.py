@@ -143,6 +143,24 @@ class Lay(_Part, frozen=True, tag="lay"):
     buffers: tuple[int, ...] = ()
 
 
+class Remembered(_Part, frozen=True, tag="remembered"):
+    """Answer with a tensor that an optimizer remembers of a parameter.
+
+    Args:
+        optimizer: Its number.
+        parameter: The position of the parameter.
+        key: Of the entry.
+        first: The first row (index of the first dimension) that is wanted.
+        rows: How many rows; 0 for the whole.
+    """
+
+    optimizer: int
+    parameter: int
+    key: str
+    first: int = 0
+    rows: int = 0
+
+
 class Drop(_Part, frozen=True, tag="drop"):
     """Forget slots; those that are not there are passed over.
 
@@ -155,7 +173,7 @@ class Drop(_Part, frozen=True, tag="drop"):
     again: bool = False
 
 
-SlotInstruction = Snapshot | Give | Take | Read | Write | Fill | Recall | Lay | Drop
+SlotInstruction = Snapshot | Give | Take | Read | Write | Fill | Recall | Lay | Remembered | Drop
 
 
 def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:

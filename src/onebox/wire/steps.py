@@ -229,9 +229,17 @@ class Rename(Message, frozen=True, tag="rename"):
 
 
 class Get(Message, frozen=True, tag="get"):
-    """Answer with buffers: specifications in the reply, elements in frames."""
+    """Answer with buffers: specifications in the reply, elements in frames.
+
+    Args:
+        buffers: Which.
+        first: The first row (index of the first dimension) that is wanted of each.
+        rows: How many rows of each; 0 for the whole.
+    """
 
     buffers: tuple[int, ...]
+    first: int = 0
+    rows: int = 0
 
 
 class Ask(Message, frozen=True, tag="ask"):

@@ -59,6 +59,19 @@ def to_frame(tensor: Tensor) -> memoryview:
     return memoryview(np.from_dlpack(dense.view(torch.uint8)))  # type: ignore[arg-type]
 
 
+def rows_of(tensor: Tensor, first: int, rows: int) -> Tensor:
+    """Return rows of a tensor, indices of its first dimension; all of it where ``rows`` is 0.
+
+    Raises:
+        WireError: It has no such rows.
+    """
+    if not rows:
+        return tensor
+    if first < 0 or rows < 0 or not tensor.dim() or first + rows > tensor.shape[0]:
+        raise WireError(f"rows {first} to {first + rows} of a tensor of shape {list(tensor.shape)}; it has none such")
+    return tensor.narrow(0, first, rows)
+
+
 def from_frame(spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
     """Return a new CPU tensor with the elements of a frame.
 

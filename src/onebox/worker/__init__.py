@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onebox.worker.delays import AHEAD, PREDICTS, REMEMBERS, momentum_of
+    from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, REMEMBERS, momentum_of
     from onebox.worker.faults import Fault
     from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
     from onebox.worker.optimizer import for_each_group
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD",
+    "LAST_UPDATE",
     "OPTIMIZERS",
     "PREDICTS",
     "REMEMBERS",
@@ -30,6 +31,7 @@ __all__ = [
 _HOMES = {
     "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
     "AHEAD": ("onebox.worker.delays", "AHEAD"),
+    "LAST_UPDATE": ("onebox.worker.delays", "LAST_UPDATE"),
     "PREDICTS": ("onebox.worker.delays", "PREDICTS"),
     "REMEMBERS": ("onebox.worker.delays", "REMEMBERS"),
     "Fault": ("onebox.worker.faults", "Fault"),

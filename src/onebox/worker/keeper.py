@@ -8,10 +8,23 @@ from typing import Any
 import torch
 
 from onebox.errors import WireError
-from onebox.wire import TensorSpec, spec_of, to_frame
+from onebox.wire import TensorSpec, rows_of, spec_of, to_frame
 from onebox.wire.sayings import Kept, Memory, Result, Tensors
 from onebox.wire.sayings import Slots as Filled
-from onebox.wire.state import Drop, Fill, Give, Lay, Read, Recall, SlotInstruction, Snapshot, StateEntry, Take, Write
+from onebox.wire.state import (
+    Drop,
+    Fill,
+    Give,
+    Lay,
+    Read,
+    Recall,
+    Remembered,
+    SlotInstruction,
+    Snapshot,
+    StateEntry,
+    Take,
+    Write,
+)
 from onebox.worker.courier import Courier
 from onebox.worker.faults import FaultInjector
 from onebox.worker.host import HostMemory
@@ -88,6 +101,11 @@ class Keeper:
                 self._recall(what)
             case Lay():
                 return [self._lay(what)]
+            case Remembered():
+                tensor = self._definition(what.optimizer, NativeOptimizer).remembered(what.parameter, what.key)
+                part = rows_of(tensor, what.first, what.rows)
+                answers.append(to_frame(part))
+                return [Tensors((spec_of(part),))]
             case Drop():
                 slots.drop(what.slots, again=what.again)
         return []

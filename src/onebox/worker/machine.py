@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, get_args
 
 from onebox.errors import WireError
-from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, spec_of, unpack
+from onebox.wire import Block, Generator, Kernel, TensorSpec, from_frame, rows_of, spec_of, unpack
 from onebox.wire.eager import EagerWork, Operate, Perform, Replay
 from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
 from onebox.wire.messages import Define, Instruction, Put, Routine, Run, StoredProgram
 from onebox.wire.messages import Optimizer as OptimizerSpec
 from onebox.wire.references import references
 from onebox.wire.sayings import Digest, Failure, OptimizerState, Result, Scalars, Tensors
-from onebox.wire.state import Lay, Read, Recall, SlotInstruction, Snapshot
+from onebox.wire.state import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
 from onebox.wire.steps import (
     Ask,
     Branch,
@@ -54,7 +54,7 @@ from onebox.worker.updates import Updates
 _Kind = TypeVar("_Kind")
 Report = Callable[[Failure], None]
 
-_ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay)
+_ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay, Remembered)
 """Instructions whose answer somebody waits for; where there can be none, the failure is the answer."""
 
 
@@ -261,7 +261,11 @@ class Machine:
             if codec:
                 self.store.reserve(spec.size_bytes)  # before it takes memory
                 frame = unpack(codec, frame, spec.size_bytes)
-            self.store.put(number, self._device.fill(spec, frame))
+            made = self._device.fill(spec, frame)
+            if put.there:
+                self._updates.overwrite(number, made, self._definitions.values())
+            else:
+                self.store.put(number, made)
         return []
 
     def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
@@ -277,7 +281,7 @@ class Machine:
         return []
 
     def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
-        tensors = [self.store.get(resolve(reference)) for reference in get.buffers]
+        tensors = [rows_of(self.store.get(resolve(number)), get.first, get.rows) for number in get.buffers]
         self.frames_out += [self._device.read(tensor) for tensor in tensors]
         return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
 

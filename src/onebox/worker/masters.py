@@ -41,7 +41,7 @@ class Masters:
     """Copies of parameters, kept the same as these.
 
     Args:
-        parameters: The parameters, on their device. Nobody else may write to them.
+        parameters: The parameters, on their device. Whoever else writes to one calls :meth:`refresh`.
         run_bytes: What is on its way at once.
     """
 
@@ -71,6 +71,10 @@ class Masters:
     def move(self, index: int, place: Tensor) -> None:
         """Let a parameter lie elsewhere from its next step on, which writes all of it."""
         self.parameters[index] = place
+
+    def refresh(self, index: int) -> None:
+        """Let a copy become what its parameter is, which has been written to."""
+        self.tensors[index].copy_(self.parameters[index])
 
     def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None, apply: Apply) -> None:
         """Let copies be stepped, and their parameters become what they are then.

@@ -251,6 +251,24 @@ class NativeOptimizer:
             place.copy_(self.parameters[index])
             self.parameters[index].data = place
 
+    def overwritten(self, number: int) -> None:
+        """Take note that a buffer has other elements, so that the copy of a parameter on the host gets them, too."""
+        if self._masters is not None and number in self.numbers:
+            self._masters.refresh(self.numbers.index(number))
+
+    def remembered(self, index: int, key: str) -> Tensor:
+        """Return a tensor that is remembered of a parameter.
+
+        Raises:
+            WireError: There is none.
+        """
+        value = None
+        if 0 <= index < len(self.parameters):
+            value = self._of(index).state.get(self.parameters[index], {}).get(key)
+        if not isinstance(value, Tensor):
+            raise WireError(f"an optimizer of {len(self.parameters)} parameters remembers no tensor {key!r} of {index}")
+        return value
+
     def expect(self, index: int, into: Tensor) -> None:
         """Let a tensor become what a parameter is expected to be one step later: what it is, where nothing is."""
         own, delay = self.parameters[index], self.delays[self._group_of[index]]

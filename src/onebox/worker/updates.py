@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -117,6 +117,29 @@ class Updates:
             self.versions.renewed(step.optimizer, chosen, [(n, self._store.get(n)) for n in ahead])
         self._device.pace(start_ns, optimizer.cost_of(chosen), self._progress)
         return [*([] if found is None else [Scalars((found,))]), *([] if delays is None else [delays])]
+
+    def overwrite(self, number: int, made: Tensor, definitions: Iterable[object]) -> None:
+        """Let a buffer have other elements where it lies; optimizers that step it go on from them.
+
+        Args:
+            number: The buffer.
+            made: A tensor with the elements.
+            definitions: All that are defined on the worker.
+
+        Raises:
+            Poisoned: The buffer is void.
+            WireError: It is another kind of tensor, or has versions.
+        """
+        tensor = self._store.get(number)
+        if spec_of(made) != spec_of(tensor):
+            raise WireError(f"{spec_of(made)} for buffer {number} of {spec_of(tensor)}; allowed is one like it")
+        if number in self.versions:
+            raise WireError(f"buffer {number} is a version of a parameter; only steps of its optimizer change it")
+        self._before_update()
+        tensor.detach().copy_(made)
+        for optimizer in definitions:
+            if isinstance(optimizer, NativeOptimizer):
+                optimizer.overwritten(number)
 
     def branch(self, branch: Branch, resolve: Resolve) -> None:
         """Begin versions of an optimizer's parameters.

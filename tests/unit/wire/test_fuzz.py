@@ -38,7 +38,7 @@ from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenera
 from onebox.wire.grouping import FormGroup
 from onebox.wire.messages import Define, Envelope, Optimizer, Put, Routine, Run, StoredProgram
 from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Scalars
-from onebox.wire.state import StateEntry
+from onebox.wire.state import Remembered, StateEntry
 from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep
 
 SPEC = TensorSpec("float32", (2, 3))
@@ -60,6 +60,7 @@ KERNEL = Kernel(
     (Strided("float32", (2, 3), (3, 1), 0, 24), None),
 )
 ENVELOPES = [
+    Envelope(1, True, (Put((1,), (SPEC,), there=True), Get((1,), 4, 8), Remembered(6, 0, "exp_avg", 4, 8))),
     Envelope(1, True, (Define(3, StoredProgram(PROGRAM)),)),
     Envelope(
         2,

@@ -12,9 +12,11 @@ from onebox.wire import Many, Operator, Program, Slot, TensorSpec, from_frame, s
 from onebox.wire.grouping import FormGroup, Gone, LeaveGroup, Reduced, Rendezvous
 from onebox.wire.messages import Bye, Define, Optimizer, Put, Routine, Run
 from onebox.wire.sayings import Digest, Memory, OptimizerState, Scalars
-from onebox.wire.state import Fill, Read, Snapshot, StateEntry, Take, Write
-from onebox.wire.steps import Ask, Call, Free, OptimizerStep, Receive, Reduce, Send
+from onebox.wire.state import Fill, Read, Remembered, Snapshot, StateEntry, Take, Write
+from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
 from onebox.worker.faults import Fault
+from onebox.worker.masters import Masters
+from onebox.worker.optimizer import NativeOptimizer
 from onebox.worker.store import Poisoned
 from tests.unit.machines import Rig, define, elementwise
 
@@ -72,8 +74,6 @@ def test_free_passes_over_what_is_not_there(rig: Rig) -> None:
 
 def test_an_answer_is_as_of_its_place_in_the_stream(rig: Rig) -> None:
     """An optimizer writes to its parameters in place; an answer before it in the same message must not change."""
-    from onebox.wire.steps import Get
-
     rig.put(b5=torch.ones(2, 2, dtype=torch.float64))
     rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0}),), (1,))))
     rig.do(Get((1,)), OptimizerStep(7, (5,)), Get((1,)))
@@ -445,6 +445,60 @@ def test_an_optimizer_steps_in_place_and_tells_its_state(rig: Rig) -> None:
     for each in (rig, other):
         each.do(OptimizerStep(7, (2,)))
     assert torch.equal(rig.get(1), other.get(1)), "an optimizer goes on from its state, bit for bit"
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_an_optimizer_goes_on_from_what_is_put_where_its_parameter_lies(
+    host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies on the host as on a GPU, but for the GPU."""
+    if host:
+        monkeypatch.setattr(NativeOptimizer, "_copies", lambda _, parameters: Masters(parameters))
+    rig = Rig()
+    rig.put(b1=X, b2=torch.ones(2, 2, dtype=torch.float64))
+    rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0, "momentum": 0.5}),), (1,), host=host)))
+    rig.do(OptimizerStep(7, (2,)))
+    rig.do(Put((1,), (SPEC,), there=True), frames=[bytes(to_frame(10 * X))])
+    assert torch.equal(rig.get(1), 10 * X)
+    rig.do(OptimizerStep(7, (2,)))
+    assert torch.equal(rig.get(1), 10 * X - 1.5), "and it has its momentum"
+    rig.do(Put((1,), (THREE,), there=True), frames=[bytes(72)])
+    assert "float64[3, 3] for buffer 1 of float64[2, 2]" in failure_of(rig, 1).message
+
+
+def test_rows_are_answered(rig: Rig) -> None:
+    rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0, "momentum": 0.5}),), (1,))))
+    rig.put(b2=torch.arange(4, dtype=torch.float64).view(2, 2))
+    rig.do(OptimizerStep(7, (2,)))
+    asks = Get((2,), 1, 1), Remembered(7, 0, "momentum_buffer"), Remembered(7, 0, "momentum_buffer", 0, 1)
+    found = rig.do(*asks)
+    assert [each.specs for each in found] == [
+        (TensorSpec("float64", (1, 2)),),
+        (SPEC,),
+        (TensorSpec("float64", (1, 2)),),
+    ]
+    values = [from_frame(each.specs[0], bytes(f)) for each, f in zip(found, rig.machine.frames_out, strict=True)]
+    assert [value.flatten().tolist() for value in values] == [[2, 3], [0, 1, 2, 3], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        Get((1,), 1, 2),
+        Get((1,), -1, 1),
+        Get((1,), 0, -1),
+        Remembered(7, 0, "exp_avg"),
+        Remembered(7, 1, "momentum_buffer"),
+        Remembered(7, 0, "momentum_buffer", 2, 1),
+        Remembered(8, 0, "momentum_buffer"),
+    ],
+)
+def test_what_is_not_there_is_not_answered(rig: Rig, ask: Get | Remembered) -> None:
+    rig.do(Define(7, Optimizer("SGD", (((0,), {"lr": 1.0, "momentum": 0.5}),), (1,))))
+    rig.put(b2=X)
+    rig.do(OptimizerStep(7, (2,)))
+    with pytest.raises(Poisoned):
+        rig.do(ask)
 
 
 def test_clipping_answers_with_the_norm_and_scales_all_gradients(rig: Rig) -> None:

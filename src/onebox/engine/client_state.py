@@ -1,0 +1,291 @@
+"""The model in the client's process and the state on the workers: how each comes to be what the other is.
+
+The workers train a copy. What a user writes into the model by hand is brought to them where it was computed from what
+they have, and refused where steps have been made since. Trainers that share modules bring each other what they trained,
+by way of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from onebox.engine.changes import Detector
+from onebox.engine.optimizer_state import OptimizersOnWorkers, StaleState
+from onebox.engine.remote import RemoteState
+from onebox.engine.run import TrainingRun
+from onebox.engine.state import OptimizerEntries
+from onebox.engine.transfer import Changes
+from onebox.errors import UsageError
+from onebox.sizes import size_text
+
+_LOG = logging.getLogger("onebox")
+
+_OPEN: weakref.WeakSet[ClientState] = weakref.WeakSet()
+"""Those of all open trainers of this process."""
+
+_clock = itertools.count(1)
+
+
+class ClientState:
+    """The client's side of a training state.
+
+    Args:
+        run: What is on the workers.
+        remote: The state there.
+        model: The user's model.
+        loss: The user's loss, which may be a module.
+    """
+
+    def __init__(self, run: TrainingRun, remote: RemoteState, model: nn.Module, loss: Any) -> None:
+        self._run = run
+        self._remote = remote
+        self._detector = Detector(model, loss, remote.named)
+        self._at = -1
+        """The step count at which the model here is what the workers have."""
+        self._news: dict[str, int] = {}
+        """When shared tensors were last trained or changed here, on a clock that all trainers share."""
+        self._seen: weakref.WeakKeyDictionary[ClientState, int] = weakref.WeakKeyDictionary()
+        self._said = False
+        self._optimizers = OptimizersOnWorkers(
+            remote.optimizer, remote.named, self._fetch_optimizers, lambda: self._run.steps_done
+        )
+        run.when_set_up = self._brought
+        _OPEN.add(self)
+
+    # ---- what a trainer calls
+
+    def bring(self, *, overwrite: bool = False) -> None:
+        """Let the workers have what was changed by hand, and what trainers of the same tensors have made of them.
+
+        Args:
+            overwrite: Whether what cannot be brought is about to be overwritten; it is only warned of then.
+
+        Raises:
+            UsageError: Something was changed by hand that cannot be brought; nothing has been done.
+            OneboxError: A worker failed.
+        """
+        self._take_changes(overwrite=overwrite)
+        self._exchange()
+
+    def stepped(self) -> None:
+        """Take note that a step has begun."""
+        if self._partners():
+            trained, named = set(self._remote.wanted), self._remote.named
+            self._have_news(name for name in named.tensors if name in trained or name not in named.parameters)
+
+    def pull(self) -> None:
+        """Copy parameters and buffers from the workers into the model.
+
+        Raises:
+            OneboxError: A worker failed; the model may have been written in part.
+        """
+        run, tensors = self._run, self._remote.named.tensors
+        try:
+            run.surely(lambda: run.transfer.into(tensors))
+        finally:
+            self._note(tensors, fully=True)
+        if run.begun:
+            self._at = run.steps_done
+
+    def push(self) -> None:
+        """Let the workers go on with the model as it is here.
+
+        Raises:
+            UsageError: It cannot be brought.
+            OneboxError: A worker failed.
+        """
+        run, named = self._run, self._remote.named
+        self._detector.changed(fully=False)  # for buffers that were replaced, and parameters that may not be
+        if not run.begun:
+            return
+        self._require_one_version(list(named.tensors))
+        for partner in self._partners():
+            self._seen[partner] = partner._newest
+        self._change(named.tensors, self._changed_optimizers())
+        self._at = run.steps_done
+
+    def close(self, *, keep: bool) -> None:
+        """Leave the model and the optimizers to their user.
+
+        Args:
+            keep: Whether optimizers are to hold what the workers remember, if the model is what these have.
+
+        Raises:
+            OneboxError: A worker failed.
+        """
+        _OPEN.discard(self)
+        try:
+            if keep and self._in_step and self._run.error is None:
+                self._optimizers.bring()
+        finally:
+            self._optimizers.close()
+
+    # ---- changes by hand
+
+    @property
+    def _in_step(self) -> bool:
+        return self._at == self._run.steps_done
+
+    def _take_changes(self, *, overwrite: bool) -> None:
+        changed = self._detector.changed(fully=self._in_step)
+        if not self._run.begun:
+            if (entries := self._changed_optimizers()) is not None:
+                self._remote.remembered = entries
+            return
+        if changed and not self._in_step:
+            changed = self._left_over(changed, overwrite=overwrite)
+        entries = self._changed_optimizers()
+        if changed or entries is not None:
+            self._require_one_version(changed or ["the optimizer's state"])
+            self._change(changed, entries)
+
+    def _left_over(self, changed: list[str], *, overwrite: bool) -> list[str]:
+        """Deal with changes of a model that is older than the workers'; return those that remain to be brought."""
+        tensors = self._remote.named.tensors
+        wanted = {id(tensors[name]) for name in changed}
+        for partner in self._partners():  # the model may be what another trainer has, which then brings it
+            if partner._in_step and partner._run.begun and wanted <= partner._ids:
+                partner._change([n for n, t in partner._remote.named.tensors.items() if id(t) in wanted], None)
+                return []
+        which, steps = _listed(changed), self._run.steps_done - self._at
+        if not overwrite:
+            raise UsageError(
+                f"{which} changed by hand, but the model in this process is {steps} steps behind the workers' "
+                "(steps since the last pull()), so that what was computed from it would undo these: call "
+                "trainer.pull() before a change, or trainer.push() after one, which lets the workers go on with the "
+                "model as it is here; nothing was done"
+            )
+        _LOG.warning("pull() overwrites %s changed by hand %d steps after the last pull()", which, steps)
+        return []
+
+    def _changed_optimizers(self) -> OptimizerEntries | None:
+        try:
+            return self._optimizers.changed()
+        except StaleState:
+            raise UsageError(
+                "the optimizer's state was changed by hand, but steps have been made since it was read: read "
+                "optimizer.state or optimizer.state_dict() again before a change, or replace all of it by "
+                "optimizer.load_state_dict(); nothing was done"
+            ) from None
+
+    def _require_one_version(self, changed: list[str]) -> None:
+        if self._remote.branched:
+            raise UsageError(
+                f"{_listed(changed)} changed by hand while staleness=1: there are several versions of the weights on "
+                "the workers then; change them before the first step that is late (warm_up says which), or train with "
+                "staleness=0; nothing was done"
+            )
+
+    def _change(self, names: Iterable[str], entries: OptimizerEntries | None) -> None:
+        """Bring tensors as they are here, and the optimizer's state if it is given, to the workers."""
+        tensors = self._remote.named.tensors
+        chosen = list(names)
+        held = self._run.transfer.held()
+        copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
+        self._note(chosen, fully=True)
+        self._have_news(chosen)
+        self._run.change(Changes(tensors=copies, entries=entries))
+
+    def _brought(self) -> None:
+        """Take note that the model here has been brought to the workers, if it is for the first time."""
+        if self._at < 0:
+            self._detector.note(fully=True)
+            self._at = self._run.steps_done
+
+    def _note(self, names: Collection[str], *, fully: bool) -> None:
+        """Take note of tensors as they are, with all trainers that have them."""
+        self._detector.note(names, fully=fully)
+        ids = {id(self._remote.named.tensors[name]) for name in names}
+        for partner in self._partners():
+            theirs = [name for name, tensor in partner._remote.named.tensors.items() if id(tensor) in ids]
+            partner._detector.note(theirs, fully=fully)
+
+    # ---- trainers that share tensors
+
+    @property
+    def _ids(self) -> set[int]:
+        return {id(tensor) for tensor in self._remote.named.tensors.values()}
+
+    def _partners(self) -> list[ClientState]:
+        """Return those of open trainers of the same tensors, who trained last behind the others."""
+        if len(_OPEN) < 2:
+            return []
+        own = self._ids
+        found = [other for other in _OPEN if other is not self and own & other._ids]
+        return sorted(found, key=lambda other: other._newest)
+
+    @property
+    def _newest(self) -> int:
+        return max(self._news.values(), default=0)
+
+    def _have_news(self, names: Iterable[str]) -> None:
+        now = next(_clock)
+        self._news.update(dict.fromkeys(names, now))
+
+    def _exchange(self) -> None:
+        """Bring what other trainers have made of tensors of this one since it last looked."""
+        for partner in self._partners():
+            seen = self._seen.get(partner, 0)
+            if partner._newest > seen and partner._run.begun:
+                self._take_from(partner, seen)
+
+    def _take_from(self, partner: ClientState, seen: int) -> None:
+        """Bring what another trainer has made of shared tensors since a time."""
+        partner._take_changes(overwrite=False)
+        newest, run = partner._newest, partner._run
+        own = {id(tensor): name for name, tensor in self._remote.named.tensors.items()}
+        theirs = {
+            name: tensor
+            for name, tensor in partner._remote.named.tensors.items()
+            if id(tensor) in own and partner._news.get(name, 0) > seen
+        }
+        if theirs:
+            run.drain()
+            run.wait(0)
+            run.surely(lambda: run.transfer.into(theirs))
+            shared = {own[id(tensor)]: tensor for tensor in theirs.values()}
+            self._note(shared, fully=self._in_step)
+            self._say(shared)
+            if self._run.begun:
+                held = self._run.transfer.held()
+                copies = {n: tensor.detach().to("cpu", copy=True) for n, tensor in shared.items() if n in held}
+                self._run.change(Changes(tensors=copies))
+        self._seen[partner] = newest
+
+    def _say(self, shared: Mapping[str, Tensor]) -> None:
+        """Log once what it costs that tensors are shared."""
+        if self._said:
+            return
+        self._said = True
+        size_bytes = sum(tensor.nbytes for tensor in shared.values())
+        _LOG.warning(
+            "two open trainers share %s%s: each step of one waits for the steps of the other, and brings what that has "
+            "trained, %s, by way of this process",
+            next(iter(shared)),
+            f" and {len(shared) - 1} more tensors" if len(shared) > 1 else "",
+            size_text(size_bytes),
+        )
+
+    # ---- optimizers
+
+    def _fetch_optimizers(self) -> OptimizerEntries | None:
+        run = self._run
+        if run.error is not None:
+            return None
+        if not run.begun:
+            return self._remote.remembered
+        run.drain()
+        run.wait(0)
+        return run.surely(run.transfer.optimizer_state)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as the subject of a sentence."""
+    more = len(names) - 1
+    return f"{names[0]} and {more} more tensor{'s' if more > 1 else ''} were" if more > 0 else f"{names[0]} was"
