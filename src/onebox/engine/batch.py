@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Batch:
         samples: Which they are, ``int64 [B]``, if that is known.
         python_state: Which of the states of Python it is to be computed in; see
             :meth:`~onebox.engine.compiler.Captures.stamped`.
+        normalisers: What the user's function made of the targets of its micro-batches, by where they are cut.
     """
 
     leaves: tuple[Tensor, ...]
@@ -33,6 +34,7 @@ class Batch:
     size: int
     samples: Tensor | None = None
     python_state: int = 0
+    normalisers: dict[Hashable, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
 
+from onebox.engine.loss_reduction import ReductionName
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
@@ -79,6 +80,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         delay: What was asked to be done about gradients that are late because of it.
         warm_up: So many steps come before the first that is computed with older weights.
         overlap: Whether exact steps overlap.
+        loss_reduction: ``mean``, ``sum``, ``weighted`` with a function that is no part of it, or none.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -99,6 +101,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     delay: str = "auto"
     warm_up: int = 0
     overlap: bool = False
+    loss_reduction: ReductionName | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

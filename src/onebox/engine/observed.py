@@ -14,6 +14,7 @@ from onebox.engine.checkpoint import write
 from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
+from onebox.engine.loss_reduction import LossReduction, reduction_name
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import take
 from onebox.engine.results import Event
@@ -42,6 +43,7 @@ class Observed:
     delay: str
     warm_up: int
     overlap: bool
+    loss_reduction: LossReduction
 
     def __init__(self, run: TrainingRun, remote: RemoteState) -> None:
         self._run = run
@@ -182,6 +184,7 @@ class Observed:
             "delay": self.delay,
             "warm_up": self.warm_up,
             "overlap": self.overlap,
+            "loss_reduction": reduction_name(self.loss_reduction),
             "extra": dict(extra or {}),
         }
         checkpoint = self._run.surely(lambda: take(self._remote, plan=self.plan or self._planned, **settings))
