@@ -26,14 +26,13 @@ MOST_BYTES = 256 << 20
 """Of the outputs of a comparison, which is made in the client."""
 
 
-class _Shapes(nn.Module):
-    """Stands for a loss, and takes note of what the outputs of the model are."""
+class _Shapes:
+    """Stands for a loss, and takes note of what the outputs of the model are; no module, whose changes are refused."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.found: list[Any] = []
 
-    def forward(self, outputs: Any, targets: Any) -> Tensor:
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Return any scalar."""
         del targets
         self.found.append(pytree.tree_map(lambda value: (tuple(value.shape), value.dtype), outputs))
