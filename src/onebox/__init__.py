@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onebox.engine import Evaluation, StepLoss, Trainer
+    from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
     from onebox.engine.fitting import fit
     from onebox.engine.planning import make_plan
     from onebox.errors import OneboxError
@@ -35,6 +35,7 @@ __all__ = [
     "Pool",
     "StepLoss",
     "Trainer",
+    "Weighted",
     "fit",
     "make_plan",
     "open",
@@ -49,6 +50,7 @@ _HOMES = {
     "Pool": "onebox.pool",
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
+    "Weighted": "onebox.engine",
     "fit": "onebox.engine.fitting",
     "make_plan": "onebox.engine.planning",
     "open": "onebox.vgpu",

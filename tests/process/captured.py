@@ -23,14 +23,14 @@ _plain = Captures._capture
 _known: dict[Hashable, TracedModel] = {}
 
 
-def capture(captures: Captures, batch: Batch, size: int, *, train: bool) -> TracedModel:
+def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: bool = False) -> TracedModel:
     """Do what :class:`Captures` does, but for what has been captured before in this process."""
     seen = what_it_sees(captures.recipe)
     if seen is None:
-        return _plain(captures, batch, size, train=train)
-    key = seen, batch.signature(size), train
+        return _plain(captures, batch, size, train=train, probe=probe)
+    key = seen, batch.signature(size), train, probe
     if key not in _known:
-        _known[key] = _plain(captures, batch, size, train=train)
+        _known[key] = _plain(captures, batch, size, train=train, probe=probe)
     return _known[key]
 
 

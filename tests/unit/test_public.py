@@ -21,6 +21,7 @@ PUBLIC = [
     "Pool",
     "StepLoss",
     "Trainer",
+    "Weighted",
     "fit",
     "make_plan",
     "open",

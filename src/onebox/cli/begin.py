@@ -122,6 +122,7 @@ def start(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: 
         delay=config.delay,
         warm_up=config.warm_up,
         overlap=config.overlap,
+        loss_reduction="mean",
     )
     return Start(trainer=trainer, standing=Standing(position=Position(epoch=0, index=0, seed=config.seed)), saved=None)
 

@@ -83,6 +83,7 @@ def see_memory(config: JobConfig, found: Foreseen, data: Data, pool: Pool) -> Se
             plan=found.plan,
             precision=config.precision,
             recover=False,
+            loss_reduction="mean",
         ) as trainer:
             for _ in range(_STEPS - 1):
                 trainer.step(*batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Batch:
         samples: Which they are, ``int64 [B]``, if that is known.
         python_state: Which of the states of Python it is to be computed in; see
             :meth:`~onebox.engine.compiler.Captures.stamped`.
+        normalisers: What the user's function made of the targets of its micro-batches, by where they are cut.
     """
 
     leaves: tuple[Tensor, ...]
@@ -69,6 +70,7 @@ class Batch:
     size: int
     samples: Tensor | None = None
     python_state: int = 0
+    normalisers: dict[Hashable, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +81,12 @@ class Batch:
         """Describe inputs and targets, for a person."""
 
         def described(nested: Any) -> str:
-            leaves = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in nested]
-            return ", ".join(leaves) or "none"
+            leaves = [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+            found = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in leaves]
+            return ", ".join(found) or "none"
 
-        inputs, targets = pytree.tree_unflatten(list(self.leaves), self.structure)
-        return f"inputs {described(pytree.tree_leaves(inputs))}; targets {described(pytree.tree_leaves(targets))}"
+        inputs, targets = self.structure.nest(self.leaves)
+        return f"inputs {described(inputs)}; targets {described(targets)}"
 
     def kept(self) -> Batch:
         """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""

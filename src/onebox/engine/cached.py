@@ -100,7 +100,9 @@ class SampleCache:
         leaves = compiled.routines[worker].leaves
         if not leaves or batch.samples is None:
             return None
-        read = sorted({leaf for _, leaf in leaves if batch.leaves[leaf].nbytes > LEAST_BYTES * batch.size})
+        tensors = enumerate(batch.leaves)
+        large = {leaf for leaf, tensor in tensors if tensor.nbytes > LEAST_BYTES * batch.size}
+        read = sorted({leaf for _, leaf in leaves} & large)
         made = self._ready(batch, read, worker, spare_bytes)
         if made is None:
             return None
@@ -108,8 +110,8 @@ class SampleCache:
         for micro_batch, leaf in leaves:
             cut = compiled.micro_batches[micro_batch]
             whole = slice(cut.start, cut.start + cut.size)
-            tensor, samples = batch.leaves[leaf][whole], batch.samples[whole].tolist()
-            if leaf in self._slabs[worker]:
+            tensor, samples = compiled.leaf_of(batch, micro_batch, leaf), batch.samples[whole].tolist()
+            if leaf in self._slabs[worker] and compiled.replaced(batch, micro_batch, leaf) is None:
                 number, more, elements = self._assembled(worker, leaf, tensor, samples, packing)
             else:
                 put, elements = put_packed(self._pool, [tensor], [leaf], worker, packing)

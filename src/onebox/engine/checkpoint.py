@@ -25,6 +25,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from torch import Tensor
 
+from onebox.engine.loss_reduction import ReductionName
 from onebox.engine.reading import Key
 from onebox.errors import CheckpointError, UsageError
 from onebox.graph import Precision
@@ -105,6 +106,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         warm_up: So many steps come before the first that is computed with older weights.
         overlap: Whether exact steps overlap.
         complex: For each file the tensors that are of complex numbers, which lie there as pairs of real ones.
+        loss_reduction: ``mean``, ``sum``, ``weighted`` with a function that is no part of it, or none.
     """
 
     format: Literal["onebox-checkpoint"]
@@ -126,6 +128,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warm_up: int = 0
     overlap: bool = False
     complex: dict[str, list[str]] = {}
+    loss_reduction: ReductionName | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -18,11 +18,12 @@ from onebox.engine.hierarchy import find_ways
 from onebox.engine.holdings import Holdings, Members, find_holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.library import Library
+from onebox.engine.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.lowering import Lowering
 from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.stages import Stages
 from onebox.engine.state import named_state
-from onebox.engine.timetable import forward_only, make_schedule, make_window
+from onebox.engine.timetable import forward_only, make_schedule, make_window, plain_schedule
 from onebox.engine.windows import Window, WorkerWindows
 from onebox.errors import CaptureError, UsageError
 from onebox.graph import Captured, Loss, Metrics, ModelPrograms, Precision, TracedModel, capture
@@ -32,7 +33,7 @@ from onebox.graph.symbolic import Varying
 from onebox.graph.variables import Source
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
-from onebox.wire import TensorSpec
+from onebox.wire import DTYPES, TensorSpec
 
 _LOG = logging.getLogger("onebox")
 
@@ -69,6 +70,7 @@ class Recipe:
         on_device: Tensor code in front of the model.
         fuse: Whether activations that are written out become single operators.
         costs: What its segments cost devices that compute nothing; ``None`` for what the plan predicts.
+        reduction: How the losses of micro-batches make up that of their batch.
     """
 
     model: nn.Module
@@ -80,6 +82,7 @@ class Recipe:
     on_device: OnDevice | None = None
     fuse: bool = False
     costs: SegmentCosts | None = None
+    reduction: LossReduction = None
 
 
 class Captures:
@@ -99,7 +102,7 @@ class Captures:
         self._families: dict[Hashable, _Family] = {}
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
-    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False) -> TracedModel:
+    def traced(self, batch: Batch, size: int, *, train: bool, halves: bool = False, probe: bool = False) -> TracedModel:
         """Return the model for micro-batches of a size.
 
         Args:
@@ -107,19 +110,25 @@ class Captures:
             size: Samples of a micro-batch.
             train: Whether gradients are wanted.
             halves: Whether backward may be divided.
+            probe: Whether it is the model in eval mode, with gradients, which changes no buffer.
 
         Raises:
             CaptureError: The model cannot be captured.
         """
-        key = (batch.signature(size), train, halves and train)
+        key = (batch.signature(size), train, halves and train, probe)
         if key not in self._traced:
             if halves and train:
                 self._traced[key] = self.traced(batch, size, train=True).halved()
                 return self._traced[key]
             self._count_numbers(batch, size, train=train)
             with _CAPTURING:
-                self._traced[key] = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
-            self._states[batch.python_state].add(self._traced[key].reads)
+                if probe:
+                    traced = self._capture(batch, size, train=train, probe=True)
+                else:
+                    traced = self._sized(batch, size, train=train) or self._timed(batch, size, train=train)
+                    self._states[batch.python_state].add(traced.reads)
+            weighted = train and not probe and isinstance(self.recipe.reduction, Weighted)
+            self._traced[key] = traced.with_weight_in_batch(len(batch.leaves)) if weighted else traced
         return self._traced[key]
 
     def stamped(self, batch: Batch) -> Batch:
@@ -215,23 +224,26 @@ class Captures:
         state = named_state(self.recipe.model, self.recipe.loss, lambda: 0)
         return {name: state.spec(name) for name in state.tensors}
 
-    def _capture(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
+    def _capture(self, batch: Batch, size: int, *, train: bool, probe: bool = False) -> TracedModel:
         try:
-            captured = self._plain_capture(batch.example(size), train=train)
-            return TracedModel(captured, backward=train, trained=self.recipe.trained)
+            captured = self._plain_capture(batch.example(size), train=train, probe=probe)
+            return TracedModel(captured, backward=train, trained=self.recipe.trained, updates=not probe)
         except CaptureError as error:
             if not error.unfit:
                 raise
             raise CaptureError(f"{error}; the batch has {batch}", where=error.where, unfit=True) from error
 
-    def _plain_capture(self, example: tuple[Any, Any], *, train: bool, varying: Varying | None = None) -> Captured:
+    def _plain_capture(
+        self, example: tuple[Any, Any], *, train: bool, probe: bool = False, varying: Varying | None = None
+    ) -> Captured:
         recipe = self.recipe
         return capture(
             recipe.model,
             recipe.loss,
             example,
-            mode="train" if train else "evaluate",
-            metrics=recipe.metrics,
+            mode="train" if train and not probe else "evaluate",
+            backward=train,
+            metrics=None if probe else recipe.metrics,
             precision=recipe.precision,
             device_type=recipe.device_type,
             on_device=recipe.on_device,
@@ -285,11 +297,32 @@ class Compiled:
         micro_batches: The parts of the batch.
         routines: Of each worker; where steps overlap, those of a step that has one before it.
         windows: Where steps overlap, the others, too.
+        reduction: How the losses of the parts make up that of the batch.
+        travelling: The weights of the parts, where they come with each batch.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     routines: Mapping[int, StepRoutine]
     windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
+    reduction: LossReduction = None
+    travelling: TravellingWeights | None = None
+
+    def weights_of(self, batch: Batch) -> tuple[float, ...]:
+        """Return the weight of the loss of each part of a batch."""
+        return weights_of(self.reduction, batch, self.micro_batches)
+
+    def replaced(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor | None:
+        """Return what takes the place of a tensor of a micro-batch; ``None`` where it stays."""
+        if self.travelling is None:
+            return None
+        return self.travelling.replaced(batch, self.micro_batches, micro_batch, leaf)
+
+    def leaf_of(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor:
+        """Return a tensor of a micro-batch as workers get it; the one behind those of the batch is its weight."""
+        if self.travelling is not None and leaf == self.travelling.leaf:
+            return self.travelling.tensor(batch, self.micro_batches, micro_batch)
+        other, cut = self.replaced(batch, micro_batch, leaf), self.micro_batches[micro_batch]
+        return batch.leaves[leaf][cut.start : cut.start + cut.size] if other is None else other
 
     def of(self, window: Window) -> Mapping[int, StepRoutine]:
         """Return the routines of each worker for a kind of window; the only ones where steps do not overlap."""
@@ -305,6 +338,21 @@ class Compiled:
         """Return all routines of a worker."""
         own = self.windows.get(worker)
         return [own.fill, own.steady, own.drain] if own else [self.routines[worker]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What computes the losses and the gradients of a batch, and changes nothing.
+
+    Args:
+        compiled: The routines; each answers with a squared 2-norm, then with losses.
+        constants: Tensors that they read, by buffer.
+        models: The programs of each size of a micro-batch.
+    """
+
+    compiled: Compiled
+    constants: Mapping[int, Tensor]
+    models: Sequence[ModelPrograms]
 
 
 class Compiler:
@@ -414,6 +462,33 @@ class Compiler:
         plan = Plan(stages=self._plan.stages, sync=self._plan.sync) if at_once else self._plan
         return self._sent(batch, plan, train=False) if send else self._compile(batch, plan, train=False)
 
+    def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe:
+        """Return routines that compute losses and gradients in eval mode, and change nothing; they are with nobody.
+
+        Args:
+            batch: The batch.
+            sizes: Samples of each of its micro-batches.
+        """
+        assert self._lowering is not None
+        models = {size: self._stages.parts(batch, size, train=True, probe=True) for size in sizes}
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        cuts = enumerate(zip(starts, sizes, strict=True))
+        parts = tuple(MicroBatch(index=index, start=start, size=size) for index, (start, size) in cuts)
+        routes = tuple((stage.replicas[0],) * len(sizes) for stage in self._plan.stages)
+        tensors = {size: model.programs.constants for size, model in models.items()}
+        numbers = {size: {name: self._new() for name in own} for size, own in tensors.items()}
+        job = Job(
+            micro_batches=parts,
+            routes=routes,
+            schedule=plain_schedule(routes, next(iter(models.values())).programs),
+            models=models,
+            constants=numbers,
+            leaves=len(batch.leaves),
+        )
+        compiled = Compiled(micro_batches=parts, routines=self._lowering.probe(job))
+        constants = {numbers[size][name]: tensor for size, own in tensors.items() for name, tensor in own.items()}
+        return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
+
     def labels(self, worker: int, routine: int) -> Sequence[Label]:
         """Return what the instructions of a routine of a worker are; nothing where there is none such."""
         for compiled in self._compiled.values():
@@ -439,6 +514,11 @@ class Compiler:
             for name, number in self._numbers_of_constants(batch, size, train=train).items():
                 found[number] = tensors[name].nbytes
         return found
+
+    @property
+    def stored_bytes(self) -> dict[int, int]:
+        """The bytes of the constants that workers have from batches so far, by number of the buffer."""
+        return self._constants.uploaded | {n: size for own in self._stored.values() for n, size in own.items()}
 
     @property
     def definitions(self) -> dict[int, set[int]]:
@@ -476,19 +556,24 @@ class Compiler:
                 models=models,
                 constants={size: self._numbers_of_constants(batch, size, train=train) for size in models},
                 leaves=len(batch.leaves),
+                summed=self._captures.recipe.reduction == "sum",
             )
             self._compiled[key] = self._lower(job, train=train)
         return self._compiled[key]
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:
         assert self._lowering is not None
-        parts = tuple(job.micro_batches)
+        parts, reduction = tuple(job.micro_batches), self._captures.recipe.reduction
+        travelling = None
+        if train and isinstance(reduction, Weighted):
+            travelling = TravellingWeights(reduction=reduction, leaf=job.leaves, dtype=DTYPES[job.loss(0).dtype])
         if train and self.windows:
             windows = self._lowering.windows(job)
-            steady = {worker: routines.steady for worker, routines in windows.items()}
-            return Compiled(micro_batches=parts, routines=steady, windows=windows)
+            routines = {worker: own.steady for worker, own in windows.items()}
+        else:
+            windows, routines = {}, self._lowering.train(job) if train else self._lowering.evaluate(job)
         return Compiled(
-            micro_batches=parts, routines=self._lowering.train(job) if train else self._lowering.evaluate(job)
+            micro_batches=parts, routines=routines, windows=windows, reduction=reduction, travelling=travelling
         )
 
     def _sent(self, batch: Batch, plan: Plan, *, train: bool) -> Compiled:

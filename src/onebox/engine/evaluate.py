@@ -10,6 +10,7 @@ from typing import Any
 
 from onebox.engine.batch import Batch, as_batch, as_pair
 from onebox.engine.compiler import Compiled
+from onebox.engine.loss_reduction import normalisers
 from onebox.engine.parcels import Part
 from onebox.engine.results import Evaluation, told_to_all
 from onebox.errors import UsageError
@@ -29,7 +30,7 @@ def evaluate(
     failed: Callable[[Exception], None],
     parted: Callable[[Exception], None],
 ) -> Evaluation:
-    """Return the mean loss and metrics over batches.
+    """Return the loss and the mean of each metric over batches.
 
     Args:
         batches: (inputs, targets) of each, or inputs alone where the loss needs no targets.
@@ -69,7 +70,7 @@ def evaluate(
         first = pending[0]
         assert first.compiled is not None
         assert first.futures is not None
-        means.add(first.compiled, raise_first(first.futures))
+        means.add(first.batch, first.compiled, raise_first(first.futures))
         pending.popleft()
 
     for item in batches:
@@ -82,8 +83,8 @@ def evaluate(
         surely(finish)
     if not means.samples:
         raise UsageError("evaluate() was given no batch")
-    loss, *values = (total / means.samples for total in means.totals)
-    return Evaluation(loss=loss, metrics=dict(zip(metrics, values, strict=True)), samples=means.samples)
+    values = (total / means.samples for total in means.totals[1:])
+    return Evaluation(loss=means.loss, metrics=dict(zip(metrics, values, strict=True)), samples=means.samples)
 
 
 @dataclass
@@ -111,16 +112,28 @@ def _post(pool: Pool, compiled: Compiled, parts: Mapping[int, Part]) -> list[Fut
 
 
 class _Means:
-    """Sums of scalars, weighted by samples."""
+    """Sums of scalars: of the loss, weighted by what it divides by; of metrics, weighted by samples."""
 
     def __init__(self, count: int) -> None:
         self.totals = [0.0] * count
         self.samples = 0
+        self._divisor = 0.0
+        self._summed = False
 
-    def add(self, compiled: Compiled, answers: Sequence[Answer]) -> None:
+    @property
+    def loss(self) -> float:
+        """The loss of all batches together; a mean over nothing is NaN."""
+        if self._summed:
+            return self.totals[0]
+        return self.totals[0] / self._divisor if self._divisor else float("nan")
+
+    def add(self, batch: Batch, compiled: Compiled, answers: Sequence[Answer]) -> None:
         """Add the results of a batch."""
         self.samples += sum(part.size for part in compiled.micro_batches)
+        divisors = normalisers(compiled.reduction, batch, compiled.micro_batches)
+        self._divisor, self._summed = self._divisor + sum(divisors), compiled.reduction == "sum"
         for routine, answer in zip(compiled.routines.values(), answers, strict=True):
             values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
             for (micro_batch, index), value in zip(routine.results, values, strict=True):
-                self.totals[index] += compiled.micro_batches[micro_batch].size * value
+                weight = compiled.micro_batches[micro_batch].size if index else divisors[micro_batch]
+                self.totals[index] += weight * value if weight else 0.0  # a mean over nothing is NaN

@@ -19,10 +19,12 @@ from onebox.engine.routine import Label, RoutineBuilder
 from onebox.engine.sharding import Bucket, buckets_by_owner
 from onebox.engine.updates import WorkerUpdate
 from onebox.errors import CaptureError
-from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, zeros
+from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
+from onebox.graph.placements import Shard
 from onebox.graph.shard import RankStep
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
+from onebox.wire.steps import Ask, Free
 
 Half = Literal["whole", "early", "late"]
 """Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
@@ -318,6 +320,21 @@ class WorkerGradients:
         self._exchanges.flush()
 
     # ---- the end of a step
+
+    def norm(self) -> None:
+        """Answer with the squared 2-norm of the gradients that this worker has made, and free them.
+
+        What all ranks of a replica have is counted by the first.
+        """
+        shared, holdings = self._shared, self._shared.holdings
+        made = [name for name in self._held if name in self._begun]
+        split = [name for name in made if isinstance(holdings.placements.get(name), Shard)]
+        own = split if holdings.ranks.get(self._worker) else made
+        program = square_norm([self._specs[name] for name in own])
+        self._builder.call(program, [self._sums[name] for name in own], [shared.norm], Label("norm"))
+        self._builder.add(Ask("scalars", (shared.norm,)), Label("norm"))
+        left = (shared.norm, *(self._sums[name] for name in made))
+        self._builder.add(Free(left), Label("free"))
 
     @property
     def handed_on(self) -> dict[int, int]:

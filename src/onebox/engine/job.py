@@ -9,7 +9,7 @@ from onebox.engine.holdings import Members
 from onebox.engine.parts import Part, Parts
 from onebox.graph import ModelPrograms, Port
 from onebox.plan import Action, MicroBatch, Routes, Schedule
-from onebox.wire import Program
+from onebox.wire import Program, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class Job:
         models: The parts for each size of a micro-batch.
         constants: For each size, the buffers of the model's constants.
         leaves: Tensors of inputs and targets.
+        summed: Whether the loss of the batch is the sum of those of its parts, not their mean over samples.
     """
 
     micro_batches: Sequence[MicroBatch]
@@ -55,6 +56,7 @@ class Job:
     models: Mapping[int, Parts]
     constants: Mapping[int, Mapping[str, int]]
     leaves: int
+    summed: bool = False
 
     @property
     def batch(self) -> int:
@@ -72,3 +74,14 @@ class Job:
     def programs(self, micro_batch: int) -> ModelPrograms:
         """Return the programs of the stages for a micro-batch."""
         return self.models[self.micro_batches[micro_batch].size].programs
+
+    def weight(self, micro_batch: int) -> float:
+        """Return the weight of a micro-batch's loss in that of the batch, where it is the same for all batches."""
+        return 1.0 if self.summed else self.micro_batches[micro_batch].size / self.batch
+
+    def loss(self, micro_batch: int) -> TensorSpec:
+        """Return what the loss of a micro-batch is."""
+        for part in self.programs(micro_batch).phases.values():
+            if Port("result", 0) in part.outputs:
+                return part.specs()[Port("result", 0)]
+        raise AssertionError("a model without a loss")

@@ -176,6 +176,25 @@ class Lowering:
             found[worker] = row.builder.finish(row.leaves, row.results)
         return found
 
+    def probe(self, job: Job) -> dict[int, StepRoutine]:
+        """Return the routine of each worker that changes nothing, and says the 2-norm of its gradients, squared.
+
+        It says that before its losses. What the routines need is theirs alone, and nothing is summed over workers.
+        """
+        values, found = Values(job, self._numbers.new, self._holdings.ranks), {}
+        for worker in self._plan.devices:
+            actions = job.schedule.rows.get(worker, ())
+            row = self._row(worker, job, values, actions, RoutineBuilder(self._numbers.new))
+            exchanges = self._exchanges(row.builder, worker)
+            gradients = self._gradients.begin(row.builder, worker, actions, job, exchanges, half="early")
+            rounding = row.round()
+            row.run(lambda action, own=gradients: own)  # type: ignore[misc]
+            rounding.finish()
+            gradients.norm()
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
     def _row(
         self, worker: int, job: Job, values: Values, actions: Sequence[Action], builder: RoutineBuilder | None = None
     ) -> Row:

@@ -15,6 +15,7 @@ from onebox.engine.client_state import ClientState
 from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
+from onebox.engine.loss_reduction import LossReduction, reduction_name
 from onebox.engine.remote import RemoteState
 from onebox.engine.restore import contents
 from onebox.engine.results import Event
@@ -44,6 +45,7 @@ class Observed:
     delay: str
     warm_up: int
     overlap: bool
+    loss_reduction: LossReduction
 
     def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState) -> None:
         self._run = run
@@ -188,6 +190,7 @@ class Observed:
             "delay": self.delay,
             "warm_up": self.warm_up,
             "overlap": self.overlap,
+            "loss_reduction": reduction_name(self.loss_reduction),
             "extra": dict(extra or {}),
         }
         run, remote = self._run, self._remote

@@ -224,7 +224,9 @@ class Overlap:
     def _take(self, open_: Open, traced: Traced, answers: list[Answer]) -> None:
         """Take in what the workers answered to a drain."""
         compiled = open_.compiled
-        values = step_values(open_.work.number, compiled.micro_batches, compiled.of("drain"), answers, {})
+        values = step_values(
+            open_.work.number, compiled.weights_of(open_.work.batch), compiled.of("drain"), answers, {}
+        )
         self.ended(values, open_, answers)
         traced(answers)
 

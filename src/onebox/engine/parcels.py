@@ -42,11 +42,7 @@ def part_of(pool: Pool, batch: Batch, compiled: Compiled, worker: int, packing: 
         worker: The worker.
         packing: How it travels.
     """
-    parts = [
-        batch.leaves[leaf][cut.start : cut.start + cut.size]
-        for micro_batch, leaf in compiled.routines[worker].leaves
-        for cut in (compiled.micro_batches[micro_batch],)
-    ]
+    parts = [compiled.leaf_of(batch, micro_batch, leaf) for micro_batch, leaf in compiled.routines[worker].leaves]
     if not parts:
         return Part(bindings=(), size_bytes=0)
     put, frames = put_packed(pool, parts, [leaf for _, leaf in compiled.routines[worker].leaves], worker, packing)
@@ -88,6 +84,9 @@ def needs_of(batch: Batch, compiled: Compiled) -> dict[int, int]:
     for worker, routine in compiled.routines.items():
         found[worker] = 0
         for micro_batch, leaf in routine.leaves:
+            if leaf == len(batch.leaves):  # a weight
+                found[worker] += 8
+                continue
             size = compiled.micro_batches[micro_batch].size
             found[worker] += batch.leaves[leaf].nbytes // batch.size * size + 16 * size * (batch.samples is not None)
     return found

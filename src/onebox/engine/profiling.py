@@ -44,6 +44,9 @@ _VISIT = 4
 _MICRO_BATCHES = 2
 """Of each step; so that gradients are accumulated, as they are in a pipeline."""
 
+_UNCHECKED: dict[str, Any] = {"loss_reduction": "mean"}
+"""What a loss is weighted with makes no difference to how long it takes."""
+
 _LEAST_S = 1e-7
 """What nothing takes: a time has to be positive."""
 
@@ -171,7 +174,7 @@ class _Runs:
     def prepare(self, pool: Pool) -> None:
         """Capture the model."""
         if self.captures is None:
-            options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False}
+            options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False, **_UNCHECKED}
             with Trainer(*self._arguments, pool=pool, **options) as probe:
                 self.captures = probe.captures
         self._names = self.captures.segments(as_batch(*self._small), self._size)
@@ -238,7 +241,13 @@ class _Runs:
         assert self.captures is not None
         plan = _one_by_one(self._names, device, self._size, way)
         trainer = Trainer(
-            *self._arguments, pool=pool, plan=plan, precision=self._precision, check_every=0, recover=False
+            *self._arguments,
+            pool=pool,
+            plan=plan,
+            precision=self._precision,
+            check_every=0,
+            recover=False,
+            **_UNCHECKED,
         )
         trainer.captures = self.captures
         return trainer

@@ -8,10 +8,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onebox.engine.holdings import Members
+from onebox.engine.loss_reduction import total_of
 from onebox.engine.number import LateNumber
 from onebox.engine.routine import Label, StepRoutine
 from onebox.errors import OneboxError, OperatorError, ReplicasParted, UsageError
-from onebox.plan import Action, MicroBatch
+from onebox.plan import Action
 from onebox.pool import Answer, raise_first
 from onebox.wire.sayings import Digest, Scalars
 from onebox.wire.steps import Ask
@@ -32,7 +33,7 @@ class StepValues:
 
 def step_values(
     step: int,
-    micro_batches: Sequence[MicroBatch],
+    weights: Sequence[float],
     routines: Mapping[int, StepRoutine],
     answers: Sequence[Answer],
     checks: Mapping[int, Sequence[tuple[Members, Ask]]],
@@ -41,7 +42,7 @@ def step_values(
 
     Args:
         step: Its number.
-        micro_batches: The parts of the batch.
+        weights: Of the loss of each part of the batch.
         routines: What each worker ran.
         answers: What each answered, in the same order.
         checks: Whose hashes must be equal, for each worker, in the order in which it was asked.
@@ -49,14 +50,12 @@ def step_values(
     Raises:
         ReplicasParted: Some are not.
     """
-    batch = sum(part.size for part in micro_batches)
     total, norm = 0.0, None
     digests: dict[Members, set[bytes]] = {}
     for (worker, routine), answer in zip(routines.items(), answers, strict=True):
         scalars = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
         losses = scalars[len(scalars) - len(routine.results) :]
-        for (micro_batch, _), value in zip(routine.results, losses, strict=True):
-            total += micro_batches[micro_batch].size / batch * value
+        total += total_of(losses, [weights[micro_batch] for micro_batch, _ in routine.results])
         norm = scalars[0] if len(scalars) > len(losses) else norm
         hashes = [result.value for result in answer.results if isinstance(result, Digest)]
         for (members, _), digest in zip(checks.get(worker, ()) if hashes else (), hashes, strict=True):

@@ -22,7 +22,6 @@ from onebox.engine.routine import LATE, Label, RoutineBuilder
 from onebox.engine.values import Values
 from onebox.graph import Port
 from onebox.plan import Action, Plan
-from onebox.wire import TensorSpec
 from onebox.wire.steps import Ask, Free, Receive, Rename, Send
 
 
@@ -288,17 +287,10 @@ class Row:
         return -1 - self.leaves.index((micro_batch, leaf))
 
     def _weight(self, port: Port, micro_batch: int) -> int:
-        """Return the buffer that holds the share of a micro-batch in its batch, which the loss is weighted with."""
+        """Return the buffer that holds what the loss of a micro-batch is weighted with."""
         number = self._values.number(port, micro_batch)
-        share = self._job.micro_batches[micro_batch].size / self._job.batch
-        self.builder.constants[number] = (share, self._loss_spec(micro_batch))
+        self.builder.constants[number] = (self._job.weight(micro_batch), self._job.loss(micro_batch))
         return number
-
-    def _loss_spec(self, micro_batch: int) -> TensorSpec:
-        for part in self._job.programs(micro_batch).phases.values():
-            if Port("result", 0) in part.outputs:
-                return part.specs()[Port("result", 0)]
-        raise AssertionError("a model without a loss")
 
     def _result(self, port: Port, micro_batch: int) -> int:
         number = self._values.number(port, micro_batch)

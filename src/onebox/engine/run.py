@@ -19,6 +19,7 @@ from onebox.engine.deferred import Deferred, OldGroups
 from onebox.engine.examples import Examples
 from onebox.engine.guard import LOSSES, Guard
 from onebox.engine.launch import Settings, Work, launch
+from onebox.engine.mean_check import MeanCheck
 from onebox.engine.measuring import whole_of
 from onebox.engine.migration import Migration, Moved, check_successor
 from onebox.engine.optimizers import options_of, require_training
@@ -84,6 +85,7 @@ class TrainingRun:
         self.uploads = uploads
         self._ready: Ready | None = None
         self.examples = Examples()
+        self._means = MeanCheck(pool, captures)
         self._running: deque[StepLoss] = deque()
         self.overlap = Overlap(pool, remote, settings, self.traces.draining)
         self._old_groups = OldGroups(pool)
@@ -100,6 +102,7 @@ class TrainingRun:
         parcel = None if uploaded is None else self.uploads.claim(uploaded)
         number, guard = self.steps_done, self.guard
         self.surely(lambda: self._get_ready(batch, number).step(batch))
+        self.surely(lambda: self._require_mean(batch))
         self.examples.add(batch, steps=True)
         self.wait(self._settings.in_flight - 1)
         if self.adaptive is not None and self.adaptive.between_steps(under_way=self._under_way):
@@ -129,6 +132,20 @@ class TrainingRun:
             self.fail(error)
             raise
         return result
+
+    def _require_mean(self, batch: Batch) -> None:
+        """Refuse a batch whose loss its micro-batches do not make up; see :class:`MeanCheck`."""
+        ready = self.set_up(batch)
+        micro_batches = ready.plan.micro_batches(batch.size)
+        self._means.require(batch, micro_batches)
+        if self._means.due(batch, micro_batches):
+            self.drain()
+            try:
+                with self.uploads.out_of_the_way(), told_to_all("a check of the loss", self.fail):
+                    self._means.probe(batch, micro_batches, ready)
+            except OperatorError as error:
+                self.fail(error)
+                raise
 
     @property
     def _under_way(self) -> bool:
@@ -244,7 +261,7 @@ class TrainingRun:
             asked.take()
         step, routines = work.number, compiled.of(window)
         answers = answers[len(answers) - len(routines) :]
-        values = step_values(step, compiled.micro_batches, routines, answers, ready.checks)
+        values = step_values(step, compiled.weights_of(work.batch), routines, answers, ready.checks)
         if compiled.windows:
             values = self.overlap.ended(values, before, answers)
         if self.guard is not None:

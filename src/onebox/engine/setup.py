@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
 from onebox.engine.choosing import with_measured_formats
-from onebox.engine.compiler import Captures, Compiled, Compiler
+from onebox.engine.compiler import Captures, Compiled, Compiler, Probe
 from onebox.engine.curve import peak_at
 from onebox.engine.deferred import Deferred, formed
 from onebox.engine.elements import check_elements
@@ -304,12 +304,36 @@ class Ready:
         compiled = self.compiler.evaluation(batch, at_once=at_once, send=False)
         return self._contents(batch, compiled, train=False, stepped=stepped)
 
-    def _contents(self, batch: Batch, compiled: Compiled, *, train: bool, stepped: bool) -> dict[int, Contents]:
+    def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
+        """Return what computes losses and gradients of a batch and changes nothing; ``None`` where there is no room.
+
+        Args:
+            batch: The batch.
+            sizes: Samples of each of its micro-batches.
+        """
+        probe = self.compiler.probe(batch, sizes)
+        own = {number: tensor.nbytes for number, tensor in probe.constants.items()} | self.compiler.stored_bytes
+        contents = self._contents(batch, probe.compiled, train=True, stepped=True, constants=own)
+        fits = all(peak_of(found) <= self._room_bytes(worker) for worker, found in contents.items())
+        return probe if fits else None
+
+    def _contents(
+        self,
+        batch: Batch,
+        compiled: Compiled,
+        *,
+        train: bool,
+        stepped: bool,
+        constants: Mapping[int, int] | None = None,
+    ) -> dict[int, Contents]:
         leaves = {
             (part.index, leaf): tensor[part.start : part.start + part.size].nbytes
             for part in compiled.micro_batches
             for leaf, tensor in enumerate(batch.leaves)
         }
+        if compiled.travelling is not None:
+            weight = (compiled.travelling.leaf, compiled.travelling.dtype.itemsize)
+            leaves |= {(part.index, weight[0]): weight[1] for part in compiled.micro_batches}
         state = self._remote.named
         found = {}
         for worker, routine in compiled.routines.items():
@@ -328,7 +352,7 @@ class Ready:
                     for name in self.holdings.held_by(worker, self.trained)
                     for number, called in versions.of(name).items()
                 }
-            sizes = self.compiler.constant_bytes(batch, compiled, worker, train=train)
+            sizes = constants or self.compiler.constant_bytes(batch, compiled, worker, train=train)
             held |= {number: Held("constant", "", size_bytes) for number, size_bytes in sizes.items()}
             trained = {
                 name: self.holdings.spec(worker, name, state.spec(name)).size_bytes

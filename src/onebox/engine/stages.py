@@ -58,28 +58,32 @@ class Stages:
             what = f"names segment {strangers[0]!r}, which it has not" if strangers else f"leaves out {missing[0]!r}"
             raise UsageError(f"the plan is for another model: it {what}; the segments are {', '.join(known)}")
 
-    def parts(self, batch: Batch, size: int, *, train: bool) -> Parts:
+    def parts(self, batch: Batch, size: int, *, train: bool, probe: bool = False) -> Parts:
         """Return the parts of the stages for micro-batches of a size.
 
         Args:
             batch: A batch of the same kind.
             size: Samples of a micro-batch.
             train: Whether gradients are wanted.
+            probe: Whether the model is to be in eval mode all the same.
 
         Raises:
             CaptureError: The model cannot be captured.
             UsageError: Stages are of other precisions than a whole model of bf16 can have.
         """
-        key = (batch.signature(size), train)
+        key = (batch.signature(size), train, probe)
         if key not in self._models:
-            traced = self._captures.traced(batch, size, train=train, halves=train and self._halves)
+            halves = train and self._halves and not probe
+            traced = self._captures.traced(batch, size, train=train, halves=halves, probe=probe)
             stages = None if len(self._plan.stages) == 1 else [stage.segments for stage in self._plan.stages]
             fates = [stage.fate for stage in self._plan.stages]
             blocks = block_numbers(self._plan.stages)
             programs = traced.divide(stages, fates=fates, blocks=blocks, narrow=self._narrow)
             programs = with_channels_last(programs, self._plan.channels_last)
             links = known_links(self._pool)
-            self._models[key] = Parts(programs, self._plan, halves=self._halved, settled=self._settled, links=links)
+            self._models[key] = Parts(
+                programs, self._plan, halves=() if probe else self._halved, settled=self._settled, links=links
+            )
             self._settled = self._settled or self._models[key].placements
         return self._models[key]
 

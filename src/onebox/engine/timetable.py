@@ -66,6 +66,16 @@ def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Route
     return block_schedule(plan.schedule, routes, edges=edges)
 
 
+def plain_schedule(routes: Routes, model: ModelPrograms) -> Schedule:
+    """Return the schedule of a step that has backward whole, whatever a plan's own one is: ``1f1b``.
+
+    Args:
+        routes: Who computes the micro-batches.
+        model: The programs of the stages.
+    """
+    return _one_stage(routes) if len(routes) == 1 else block_schedule("1f1b", routes, edges=stage_edges(model))
+
+
 def make_window(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, model: ModelPrograms) -> Schedule:
     """Return the table of a steady window of a plan for a batch: of a step that overlaps with those beside it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,6 +19,7 @@ from onebox.engine.compiler import Captures
 from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive
+from onebox.engine.loss_reduction import LossReduction, check_reduction, resumed_reduction
 from onebox.engine.observed import Observed
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState
@@ -39,12 +41,12 @@ Shares = Literal["auto", "equal", "measured"] | Sequence[float]
 class Trainer(Observed):
     """Trains a model on the devices of a pool as a plan says, with the result that one device would give.
 
-    The loss must be a mean over the samples of its micro-batch; micro-batches are weighted by their samples.
+    The loss is computed for each micro-batch; ``loss_reduction`` says how that of the batch is made of these.
 
     Args:
         model: Any module that ``torch.export`` can capture. A tuple of inputs is spread over its arguments, a dict
             over its keyword arguments.
-        loss: Maps (outputs, targets) to a scalar, a mean over samples.
+        loss: Maps (outputs, targets) to a scalar: a mean over samples, unless ``loss_reduction`` says otherwise.
         optimizer: An optimizer of ``torch.optim`` over the model's parameters, or several in a list, each over its own,
             such as Muon for matrices and AdamW for the rest; a parameter that is in none is not trained. Class, groups
             and options are taken over by the workers; learning rates and other options are read anew with each step, so
@@ -113,6 +115,11 @@ class Trainer(Observed):
         overlap: Whether exact steps overlap, too: a part of the averaging and of the update of a step comes in the next
             one, just before its parameters are read, and large values leave a stage in parts where that is predicted to
             pay (docs/topology.md). The result has the same bits, but for the last one of matrix products of these.
+        loss_reduction: How the losses of micro-batches make up that of the batch. ``None``: the loss is a mean over
+            samples, and a batch for which it is not is refused before its step. ``"mean"``: so it is, and nothing is
+            checked. ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over something
+            else, such as tokens that are not ignored or classes that have weights; ``fn`` maps the targets of a slice
+            of a batch to what the loss of the slice divides by; see docs/losses.md.
 
     Raises:
         UsageError: An argument is wrong.
@@ -160,12 +167,15 @@ class Trainer(Observed):
         delay: str = "auto",
         warm_up: int | None = None,
         overlap: bool = False,
+        loss_reduction: LossReduction = None,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
+        check_reduction(loss_reduction)
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
         self.seed, self.fuse, self.clip_grad_norm = seed, fuse, clip_grad_norm
         self.precision: Precision = precision
+        self.loss_reduction: LossReduction = loss_reduction
         self.extra: dict[str, Any] = {}
         self._metrics = dict(metrics or {})
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
@@ -177,6 +187,7 @@ class Trainer(Observed):
         self._in_flight = in_flight
         remote = RemoteState(model, loss, optimizer, pool)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
+        recipe = replace(recipe, reduction=loss_reduction)
         parts = pool, request, Captures(recipe), remote, settings, Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
         follow(run, adaptive, pool, optimizer)
@@ -262,13 +273,13 @@ class Trainer(Observed):
     # ---- evaluation
 
     def evaluate(self, batches: Iterable[Any]) -> Evaluation:
-        """Return the mean loss and metrics over batches, in eval mode, without changing anything.
+        """Return the loss and metrics over batches, in eval mode, without changing anything.
+
+        Metrics are means over samples. The loss is that of all batches as one: a mean over samples, a sum, or a mean
+        over something else, as ``loss_reduction`` says.
 
         Args:
             batches: (inputs, targets) of each, as for :meth:`step`; or inputs alone, where the loss needs no targets.
-
-        Args:
-            batches: (inputs, targets) of each.
 
         Raises:
             UsageError: There is no batch.
@@ -372,6 +383,7 @@ class Trainer(Observed):
             "delay": manifest.delay,
             "warm_up": manifest.warm_up,
             "overlap": manifest.overlap,
+            "loss_reduction": resumed_reduction(manifest.loss_reduction, options),
             **planned_options(manifest.plan, len(pool), options),
         }
         trainer = cls(model, loss, optimizer, pool=pool, **{**settings, **options})

@@ -48,6 +48,7 @@ class Port(NamedTuple):
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_BATCH_NORM_OF_EVALUATION = torch.ops.aten._native_batch_norm_legit_no_training.default
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -176,10 +177,11 @@ def widen_statistics(graph: fx.Graph) -> None:
     Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs.
     The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
     """
-    for node in graph.find_nodes(op="call_function", target=_BATCH_NORM):
-        weight = node.args[1]
-        if isinstance(weight, fx.Node):
-            _make_type(node, (1, 2), weight.meta["val"].dtype)
+    for target in (_BATCH_NORM, _BATCH_NORM_OF_EVALUATION):
+        for node in graph.find_nodes(op="call_function", target=target):
+            weight = node.args[1]
+            if isinstance(weight, fx.Node):
+                _make_type(node, (1, 2), weight.meta["val"].dtype)
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         if node.args[0].meta["val"].dtype is torch.float64:
             _make_type(node, (1,), torch.float64)

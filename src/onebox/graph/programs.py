@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 
 from onebox.errors import UsageError
 from onebox.graph.capture import Captured
+from onebox.graph.divisors import Divisor, loss_divisors, normalises_by_batch
 from onebox.graph.extract import relaid, sum_alike
 from onebox.graph.halves import part_gradients
 from onebox.graph.joint import Joint, Port
@@ -88,13 +90,20 @@ class TracedModel:
         backward: Whether gradients are wanted; without them nothing is updated either.
         trained: Parameters whose gradients are wanted; all that have one when ``None``.
         halves: Whether backward is to be divided into I and W too.
+        updates: Whether what forward writes to buffers is wanted, with the gradients.
 
     Raises:
         CaptureError: The graph holds something that no worker can run.
     """
 
     def __init__(
-        self, captured: Captured, *, backward: bool, trained: frozenset[str] | None = None, halves: bool = False
+        self,
+        captured: Captured,
+        *,
+        backward: bool,
+        trained: frozenset[str] | None = None,
+        halves: bool = False,
+        updates: bool = True,
     ) -> None:
         joint = captured.joint.copied()
         self.reads = captured.reads
@@ -103,15 +112,16 @@ class TracedModel:
         self._backward = backward
         self._trained = trained
         self._halves = halves and backward
+        self._updating = updates and backward
         if self._halves:
             part_gradients(joint.graph)
-        self._updates = buffer_updates(joint) if backward else {}
+        self._updates = buffer_updates(joint) if self._updating else {}
         self._take(joint)
 
     def _take(self, joint: Joint, segments: Segments | None = None) -> None:
         """Take a graph for the model's; its segments are found unless they are known."""
         self._joint = joint
-        kinds = ("result", "update") if self._backward else ("result",)
+        kinds = ("result", "update") if self._updating else ("result",)
         self._kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
         self._gradients = [
             (node, port)
@@ -131,6 +141,37 @@ class TracedModel:
         made._halves = self._backward
         made._take(joint)
         return made
+
+    def with_weight_in_batch(self, leaf: int) -> TracedModel:
+        """Return the model with the weight of its loss as one of the tensors of the batch; nothing is traced again.
+
+        Args:
+            leaf: The number that it has among them.
+        """
+        made = copy.copy(self)
+        ports = ((node, Port("leaf", leaf) if port.kind == "weight" else port) for node, port in self._joint.inputs)
+        made._take(replace(self._joint, inputs=tuple(ports)), self._segments)
+        return made
+
+    @functools.cached_property
+    def divisors(self) -> tuple[Divisor, ...]:
+        """What of the batch the loss divides by."""
+        return loss_divisors(self._joint)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything of it is drawn at random."""
+        return bool(self._positions)
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether samples are normalised by statistics of their micro-batch."""
+        return any(map(normalises_by_batch, self._joint.graph.nodes))
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """The tensors that the graph holds itself, by name."""
+        return self._joint.constants
 
     def _narrowed(self, stages: Sequence[Sequence[str]], narrow: Collection[int]) -> TracedModel:
         """Return the model with the products of some stages in bfloat16."""
