@@ -1,0 +1,110 @@
+"""Cases that do not yet do what is expected of them, by topic; an entry goes when its topic is done.
+
+A case is named ``name`` where the trainer is meant, and ``name@vgpu`` for the virtual device.
+"""
+
+from __future__ import annotations
+
+PENDING: dict[str, tuple[str, ...]] = {
+    "backward of custom functions": ("function_with_another_backward", "straight_through_sign", "gradient_reversal"),
+    "hooks on tensors": ("hook_on_a_parameter", "hook_on_a_parameter_that_masks", "hook_on_an_activation"),
+    "backward hooks of modules": ("backward_hook_that_changes", "backward_pre_hook"),
+    "hooks that workers cannot run": (
+        "post_accumulate_hook",
+        "hook_after_the_step_of_an_optimizer",
+        "hook_before_the_step_of_an_optimizer",
+    ),
+    "gradients inside of forward": (
+        "data_attribute",
+        "gradient_penalty",
+        "gradient_penalty_by_vmap",
+        "inference_mode",
+        "jacobian_in_forward",
+        "reentrant_checkpoint",
+        "reentrant_checkpoint_beside_another_path",
+    ),
+    "errors that do not help": (
+        "batch_norm_with_a_cumulative_average",
+        "ctc",
+        "data_parallel",
+        "float32_for_a_float64_model",
+        "label_out_of_range",
+        "label_out_of_range@vgpu",
+        "numpy_in_forward",
+        "packed_lstm",
+        "scripted_model",
+        "targets_of_int32",
+        "targets_of_int32@vgpu",
+    ),
+    "complex numbers": (
+        "complex_values_inside",
+        "complex_weights",
+        "fourier_transform",
+        "spectrogram",
+        "spectrogram_behind_a_learned_layer",
+    ),
+    "reduction of the loss": (
+        "class_weights",
+        "class_weights_said",
+        "class_weights_said@vgpu",
+        "class_weights_said_with_micro_batches",
+        "class_weights_said_with_micro_batches@vgpu",
+        "contrastive_over_the_batch",
+        "ignored_targets",
+        "ignored_targets_said",
+        "ignored_targets_said@vgpu",
+        "mean_said",
+        "sum_over_samples",
+        "sum_over_samples_said",
+        "sum_over_samples_said_with_micro_batches",
+        "sync_batch_norm",
+    ),
+    "state of Python": (
+        "counter_as_a_global",
+        "counter_as_an_attribute",
+        "counter_in_a_dict",
+        "hidden_state_as_an_attribute",
+        "numpy_generator",
+        "numpy_random",
+        "python_random",
+    ),
+    "values that changed since the capture": (
+        "dropout_that_is_annealed",
+        "eval_mode_between_steps",
+        "slope_that_is_annealed",
+        "weight_of_a_term_as_an_attribute_of_the_loss",
+        "weight_of_a_term_in_a_closure",
+        "weight_of_a_term_rebound",
+    ),
+    "weights changed by hand": (
+        "adversaries_with_pull",
+        "adversaries_without_pull",
+        "buffer_changed_after_pull",
+        "parameter_replaced",
+        "state_dict_loaded_after_pull",
+        "weights_changed_after_pull",
+        "weights_changed_through_data",
+        "weights_changed_without_pull",
+        "weights_clamped_after_each_step",
+    ),
+    "state of the optimizer": (
+        "state_of_the_optimizer_after_pull",
+        "state_of_the_optimizer_loaded_between_steps",
+    ),
+    "inputs and losses of steps": ("arrays_of_numpy", "loss_as_a_number", "loss_written_as_json", "no_targets"),
+    "half precision": (
+        "bf16_parameters",
+        "bf16_parameters_with_a_fused_optimizer",
+        "bf16_parameters_with_a_fused_optimizer@vgpu",
+        "bf16_parameters_with_momentum",
+        "fp16_parameters",
+    ),
+    "virtual devices": ("scripted_model@vgpu", "sparse_embedding_bag@vgpu", "weight_norm_by_a_hook@vgpu"),
+}
+"""From a topic to its cases."""
+
+
+def pending(name: str, way: str) -> str | None:
+    """Return the topic for which a case waits; ``None`` for one that is as expected."""
+    key = name if way == "trainer" else f"{name}@{way}"
+    return next((topic for topic, names in PENDING.items() if key in names), None)
