@@ -413,14 +413,14 @@ def head(draft: Draft, width: int) -> str:
 
 def _term(draft: Draft, y: str) -> str:
     if draft.chance(0.1, "no mean"):
-        weights = "torch.arange(1.0, 5.0)"
+        weights = f"torch.arange(1.0, 5.0, device={y}.device)"
         return draft.choose.choice(
             (
                 f"F.cross_entropy({y}, t, weight={weights})",
                 f"F.cross_entropy({y}, t, ignore_index=0)",
                 f"F.cross_entropy({y}, t, reduction='sum')",
                 f"{y}.pow(2).mean().sqrt()",
-                f"F.cross_entropy({y} @ {y}.t(), torch.arange({y}.shape[0]))",
+                f"F.cross_entropy({y} @ {y}.t(), torch.arange({y}.shape[0], device={y}.device))",
             )
         )
     if draft.chance(0.1, "sum"):
@@ -520,7 +520,7 @@ def build(draft: Draft) -> str:
 
 def constants(draft: Draft) -> list[str]:
     """Return what says how to train."""
-    sizes = draft.choose.choice(((6, 6, 6), (6, 6, 5), (8, 8, 3), (4, 6, 6)))
+    sizes = draft.choose.choice(((12, 12, 12), (12, 12, 12), (12, 12, 12), (8, 8, 6)))  # each size is a capture
     devices = draft.choose.choice((1, 2, 2))
     options: dict[str, object] = {}
     if "sum" in draft.topics:
@@ -539,7 +539,7 @@ def constants(draft: Draft) -> list[str]:
             )
         )
         options[key] = value
-    stages = devices == 2 and not {"update", "shard_optimizer", "sync", "shares"} & set(options) and draft.chance(0.4)
+    stages = devices == 2 and not {"update", "shard_optimizer", "sync", "shares"} & set(options) and draft.chance(0.3)
     schedule = draft.choose.choice(("1f1b", "gpipe", "zb-h1"))
     return [
         f"SIZES = {sizes}",
@@ -547,7 +547,7 @@ def constants(draft: Draft) -> list[str]:
         f"DEVICES = {devices}",
         f"STAGES = {schedule!r}" if stages else "STAGES = None",
         f"CLIP = {draft.choose.choice((None, None, 0.1, 1.0))}",
-        f"EVALUATE = {draft.chance(0.2)}",
+        f"EVALUATE = {draft.chance(0.1)}",
         f"OPTIONS = {options}",
     ]
 

@@ -46,18 +46,13 @@ def outcome_of(text: str, pools: Shelf) -> Outcome:
     script = script_of(text)
     try:
         difference, where = fuzzed.compare(script, pools(script.DEVICES))
-    except Exception as error:
-        if isinstance(error, OneboxError):
-            return judged(error)
-        return _blamed(script, error)
+    except OneboxError as error:
+        return judged(error)
+    except Exception:
+        fuzzed.plain(script)  # where that fails too, the grammar is wrong
+        raise
     kind = "equal" if difference <= TOLERANCE else "silent"
     return Outcome(kind=kind, said=where, difference=difference)
-
-
-def _blamed(script: types.ModuleType, error: Exception) -> Outcome:
-    """Return the outcome of an error that is not onebox's: one of plain PyTorch is a mistake of the grammar."""
-    fuzzed.plain(script)
-    return judged(error)
 
 
 def reproduction(text: str) -> str:
