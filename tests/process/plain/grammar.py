@@ -447,12 +447,13 @@ def optimizers(draft: Draft) -> str:
     if kind == 0:
         lines.append("cut = len(params) // 2 or 1")
         first, second = one.format("params[:cut]"), two.format("params[cut:]")
+        lines.append(f"if len(params) < 2:\n    return [torch.optim.{one.format('params')}]")
         lines.append(f"return [torch.optim.{first}, torch.optim.{second}]")
     elif kind == 1:
         groups = "[{'params': params[::2], 'lr': 0.02}, {'params': params[1::2], 'weight_decay': 0.05}]"
         lines.append(f"return [torch.optim.{one.format(groups)}]")
     elif kind == 2:
-        lines.append(f"return [torch.optim.{one.format('params[1:]')}]")
+        lines.append(f"return [torch.optim.{one.format('(params[1:] or params)')}]")
     elif kind == 3 and draft.chance(0.5):
         lines += ["flat = [p for p in params if p.ndim == 2]", "rest = [p for p in params if p.ndim != 2]"]
         lines.append("return [torch.optim.Muon(flat, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]")

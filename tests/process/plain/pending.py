@@ -6,32 +6,21 @@ A case is named ``name`` where the trainer is meant, and ``name@vgpu`` for the v
 from __future__ import annotations
 
 PENDING: dict[str, tuple[str, ...]] = {
-    "backward of custom functions": ("function_with_another_backward", "straight_through_sign", "gradient_reversal"),
-    "hooks on tensors": ("hook_on_a_parameter", "hook_on_a_parameter_that_masks", "hook_on_an_activation"),
-    "backward hooks of modules": ("backward_hook_that_changes", "backward_pre_hook"),
+    "hooks on tensors": (
+        "hook_on_a_parameter",
+        "hook_on_a_parameter_that_masks",
+    ),
     "hooks that workers cannot run": (
-        "post_accumulate_hook",
         "hook_after_the_step_of_an_optimizer",
         "hook_before_the_step_of_an_optimizer",
     ),
-    "gradients inside of forward": (
-        "data_attribute",
-        "gradient_penalty",
-        "gradient_penalty_by_vmap",
-        "inference_mode",
-        "jacobian_in_forward",
-        "reentrant_checkpoint",
-        "reentrant_checkpoint_beside_another_path",
-    ),
     "errors that do not help": (
+        "sparse_embedding_bag",
         "batch_norm_with_a_cumulative_average",
         "ctc",
-        "data_parallel",
         "float32_for_a_float64_model",
         "label_out_of_range",
         "label_out_of_range@vgpu",
-        "numpy_in_forward",
-        "packed_lstm",
         "scripted_model",
         "targets_of_int32",
         "targets_of_int32@vgpu",
@@ -99,7 +88,11 @@ PENDING: dict[str, tuple[str, ...]] = {
         "bf16_parameters_with_momentum",
         "fp16_parameters",
     ),
-    "virtual devices": ("scripted_model@vgpu", "sparse_embedding_bag@vgpu", "weight_norm_by_a_hook@vgpu"),
+    "virtual devices": (
+        "scripted_model@vgpu",
+        "sparse_embedding_bag@vgpu",
+        "weight_norm_by_a_hook@vgpu",
+    ),
 }
 """From a topic to its cases."""
 

@@ -87,6 +87,12 @@ def batch_norm(way: Way) -> None:
 
 
 @case()
+def batch_norm_of_the_inputs(way: Way) -> None:
+    """Its inputs get no gradient."""
+    train(way, nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)))
+
+
+@case()
 def batch_norm_without_statistics(way: Way) -> None:
     train(way, normed(nn.BatchNorm1d(16, track_running_stats=False)))
 
