@@ -302,7 +302,7 @@ def _buffer(draft: Draft, width: int) -> None:
         draft.say(f"h = h + self.{name}")
     elif kind == 1:
         draft.init.append(f"self.register_buffer('{name}', torch.zeros(()))")
-        draft.say(f"self.{name}.add_(1)")
+        draft.say("if self.training:", f"    self.{name}.add_(1)")
     elif kind == 2:
         draft.init.append(f"self.register_buffer('{name}', torch.zeros({width}), persistent=False)")
         draft.say(f"h = h + self.{name} + 0.1")
@@ -456,6 +456,7 @@ def optimizers(draft: Draft) -> str:
         lines.append(f"return [torch.optim.{one.format('(params[1:] or params)')}]")
     elif kind == 3 and draft.chance(0.5):
         lines += ["flat = [p for p in params if p.ndim == 2]", "rest = [p for p in params if p.ndim != 2]"]
+        lines.append("if not flat or not rest:\n    return [torch.optim.AdamW(params, lr=0.01)]")
         lines.append("return [torch.optim.Muon(flat, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]")
     else:
         lines.append(f"return [torch.optim.{one.format('params')}]")
@@ -504,7 +505,7 @@ def build(draft: Draft) -> str:
         lines.append("for m in model.modules():")
         lines.append("    if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d):\n        m.eval()")
     first = f"list(model.children())[{draft.choose.randrange(2)}]"
-    if draft.chance(0.1, "tensor hook"):
+    if draft.chance(0.1, "parameter hook"):
         how = draft.choose.choice(("grad * 0.3", "grad * (grad > 0)", "grad / (1e-3 + grad.norm())"))
         lines.append("for p in list(model.parameters())[::2]:")
         lines.append(f"    if p.requires_grad:\n        p.register_hook(lambda grad: {how})")
@@ -558,8 +559,8 @@ def write(seed: int, without: Sequence[str] = ()) -> str:
 
     Args:
         seed: Of all choices.
-        without: Topics that are left out: ``custom backward``, ``tensor hook``, ``module hook``, ``inference mode``,
-            ``inner gradient``, ``no mean``, ``sum``, ``hand``, ``mode``.
+        without: Topics that are left out: ``custom backward``, ``tensor hook``, ``parameter hook``, ``module hook``,
+            ``inference mode``, ``inner gradient``, ``no mean``, ``sum``, ``hand``, ``mode``.
     """
     draft = Draft(seed, without)
     width = front(draft)

@@ -369,6 +369,24 @@ def evaluation_between_steps(way: Way) -> None:
     way.note(losses=losses)
 
 
+class Counted(nn.Module):
+    """A buffer that counts calls, in eval mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.front(x)
+
+
+@case(trainer=equal_or_refused("calls"), vgpu=None)
+def buffer_written_by_an_evaluation(way: Way) -> None:
+    train(way, Counted(), after=lambda step, loop: loop.evaluate(labelled(1)))
+
+
 @case()
 def nothing_changes_with_a_learning_rate_of_zero(way: Way) -> None:
     way.train(mlp(), F.cross_entropy, still, labelled(), micro_batch=8)
