@@ -57,6 +57,23 @@ def counter_as_an_attribute(way: Way) -> None:
     train(way, Between(counted))
 
 
+class Warmed(nn.Module):
+    """A factor that grows with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.front(x) * self.calls
+
+
+@case(trainer=refused("calls"))
+def counter_from_the_constructor(way: Way) -> None:
+    train(way, Warmed())
+
+
 @case(trainer=refused("calls"))
 def counter_in_a_dict(way: Way) -> None:
     calls = {"calls": 0}
