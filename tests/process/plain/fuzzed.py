@@ -26,7 +26,9 @@ def plain(script: Any, device: str = "cpu", disturbed: float = 0.0) -> Ran:
         device: Of the model.
         disturbed: By which part parameters are changed before the first step.
     """
-    model = script.build().to(device)
+    model = script.build()
+    if device != "cpu":
+        model = model.to(device)
     if disturbed:
         with torch.no_grad():
             for parameter in model.parameters():

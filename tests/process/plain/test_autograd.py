@@ -94,6 +94,14 @@ def hook_on_a_parameter(way: Way) -> None:
 
 
 @case()
+def hook_on_a_parameter_before_the_model_moves(way: Way) -> None:
+    """As with a GPU, ``.to`` keeps the hooks."""
+    model = mlp()
+    model[0].weight.register_hook(lambda grad: grad * 0.1)
+    train(way, model)
+
+
+@case()
 def hook_on_a_parameter_that_masks(way: Way) -> None:
     def place(model: nn.Sequential) -> None:
         mask = (model[0].weight.detach() > 0).to(model[0].weight.dtype)
