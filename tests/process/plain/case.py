@@ -224,8 +224,8 @@ def _apart(left: Tensor | float, right: Tensor | float) -> float:
 
 
 INTERNAL = re.compile(
-    r"github|file an issue|please report|DynamicOutputShapeException|AttributeError|has no attribute|FakeTensor"
-    r"|fake tensor|exported program|tensor subclasses|itensor|gcnArchName|lifted_tensor",
+    r"github|file an issue|please report|inside onebox|DynamicOutputShapeException|AttributeError|has no attribute"
+    r"|FakeTensor|fake tensor|exported program|tensor subclasses|itensor|gcnArchName|lifted_tensor",
     re.IGNORECASE,
 )
 """Words of PyTorch's insides, which tell users nothing."""

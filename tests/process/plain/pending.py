@@ -50,7 +50,7 @@ PENDING: dict[str, tuple[str, ...]] = {
         "numpy_generator",
     ),
     "values that changed since the capture": ("eval_mode_between_steps",),
-    "buffers written by an evaluation": ("buffer_written_by_an_evaluation",),
+    "buffers": ("buffer_written_by_an_evaluation",),
     "weights changed by hand": (
         "adversaries_with_pull",
         "adversaries_without_pull",

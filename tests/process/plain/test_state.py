@@ -404,6 +404,24 @@ def buffer_written_by_an_evaluation(way: Way) -> None:
     train(way, Counted(), after=lambda step, loop: loop.evaluate(labelled(1)))
 
 
+class Steps(nn.Module):
+    """A counter of its own type beside that of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return self.head(self.norm(x))
+
+
+@case()
+def counters_of_two_types_in_buffers(way: Way) -> None:
+    way.train(Steps(), F.cross_entropy, sgd, labelled(3, samples=12), micro_batch=4)
+
+
 @case()
 def nothing_changes_with_a_learning_rate_of_zero(way: Way) -> None:
     way.train(mlp(), F.cross_entropy, still, labelled(), micro_batch=8)
