@@ -14,6 +14,7 @@ LEARNED = frozenset(
     getattr(packet, name)
     for packet in (
         aten.native_batch_norm,
+        aten.native_batch_norm_backward,
         aten._native_batch_norm_legit,
         aten._native_batch_norm_legit_no_training,
         aten._batch_norm_with_update,
