@@ -19,7 +19,7 @@ from torch import nn
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.forecast import forecast_memory
 from onebox.errors import DeviceMemoryError, PlanError
 from onebox.plan import Plan, Stage

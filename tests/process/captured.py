@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.graph import TracedModel
 from tests.models import BUILT
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onebox.engine import offloading
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from tests.process.captured import capture
 from tests.process.shelf import Shelf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from tests.models import FATED
 
 

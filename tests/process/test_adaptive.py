@@ -12,7 +12,7 @@ from torch import nn
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.estimated import links_unseen, profile_unseen
 from onebox.engine.problem import make_problem
 from onebox.errors import UsageError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from tests.models import CASES
 from tests.process.captured import capture, what_it_sees
 

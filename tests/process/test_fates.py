@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.plan import Plan
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf

@@ -10,7 +10,7 @@ import pytest
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.curve import Curve, curve_of, peak_at
 from onebox.engine.forecast import forecast_contents, forecast_memory
 from onebox.plan import Fate, Plan, Stage

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import onebox
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Action, Plan, Stage
 from onebox.plan.schedule import Kind

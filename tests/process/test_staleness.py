@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.curve import curve_of
 from onebox.engine.delays import DELAYS
 from onebox.engine.forecast import forecast_contents

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from onebox.engine.adaptive import Adaptive
-from onebox.engine.compiler import Recipe
+from onebox.engine.captures import Recipe
 from onebox.engine.delays import WARM_UP
 from onebox.engine.emulated import SegmentCosts, check_costs
 from onebox.engine.following import problem_maker

@@ -61,7 +61,7 @@ class Batch:
         size: Samples.
         samples: Which they are, ``int64 [B]``, if that is known.
         python_state: Which of the states of Python it is to be computed in; see
-            :meth:`~onebox.engine.compiler.Captures.stamped`.
+            :meth:`~onebox.engine.captures.Captures.stamped`.
         normalisers: What the user's function made of the targets of its micro-batches, by where they are cut.
     """
 

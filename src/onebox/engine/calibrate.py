@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.constants import Constants, put_leaves
 from onebox.engine.remote import RemoteState
 from onebox.errors import UsageError

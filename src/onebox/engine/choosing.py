@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.formats import with_formats
 from onebox.engine.remote import RemoteState
 from onebox.plan import Plan

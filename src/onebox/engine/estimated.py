@@ -10,7 +10,7 @@ from onebox.cost import PoolProfile, Speeds, load
 from onebox.cost.estimate import Rates, program_s
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.forecast import Nowhere
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key

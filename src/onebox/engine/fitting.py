@@ -13,7 +13,7 @@ from torch import nn
 
 from onebox.cost.estimate import Rates
 from onebox.engine.batch import Batch, as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.curve import Curve, Peak, curve_of, peak_at
 from onebox.engine.estimated import links_unseen, profile_unseen
 from onebox.engine.forecast import Nowhere, count_memory, forecast_contents, forecast_memory

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from onebox.engine.adaptive import MakeProblem
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.estimated import links_unseen, profile_unseen
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import make_problem

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.ledger import Contents, peaks_of
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.remote import RemoteState

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Recipe
+from onebox.engine.captures import Recipe
 from onebox.errors import CaptureError
 from onebox.graph import Loss, capture
 from onebox.wire import program_dtype_name

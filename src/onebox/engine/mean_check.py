@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures, Probe
+from onebox.engine.captures import Captures
+from onebox.engine.compiler import Probe
 from onebox.engine.loss_alone import losses_alone
 from onebox.engine.parcels import parts_of
 from onebox.engine.setup import Ready

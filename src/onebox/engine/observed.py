@@ -10,9 +10,9 @@ from torch import Tensor
 
 from onebox.engine.adaptive import Made
 from onebox.engine.batch import as_batch
+from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import write
 from onebox.engine.client_state import ClientState
-from onebox.engine.compiler import Captures
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
 from onebox.engine.loss_reduction import LossReduction, reduction_name

@@ -10,7 +10,7 @@ from msgspec import Struct
 from onebox.cost import ACCELERATOR_BPS, key_of
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.optimizers import Optimizers, elements_of
 from onebox.engine.segment_bytes import model_bytes
 from onebox.engine.state import footprints, named_state, update_bytes

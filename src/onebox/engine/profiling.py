@@ -21,7 +21,7 @@ from torch import nn
 from onebox.cost import load, store
 from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentTimes, Way
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.formats import compared, ways_of
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key

@@ -17,7 +17,7 @@ from pathlib import Path
 from onebox.cost import PoolProfile, load
 from onebox.cost.model import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures
+from onebox.engine.captures import Captures
 from onebox.engine.delays import extra_copies
 from onebox.engine.forecast import Count, forecast_memory
 from onebox.engine.formats import with_precisions_of

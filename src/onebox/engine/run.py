@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from onebox.engine.adaptive import Adaptive
 from onebox.engine.batch import Batch
-from onebox.engine.compiler import Captures, Compiled
+from onebox.engine.captures import Captures
+from onebox.engine.compiler import Compiled
 from onebox.engine.copies import Copies
 from onebox.engine.deferred import Deferred, OldGroups
 from onebox.engine.examples import Examples

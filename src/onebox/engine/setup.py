@@ -7,8 +7,9 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from onebox.engine.batch import Batch
 from onebox.engine.calibrate import resolve_shares
+from onebox.engine.captures import Captures
 from onebox.engine.choosing import with_measured_formats
-from onebox.engine.compiler import Captures, Compiled, Compiler, Probe
+from onebox.engine.compiler import Compiled, Compiler, Probe
 from onebox.engine.curve import peak_at
 from onebox.engine.deferred import Deferred, formed
 from onebox.engine.elements import check_elements

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from onebox.engine.batch import Batch
+from onebox.engine.captures import Captures
 from onebox.engine.hierarchy import known_links
 from onebox.engine.parts import Parts
 from onebox.errors import UsageError
@@ -15,7 +15,7 @@ from onebox.plan import Plan, block_numbers
 from onebox.pool import Pool
 
 if TYPE_CHECKING:  # which makes stages of it
-    from onebox.engine.compiler import Captures
+    from onebox.engine.captures import Captures
 
 _HALVES = ("zb-h1", "zbv", "auto", "table")
 """Schedules that may divide backward into the gradients of inputs and of parameters."""

@@ -13,9 +13,9 @@ from torch import nn
 
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
 from onebox.engine.batch import as_batch
+from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import read
 from onebox.engine.client_state import ClientState
-from onebox.engine.compiler import Captures
 from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive

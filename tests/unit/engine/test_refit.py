@@ -16,7 +16,7 @@ from torch import nn
 from onebox.cost import store
 from onebox.cost.model import SegmentTimes
 from onebox.engine.batch import as_batch
-from onebox.engine.compiler import Captures, Recipe
+from onebox.engine.captures import Captures, Recipe
 from onebox.engine.problem import KnownTimes, divided_bytes, times_key
 from onebox.engine.refit import Workload, refit
 from onebox.errors import PlanError
