@@ -177,8 +177,8 @@ class Captures:
         """Return the model, captured; say so in the log where that is not the first time."""
         if train and not self.recipe.model.training and not self._traced:
             _LOG.warning(
-                "the model is in eval mode, and is trained in it, as a training loop would: without dropout, and with the "
-                "running statistics of batch norm; call model.train() before the step if that is not wanted"
+                "the model is in eval mode, and is trained in it, as a training loop would: without dropout, and with "
+                "the running statistics of batch norm; call model.train() before the step if that is not wanted"
             )
         begin_s, again = time.perf_counter(), bool(self._traced)
         made = self._capture(batch, size, train=train)

@@ -14,9 +14,6 @@ from onebox.graph.placements import Placement
 from onebox.plan import Plan, block_numbers
 from onebox.pool import Pool
 
-if TYPE_CHECKING:  # which makes stages of it
-    from onebox.engine.captures import Captures
-
 _HALVES = ("zb-h1", "zbv", "auto", "table")
 """Schedules that may divide backward into the gradients of inputs and of parameters."""
 
