@@ -121,7 +121,8 @@ class Detector:
         self._keys: list[str] = []
         self._objects: list[Any] = []
         for root in (self._model, self._loss):
-            for module in root.modules() if isinstance(root, nn.Module) else ():
+            modules = root.modules() if isinstance(root, nn.Module) else ()
+            for module in (each for each in modules if not isinstance(each, torch.jit.ScriptModule)):  # no dicts there
                 for table in (module._modules, module._parameters, module._buffers):
                     for key, found in table.items():
                         if isinstance(found, nn.Module) or id(found) in known:

@@ -119,11 +119,14 @@ class ClientState:
         Raises:
             OneboxError: A worker failed.
         """
-        _OPEN.discard(self)
         try:
             if keep and self._in_step and self._run.error is None:
+                for partner in self._partners():
+                    if partner._run.begun and partner._run.error is None:
+                        partner._take_from(self, partner._seen.get(self, 0))
                 self._optimizers.bring()
         finally:
+            _OPEN.discard(self)
             self._optimizers.close()
 
     # ---- changes by hand

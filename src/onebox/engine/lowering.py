@@ -58,7 +58,8 @@ class Lowering:
         self._holdings = holdings
         self._numbers = numbers
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
-        self._statistics = Statistics(holdings, numbers, model)
+        self._moved: dict[str, int] = {}
+        Statistics(holdings, numbers, model, self._moved)  # which refuses what replicas cannot share
 
     @property
     def gradients(self) -> dict[int, str]:
@@ -70,12 +71,12 @@ class Lowering:
 
     def train(self, job: Job) -> dict[int, StepRoutine]:
         """Return the routine of each worker for a training step."""
-        values = Values(job, self._numbers.new, self._holdings.ranks)
+        values, shared = Values(job, self._numbers.new, self._holdings.ranks), self._statistics(job)
         found = {}
         for worker in self._plan.devices:
             row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
             exchanges = self._exchanges(row.builder, worker)
-            statistics = self._statistics.begin(row.builder, worker, row.actions, job, exchanges)
+            statistics = shared.begin(row.builder, worker, row.actions, job, exchanges)
             gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
             rounding = row.round()
             row.run(lambda action, own=gradients: own, [statistics], moved=statistics.moved)  # type: ignore[misc]
@@ -121,7 +122,7 @@ class Lowering:
         given = (row.builder, worker, row.actions, job, exchanges)
         weights = Weights(self._numbers, window)
         late = None if window == "fill" else self._gradients.begin(*given, half="late")
-        statistics = None if window == "drain" else self._statistics.begin(*given)
+        statistics = None if window == "drain" else self._statistics(job).begin(*given)
         early = None if window == "drain" else self._gradients.begin(*given, half="early")
         updating, before = LateUpdate(update, weights, row.actions), row.rounded_before()
         rounding = None if window == "drain" else row.round_for_step(weights.number)
@@ -151,13 +152,16 @@ class Lowering:
             return
         exchanges = self._exchanges(row.builder, worker, before=updating.finish)
         given = (row.builder, worker, row.actions, job, exchanges)
-        statistics, gradients = self._statistics.begin(*given), self._gradients.begin(*given)
+        statistics, gradients = self._statistics(job).begin(*given), self._gradients.begin(*given)
         rounding = row.round()
         row.run(lambda action: gradients, [updating, statistics], moved=statistics.moved)
         rounding.finish()
         exchanges.finish()
         updating.finish()
         statistics.finish()
+
+    def _statistics(self, job: Job) -> Statistics:
+        return Statistics(self._holdings, self._numbers, job.programs(0), self._moved)
 
     def _exchanges(self, builder: RoutineBuilder, worker: int, before: Callable[[], None] = lambda: None) -> Exchanges:
         shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split

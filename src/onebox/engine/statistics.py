@@ -15,6 +15,7 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.routine import Label, RoutineBuilder
 from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms, NamedProgram, Port, combine_all, extract, scale_all, split, zeros
+from onebox.graph.extract import own_outputs
 from onebox.plan import Action
 from onebox.wire import Program, TensorSpec
 
@@ -25,13 +26,15 @@ class Statistics:
     Args:
         holdings: Who holds what.
         numbers: Shared numbers.
-        model: The programs for any size of a micro-batch.
+        model: The programs for any size of a micro-batch, in one state of Python: a model that is captured anew, such as
+            in eval mode, may change other buffers, or by other factors.
+        moved: The buffers for what replicas contribute, by name, as far as there are any; it takes those that are made.
 
     Raises:
         CaptureError: A buffer of a replicated stage changes in a way that replicas cannot share.
     """
 
-    def __init__(self, holdings: Holdings, numbers: Numbers, model: ModelPrograms) -> None:
+    def __init__(self, holdings: Holdings, numbers: Numbers, model: ModelPrograms, moved: dict[str, int]) -> None:
         self.holdings = holdings
         self.numbers = numbers
         self.model = model
@@ -41,7 +44,9 @@ class Statistics:
         for stage, replicas in enumerate(holdings.stages):
             if len(replicas) > 1:
                 self._sort(stage)
-        self.moved = {name: numbers.new() for names in self.affine.values() for name in names}
+        for name in (name for names in self.affine.values() for name in names if name not in moved):
+            moved[name] = numbers.new()
+        self.moved = moved
         self._decays: dict[tuple[int, int, int], Program] = {}
 
     def decay(self, worker: int, stage: int, times: int) -> Program:
@@ -155,15 +160,17 @@ class WorkerStatistics:
             self._builder.call(program, [*old, *moved], old, Label("statistics"), takes=range(2 * len(names)))
         for stage, names in self._constant.items():
             repeats = self._total - len(self._own[stage])
-            part, inputs = _updates_alone(self._shared.model.of(stage, "F"), names)
+            part, read, changed = _updates_alone(self._shared.model.of(stage, "F"), names)
             for _ in range(repeats):
-                numbers = [state[str(port.name)] for port in inputs]
-                self._builder.call(part, numbers, [state[name] for name in names], Label("count"))
+                self._builder.call(
+                    part, [state[name] for name in read], [state[name] for name in changed], Label("count")
+                )
 
 
-def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[Port]]:
-    """Return the part of forward that updates some buffers, and its inputs."""
+def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[str], list[str]]:
+    """Return the part of forward that updates some buffers, the buffers that it reads, and those that it gives out."""
     where = dict(zip(forward.outputs, forward.program.outputs, strict=True))
-    part = extract(forward.program, [where[Port("update", name)] for name in names])
+    part = own_outputs(extract(forward.program, [where[Port("update", name)] for name in names]))
     (piece,) = split(part, [])
-    return piece.program, [forward.inputs[slot] for slot in piece.inputs]
+    changed = dict(zip(part.outputs, names, strict=True))  # a piece gives its outputs out in an order of its own
+    return piece.program, [str(forward.inputs[slot].name) for slot in piece.inputs], [changed[s] for s in piece.outputs]

@@ -125,7 +125,7 @@ class StateRecorder:
         attributes = _Attributes(self._paths)
         drawn = _Drawn()
         try:
-            with attributes.noted():
+            with attributes.noted(), drawn.noted():
                 result = forward()
             self._refuse_changes(attributes, seen)
             if drawn.module:
@@ -167,7 +167,12 @@ class _Attributes:
         mine, set_attribute = threading.get_ident(), nn.Module.__setattr__
 
         def read(module: Any, name: str) -> Any:
-            value = object.__getattribute__(module, name)
+            try:
+                value = object.__getattribute__(module, name)
+            except AttributeError:
+                if threading.get_ident() == mine:
+                    self._note_missing(module, name)
+                raise
             if name not in _OWN and name[:2] != "__" and threading.get_ident() == mine:
                 self._note_read(module, name, value)
             return value
@@ -196,6 +201,17 @@ class _Attributes:
             self.reads[source] = snapshot(value)
             self.read.append((source, module, self.reads[source]))
             self._copies.append((value, _copied(value)))
+
+    def _note_missing(self, module: nn.Module, name: str) -> None:
+        """Take note that there is no such attribute yet, which ``getattr`` with a default and ``hasattr`` tell."""
+        path, own = self._paths.get(id(module)), object.__getattribute__(module, "__dict__")
+        held = (own.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
+        if path is None or any(name in each for each in held) or name[:2] == "__":
+            return
+        source = Source(path, name)
+        if source not in self.reads and source not in self.written:
+            self.reads[source] = snapshot(MISSING)
+            self.read.append((source, module, self.reads[source]))
 
     def _note_write(self, module: nn.Module, name: str) -> None:
         own = object.__getattribute__(module, "__dict__")
@@ -234,17 +250,37 @@ class _Drawn:
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._made = ""
         self._bits = numpy_state(np.random.mtrand._rand)
 
     @property
     def module(self) -> str:
         """The module whose numbers have been drawn, if any."""
+        if self._made:
+            return self._made
         if random.getstate() != self._python:
             return "random"
         return "numpy.random" if numpy_state(np.random.mtrand._rand) != self._bits else ""
 
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note that this thread makes a generator which begins with numbers of the operating system."""
+        mine, make = threading.get_ident(), np.random.default_rng
+
+        def default_rng(seed: Any = None) -> np.random.Generator:
+            if seed is None and threading.get_ident() == mine:
+                self._made = "numpy.random.default_rng() without a seed"
+            return make(seed)
+
+        np.random.default_rng = default_rng
+        try:
+            yield
+        finally:
+            np.random.default_rng = make
+
     def restore(self) -> None:
         """Let generators be as before."""
+        self._made = ""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
@@ -274,7 +310,8 @@ class _Drawn:
         self.restore()
         sys.settrace(trace)
         try:
-            forward()
+            with self.noted():
+                forward()
         finally:
             sys.settrace(before)
         return found[0] if found else None

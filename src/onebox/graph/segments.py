@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -59,6 +59,7 @@ def find_segments(joint: Joint, ahead: set[fx.Node]) -> Segments:
 def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list[str]]:
     """Cut forward into segments; return the segment of each node, and the module that begins each segment."""
     matrices = {node for node, port in joint.inputs if port.kind == "parameter" and node.meta["val"].dim() > 1}
+    buffers = {node for node, port in joint.inputs if port.kind == "buffer"}
     of: dict[fx.Node, int] = {}
     names: list[str] = []
     known: set[fx.Node] = set()
@@ -66,6 +67,8 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     for node in forward:
         if is_view(node) and root_of(node).op != "call_function":
             continue  # a view of an input belongs to who reads it
+        if _prepares(node, buffers, of):
+            continue  # so does what is made of buffers alone, as it is in other captures of the model
         own = {root_of(argument) for argument in arguments_of(node)} & matrices
         path = _path(node)
         if not names:
@@ -82,6 +85,13 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
         if node not in of:
             of[node] = min((of[user] for user in node.users if user in of), default=0)
     return of, names or [_LOSS]
+
+
+def _prepares(node: fx.Node, buffers: Collection[fx.Node], of: Mapping[fx.Node, int]) -> bool:
+    """Tell whether a node that others read is made of buffers alone, by nodes that belong to nobody yet."""
+    sources = [root_of(argument) for argument in arguments_of(node)]
+    read = any(user.op == "call_function" for user in node.users)
+    return read and bool(sources) and all(s in buffers or (s.op == "call_function" and s not in of) for s in sources)
 
 
 def root_of(node: fx.Node) -> fx.Node:

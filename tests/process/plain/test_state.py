@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.process.plain.case import Case, case, check, equal_or_refused, refused
+from tests.process.plain.case import Case, case, check, equal_or_refused, refused, warned
 from tests.process.plain.data import Between, labelled, mlp, randn, sgd, still
 from tests.process.plain.ways import Loop, Way
 from tests.process.shelf import Shelf
@@ -36,10 +36,16 @@ def numpy_random(way: Way) -> None:
     train(way, Between(lambda module, h: h * float(np.random.rand())))
 
 
-@case(trainer=refused("random"))
+@case(trainer=refused("generator"))
 def numpy_generator(way: Way) -> None:
     generator = np.random.default_rng(0)
     train(way, Between(lambda module, h: h * float(generator.random())))
+
+
+@case(trainer=refused("default_rng"), vgpu=None)
+def numpy_generator_made_in_forward(way: Way) -> None:
+    """Each one draws from fresh entropy."""
+    train(way, Between(lambda module, h: h * float(np.random.default_rng().random())))
 
 
 @case(trainer=refused(r"test_state\.py:\d+.*decides by the value"), vgpu=None)
@@ -162,6 +168,16 @@ def slope_that_is_annealed(way: Way) -> None:
 
 
 @case()
+def momentum_of_a_batch_norm_that_changes(way: Way) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    def before(step: int, loop: Loop) -> None:
+        model[1].momentum = 0.5 if step >= 2 else 0.1
+
+    train(way, model, before=before)
+
+
+@case()
 def weight_of_a_term_in_a_closure(way: Way) -> None:
     beta = [0.0]
 
@@ -192,7 +208,7 @@ def weight_of_a_term_as_an_attribute_of_the_loss(way: Way) -> None:
     train(way, mlp(), loss=loss, before=before)
 
 
-@case(trainer=equal_or_refused("eval"))
+@case()
 def eval_mode_between_steps(way: Way) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     train(way, model, before=lambda step, loop: model.train(step < 2))
@@ -272,7 +288,7 @@ def buffer_changed_after_pull(way: Way) -> None:
     train(way, model, before=before)
 
 
-@case(trainer=equal_or_refused("replaced|another parameter|not the same|changed"))
+@case(trainer=equal_or_refused("is another one"))
 def parameter_replaced(way: Way) -> None:
     """The optimizer keeps the old one, which plain PyTorch leaves without a gradient."""
     model = mlp()
@@ -386,6 +402,24 @@ def evaluation_between_steps(way: Way) -> None:
     way.note(losses=losses)
 
 
+class Elsewhere(nn.Module):
+    """Another layer for eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.front(x) if self.training else self.other(x)
+
+
+@case(trainer=equal_or_refused("other"), vgpu=None)
+def layer_of_eval_mode_alone(way: Way) -> None:
+    losses: list[float] = []
+    train(way, Elsewhere(), after=lambda step, loop: losses.append(loop.evaluate(labelled(1))))
+    way.note(losses=losses)
+
+
 class Counted(nn.Module):
     """A buffer that counts calls, in eval mode, too."""
 
@@ -399,7 +433,7 @@ class Counted(nn.Module):
         return self.front(x)
 
 
-@case(trainer=equal_or_refused("calls"), vgpu=None)
+@case(trainer=warned("calls"), vgpu=None)
 def buffer_written_by_an_evaluation(way: Way) -> None:
     train(way, Counted(), after=lambda step, loop: loop.evaluate(labelled(1)))
 
@@ -420,6 +454,27 @@ class Steps(nn.Module):
 @case()
 def counters_of_two_types_in_buffers(way: Way) -> None:
     way.train(Steps(), F.cross_entropy, sgd, labelled(3, samples=12), micro_batch=4)
+
+
+class Counters(nn.Module):
+    """Counters of one type that count differently, the later one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("ones", torch.zeros(()))
+        self.register_buffer("twos", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.twos.add_(2)
+        h = self.front(x)
+        self.ones.add_(1)
+        return self.head(h)
+
+
+@case()
+def counters_that_count_differently(way: Way) -> None:
+    way.train(Counters(), F.cross_entropy, sgd, labelled(3, samples=12), micro_batch=4)
 
 
 @case()

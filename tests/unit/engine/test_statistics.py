@@ -120,6 +120,6 @@ def test_only_a_replicated_stage_refuses_what_replicas_cannot_share(first: Any, 
     numbers = Numbers(state={}, optimizer=0, groups={}, new=itertools.count().__next__)
     if refused:
         with pytest.raises(CaptureError, match=r"buffer model\.most changes .* train this model on one device"):
-            Statistics(find_holdings(made, Parts(model, made, halves=())), numbers, model)
+            Statistics(find_holdings(made, Parts(model, made, halves=())), numbers, model, {})
     else:
-        Statistics(find_holdings(made, Parts(model, made, halves=())), numbers, model)
+        Statistics(find_holdings(made, Parts(model, made, halves=())), numbers, model, {})
