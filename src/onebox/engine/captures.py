@@ -88,6 +88,7 @@ class Captures:
         self._owners = {name: owner for name, owner in owners if isinstance(owner, nn.Module)}
         self._states = [Watch(self._owners)]
         self._state = 0
+        self._warned = False
         self._families: dict[Hashable, _Family] = {}
         self._numbers: dict[Hashable, set[tuple[str, ...]]] = {}
 
@@ -182,11 +183,23 @@ class Captures:
             )
         begin_s, again = time.perf_counter(), bool(self._traced)
         made = self._capture(batch, size, train=train)
+        self._warn_of_writes(() if train else made.written)
         if again:
             shapes = ", ".join(str([size, *leaf.shape[1:]]) for leaf in batch.leaves)
             took_s = time.perf_counter() - begin_s
             _LOG.info("captured in %.1f s for %s, of %s", took_s, "training" if train else "evaluation", shapes)
         return made
+
+    def _warn_of_writes(self, names: Sequence[str]) -> None:
+        """Say once of buffers that an evaluation writes, that they stay as they are."""
+        if names and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "in eval mode the model writes to %s, which plain PyTorch keeps: evaluate() changes nothing on the "
+                "workers, and what it writes there is dropped; write only while self.training, or evaluate on a virtual "
+                "device (vgpu)",
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more buffers" if len(names) > 3 else ""),
+            )
 
     def _count_numbers(self, batch: Batch, size: int, *, train: bool) -> None:
         """Say that a number among the inputs is another than before, and refuse it after a few."""
@@ -225,7 +238,12 @@ class Captures:
         except CaptureError as error:
             if not error.unfit:
                 raise
-            raise CaptureError(f"{error}; the batch has {batch}", where=error.where, unfit=True) from error
+            part = (
+                f"; this is a micro-batch of {size} of its {batch.size} samples: all inputs and targets are divided along "
+                "their first dimension, which has to be that of samples (batch_first=True of recurrent layers)"
+            )
+            said = f"{error}; the batch has {batch}{part if size < batch.size else ''}"
+            raise CaptureError(said, where=error.where, unfit=True) from error
 
     def _plain_capture(
         self, example: tuple[Any, Any], *, train: bool, probe: bool = False, varying: Varying | None = None

@@ -17,9 +17,11 @@ from onebox.engine.library import Library
 from onebox.engine.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.lowering import Lowering
 from onebox.engine.routine import Label, StepRoutine
+from onebox.engine.parts import Parts
 from onebox.engine.stages import Stages
 from onebox.engine.timetable import forward_only, make_schedule, make_window, plain_schedule
 from onebox.engine.windows import Window, WorkerWindows
+from onebox.errors import CaptureError
 from onebox.graph import ModelPrograms
 from onebox.plan import MicroBatch, Plan
 from onebox.pool import Pool
@@ -208,6 +210,7 @@ class Compiler:
         """
         assert self._lowering is not None
         models = {size: self._stages.parts(batch, size, train=True, probe=True) for size in sizes}
+        self._require_held(models, "in eval mode")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         cuts = enumerate(zip(starts, sizes, strict=True))
         parts = tuple(MicroBatch(index=index, start=start, size=size) for index, (start, size) in cuts)
@@ -282,6 +285,7 @@ class Compiler:
         if key not in self._compiled:
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._stages.parts(batch, part.size, train=train) for part in parts}
+            self._require_held(models, "in training" if train else "in an evaluation")
             if self.windows and train:
                 models = {size: model.in_chunks(size) for size, model in models.items()}
             make = make_window if self.windows and train else make_schedule
@@ -297,6 +301,27 @@ class Compiler:
             )
             self._compiled[key] = self._lower(job, train=train)
         return self._compiled[key]
+
+    def _require_held(self, models: Mapping[int, Parts], doing: str) -> None:
+        """Refuse programs that read what their devices do not have: they hold what the first batch needed.
+
+        Raises:
+            CaptureError: What is missing.
+        """
+        assert self._lowering is not None
+        holders = self._lowering.holders
+        for parts in models.values():
+            for phase, program in parts.programs.phases.items():
+                needed = {device for replica in self._plan.stages[phase.stage].replicas for device in replica}
+                for port in program.inputs:
+                    if port.kind in ("parameter", "rounded", "buffer") and not needed <= {
+                        *holders.get(str(port.name), ())
+                    }:
+                        raise CaptureError(
+                            f"{doing} the model reads {port.name}, which the training of the first batch did not read in "
+                            "that place: devices hold what that needed\n  Call pull() and compute it with the model "
+                            "here, or make another trainer; on a virtual device (vgpu) it runs as it is"
+                        )
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:
         assert self._lowering is not None

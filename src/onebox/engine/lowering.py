@@ -7,12 +7,12 @@ that overlap are cut into windows (``windows.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from onebox.engine.emulated import ActionCosts
 from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients
-from onebox.engine.holdings import Holdings
+from onebox.engine.holdings import Holdings, Members
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import RoutineBuilder, StepRoutine
@@ -60,6 +60,11 @@ class Lowering:
         self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
         self._moved: dict[str, int] = {}
         Statistics(holdings, numbers, model, self._moved)  # which refuses what replicas cannot share
+
+    @property
+    def holders(self) -> Mapping[str, Members]:
+        """The workers that hold each parameter and buffer."""
+        return self._holdings.holders
 
     @property
     def gradients(self) -> dict[int, str]:

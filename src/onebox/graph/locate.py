@@ -136,7 +136,7 @@ def explain(
         where += f" (layer {layer[0]}, {layer[1]})" if layer is not None and layer[0] else ""
         return CaptureError(
             f"{name} and its loss cannot be computed for this batch{where}\n  {reason}\n"
-            "  Plain PyTorch refuses it, too: look at the shapes and types of the batch",
+            "  PyTorch itself refuses it: use inputs and targets of shapes and types that fit the model and the loss",
             where=str(place) if place else None,
             unfit=True,
         )

@@ -107,6 +107,7 @@ class TracedModel:
     ) -> None:
         joint = captured.joint.copied()
         self.reads = captured.reads
+        self.written = tuple(str(port.name) for _, port in joint.outputs if port.kind == "update")
         fold_numbers(joint.graph)
         require_types(joint)
         self._backward = backward

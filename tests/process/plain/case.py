@@ -232,7 +232,7 @@ INTERNAL = re.compile(
 
 REMEDY = re.compile(
     r"virtual device|vgpu|allowed|\b(use|give|pass|call|unwrap|set|remove|keep|check|choose|make|train|write|move|wrap"
-    r"|convert|reduce|state|say|name|know|leave)\b|instead|has to|have to|must|needs?\b",
+    r"|convert|reduce|state|say|name|know|leave|look at)\b|instead|has to|have to|must|needs?\b",
     re.IGNORECASE,
 )
 

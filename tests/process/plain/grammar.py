@@ -527,6 +527,8 @@ def constants(draft: Draft) -> list[str]:
     options: dict[str, object] = {}
     if "sum" in draft.topics:
         options["loss_reduction"] = "sum"
+    elif "no mean" not in draft.topics and draft.chance(0.8):
+        options["loss_reduction"] = "mean"  # the check of a mean takes two captures more
     if draft.chance(0.3):
         key, value = draft.choose.choice(
             (

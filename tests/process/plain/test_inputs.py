@@ -142,7 +142,13 @@ def loss_as_a_number(way: Way) -> None:
             a // 1,
             a % 1,
         ]
-        more = [round(a, 3), np.mean(losses), np.float64(a), float(torch.tensor(losses, dtype=torch.float64).mean()), math.sqrt(a)]
+        more = [
+            round(a, 3),
+            np.mean(losses),
+            np.float64(a),
+            float(torch.tensor(losses, dtype=torch.float64).mean()),
+            math.sqrt(a),
+        ]
         texts = [f"{a:.4f}", f"{a:8.2e}", json.dumps({"loss": float(a)})]
         way.note(checks=checks, sums=sums, more=more)
         way.note(texts=[float(sum(map(ord, text))) for text in texts])

@@ -320,7 +320,7 @@ def compiled_model(way: Way) -> None:
     train(way, mlp() if way.name == "plain" else torch.compile(mlp()), name="")
 
 
-@case(trainer=refused("TorchScript|torch.jit"))
+@case(trainer=refused("is scripted"))
 def scripted_model(way: Way) -> None:
     train(way, torch.jit.script(mlp()))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.vgpu.box import stream_of
-from onebox.vgpu.dispatch import foreign, special
+from onebox.vgpu.dispatch import foreign, launch, special
 
 aten = torch.ops.aten
 _make: Any = Tensor._make_wrapper_subclass
@@ -112,6 +112,21 @@ def _from_pair(args: tuple[Any, ...], kwargs: dict[str, Any]) -> VirtualSparse:
     """Make one of its indices and values."""
     _, _, size, indices, values = args
     return _sparse(indices, values, size, bool(kwargs.get("is_coalesced")))
+
+
+@special(aten._embedding_bag_backward.default)
+def _of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Make the gradient of the weight of an ``EmbeddingBag``, sparse if that is wanted."""
+    grad, indices, offsets, bags, sizes, _maxima, count, by_frequency, mode, sparse, weights, *padding = args
+    if not sparse:
+        made: Tensor = launch(stream_of(grad.device), aten._embedding_bag_backward.default, *args, **kwargs)
+        return made
+    if not bags.numel():  # as PyTorch makes it: the bag of each index
+        starts = torch.zeros(len(indices) + 1, dtype=indices.dtype, device=indices.device)
+        bags = starts.index_add_(0, offsets, torch.ones_like(offsets))[:-1].cumsum(0) - 1
+    return aten._embedding_bag_sparse_backward.default(
+        grad, indices, offsets, bags, sizes, count, by_frequency, mode, weights, *padding, **kwargs
+    )
 
 
 def _empty(size: Any, dtype: Any = None, device: Any = None, **_: Any) -> VirtualSparse:
