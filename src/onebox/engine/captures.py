@@ -195,9 +195,9 @@ class Captures:
         if names and not self._warned:
             self._warned = True
             _LOG.warning(
-                "in eval mode the model writes to %s, which plain PyTorch keeps: evaluate() changes nothing on the "
-                "workers, and what it writes there is dropped; write only while self.training, or evaluate on a virtual "
-                "device (vgpu)",
+                "in eval mode the model writes to %s, which plain PyTorch would keep: evaluate() changes nothing on "
+                "the workers, and what is written is dropped; write only while self.training, or evaluate on a "
+                "virtual device (vgpu)",
                 ", ".join(names[:3]) + (f" and {len(names) - 3} more buffers" if len(names) > 3 else ""),
             )
 
@@ -239,8 +239,8 @@ class Captures:
             if not error.unfit:
                 raise
             part = (
-                f"; this is a micro-batch of {size} of its {batch.size} samples: all inputs and targets are divided along "
-                "their first dimension, which has to be that of samples (batch_first=True of recurrent layers)"
+                f"; this is a micro-batch of {size} of its {batch.size} samples: inputs and targets are divided along "
+                "the first dimension, which has to be that of samples (batch_first=True of recurrent layers)"
             )
             said = f"{error}; the batch has {batch}{part if size < batch.size else ''}"
             raise CaptureError(said, where=error.where, unfit=True) from error

@@ -16,8 +16,8 @@ from onebox.engine.job import Job, Numbers
 from onebox.engine.library import Library
 from onebox.engine.loss_reduction import LossReduction, TravellingWeights, Weighted, weights_of
 from onebox.engine.lowering import Lowering
-from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.parts import Parts
+from onebox.engine.routine import Label, StepRoutine
 from onebox.engine.stages import Stages
 from onebox.engine.timetable import forward_only, make_schedule, make_window, plain_schedule
 from onebox.engine.windows import Window, WorkerWindows
@@ -303,25 +303,20 @@ class Compiler:
         return self._compiled[key]
 
     def _require_held(self, models: Mapping[int, Parts], doing: str) -> None:
-        """Refuse programs that read what their devices do not have: they hold what the first batch needed.
+        """Refuse programs that read what their devices do not have: those hold what the first batch needed.
 
         Raises:
             CaptureError: What is missing.
         """
         assert self._lowering is not None
-        holders = self._lowering.holders
         for parts in models.values():
-            for phase, program in parts.programs.phases.items():
-                needed = {device for replica in self._plan.stages[phase.stage].replicas for device in replica}
-                for port in program.inputs:
-                    if port.kind in ("parameter", "rounded", "buffer") and not needed <= {
-                        *holders.get(str(port.name), ())
-                    }:
-                        raise CaptureError(
-                            f"{doing} the model reads {port.name}, which the training of the first batch did not read in "
-                            "that place: devices hold what that needed\n  Call pull() and compute it with the model "
-                            "here, or make another trainer; on a virtual device (vgpu) it runs as it is"
-                        )
+            missing = self._lowering.missing(parts.programs)
+            if missing:
+                raise CaptureError(
+                    f"{doing} the model reads {missing}, which training on the first batch did not read in that place: "
+                    "devices hold what that needed\n  Call pull() and compute it with the model here, or make another "
+                    "trainer; on a virtual device (vgpu) it runs as it is"
+                )
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:
         assert self._lowering is not None

@@ -7,12 +7,12 @@ that overlap are cut into windows (``windows.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from onebox.engine.emulated import ActionCosts
 from onebox.engine.exchanges import Exchanges
 from onebox.engine.gradients import Gradients
-from onebox.engine.holdings import Holdings, Members
+from onebox.engine.holdings import Holdings
 from onebox.engine.job import Job, Numbers
 from onebox.engine.parts import Part
 from onebox.engine.routine import RoutineBuilder, StepRoutine
@@ -61,10 +61,16 @@ class Lowering:
         self._moved: dict[str, int] = {}
         Statistics(holdings, numbers, model, self._moved)  # which refuses what replicas cannot share
 
-    @property
-    def holders(self) -> Mapping[str, Members]:
-        """The workers that hold each parameter and buffer."""
-        return self._holdings.holders
+    def missing(self, programs: ModelPrograms) -> str:
+        """Return a parameter or buffer that programs read on a device which does not hold it, if there is one."""
+        for phase, program in programs.phases.items():
+            needed = {device for replica in self._plan.stages[phase.stage].replicas for device in replica}
+            for port in program.inputs:
+                if port.kind in ("parameter", "rounded", "buffer"):
+                    name = str(port.name)
+                    if needed.difference(self._holdings.holders.get(name, ())):
+                        return name
+        return ""
 
     @property
     def gradients(self) -> dict[int, str]:

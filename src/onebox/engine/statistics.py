@@ -26,8 +26,8 @@ class Statistics:
     Args:
         holdings: Who holds what.
         numbers: Shared numbers.
-        model: The programs for any size of a micro-batch, in one state of Python: a model that is captured anew, such as
-            in eval mode, may change other buffers, or by other factors.
+        model: The programs for any size of a micro-batch, of one capture: a model that is captured anew, as in eval
+            mode, may change other buffers, or by other factors.
         moved: The buffers for what replicas contribute, by name, as far as there are any; it takes those that are made.
 
     Raises:

@@ -93,6 +93,11 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return own[name] if name in own else getattr(type(module), name, MISSING)
 
 
+def _is_torchs(module: nn.Module, name: str) -> bool:
+    """Tell whether an attribute is a cache of PyTorch's own."""
+    return name.startswith("_") and type(module).__module__.startswith("torch.")
+
+
 class StateRecorder:
     """Notes what a forward reads of Python's state, and refuses what it changes.
 
@@ -194,8 +199,8 @@ class _Attributes:
         path = self._paths.get(id(module))
         if path is None or isinstance(value, Tensor | nn.Module) or inspect.isroutine(value):
             return
-        if name.startswith("_") and type(module).__module__.startswith("torch."):
-            return  # a cache of PyTorch's own
+        if _is_torchs(module, name):
+            return
         source = Source(path, name)
         if source not in self.reads and source not in self.written:
             self.reads[source] = snapshot(value)
@@ -206,7 +211,9 @@ class _Attributes:
         """Take note that there is no such attribute yet, which ``getattr`` with a default and ``hasattr`` tell."""
         path, own = self._paths.get(id(module)), object.__getattribute__(module, "__dict__")
         held = (own.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
-        if path is None or any(name in each for each in held) or name[:2] == "__":
+        if path is None or any(name in each for each in held) or _attribute(module, name) is not MISSING:
+            return
+        if name[:2] == "__" or _is_torchs(module, name):
             return
         source = Source(path, name)
         if source not in self.reads and source not in self.written:

@@ -1,9 +1,9 @@
 """Modules: moved to and from a device by swapping their parameters, and loaded by copying into them.
 
-``module.to`` cannot set the data of a tensor of another device, and new parameters would part tied ones, and those that
-an optimizer has; so PyTorch is told to swap tensors where a virtual device has a part, and nowhere else. It would then
-swap in ``load_state_dict``, too, where others than the module may hold the parameters: DistributedDataParallel does, and
-swapping is refused.
+``module.to`` cannot set the data of a tensor of another device, and new parameters would part tied ones, and be none
+of an optimizer's; so PyTorch is told to swap tensors where a virtual device has a part, and nowhere else. It would then
+swap in ``load_state_dict``, too, where others than the module may hold the parameters: DistributedDataParallel does,
+and swapping is refused. Of a scripted module others always hold them: it gets new parameters.
 """
 
 from __future__ import annotations

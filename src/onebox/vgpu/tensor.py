@@ -144,7 +144,7 @@ class VirtualTensor(Tensor):
         if not isinstance(new, VirtualTensor):
             raise RuntimeError(
                 f"a tensor of {self.device} is given the data of one of {new.device}, which PyTorch does not allow; "
-                "set torch.__future__.set_swap_module_params_on_conversion(True), or make a new tensor"
+                "move the module that holds it with .to(), or make a new tensor"
             )
         _data.__set__(self, new)
         self._handle = new._handle
