@@ -119,6 +119,7 @@ class Compiler:
         self.windows = False
         """Whether steps overlap from now on."""
         self._lowering: Lowering | None = None
+        self._with_gradient: frozenset[str] = frozenset()
 
     def first(self, batch: Batch) -> tuple[ModelPrograms, Holdings]:
         """Return the programs for the first micro-batch of a batch, and who is to hold what.
@@ -131,6 +132,7 @@ class Compiler:
         self._stages.check(batch, size)
         parts = self._stages.parts(batch, size, train=True)
         holdings = find_holdings(self._plan, parts)
+        self._with_gradient = frozenset(parts.programs.with_gradient)
         if self._plan.sync == "workers":
             circles = (members for own in holdings.circles.values() for members in own)
             holdings = replace(holdings, ways=find_ways(self._pool, circles))
@@ -286,6 +288,8 @@ class Compiler:
             parts, routes = plan.micro_batches(batch.size), plan.routes(batch.size)
             models = {part.size: self._stages.parts(batch, part.size, train=train) for part in parts}
             self._require_held(models, "in training" if train else "in an evaluation")
+            if train:
+                self._require_gradients(models)
             if self.windows and train:
                 models = {size: model.in_chunks(size) for size, model in models.items()}
             make = make_window if self.windows and train else make_schedule
@@ -316,6 +320,21 @@ class Compiler:
                     f"{doing} the model reads {missing}, which training on the first batch did not read in that place: "
                     "devices hold what that needed\n  Call pull() and compute it with the model here, or make another "
                     "trainer; on a virtual device (vgpu) it runs as it is"
+                )
+
+    def _require_gradients(self, models: Mapping[int, Parts]) -> None:
+        """Refuse a capture in which other parameters have gradients than in the first: optimizers skip those without.
+
+        Raises:
+            CaptureError: Which it is.
+        """
+        for parts in models.values():
+            other = sorted(self._with_gradient ^ frozenset(parts.programs.with_gradient))
+            if other:
+                raise CaptureError(
+                    f"{other[0]} has a gradient in some steps and none in others, since the code of the model that runs "
+                    "has changed\n  Call pull(), close this trainer and make another one where that begins; on a "
+                    "virtual device (vgpu) it runs as it is"
                 )
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from onebox.plan import Plan, Stage
 from tests.process.plain.case import Case, case, check, equal_or_refused, refused
 from tests.process.plain.data import Between, integers, labelled, mlp, randn, sgd, tokens
-from tests.process.plain.ways import Way
+from tests.process.plain.ways import Loop, Way
 from tests.process.shelf import Shelf
 
 
@@ -69,6 +70,22 @@ def spectral_norm(way: Way) -> None:
 @case(devices=1)
 def spectral_norm_on_one_device(way: Way) -> None:
     train(way, wrapped(parametrizations.spectral_norm))
+
+
+@case(vgpu=None)
+def spectral_norm_in_a_pipeline(way: Way) -> None:
+    """Captured for an evaluation, its vectors are copied before anything else is computed."""
+    cuts = ("model.0",), ("model.1.parametrizations.weight.0", "model.2")
+    stages = (Stage(segments=own, replicas=((n,),), shares=(1.0,)) for n, own in enumerate(cuts))
+    plan = {"plan": Plan(stages=tuple(stages), micro_batch=8)} if way.name == "trainer" else {}
+    model = nn.Sequential(nn.Linear(8, 8), parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    losses: list[float] = []
+
+    def after(step: int, loop: Loop) -> None:
+        losses.append(loop.evaluate(labelled(1)))
+
+    train(way, model, micro_batch=None if plan else 8, after=after, **plan)
+    way.note(losses=losses)
 
 
 @case(devices=1)

@@ -157,6 +157,29 @@ def dropout_that_is_annealed(way: Way) -> None:
     train(way, model, before=before)
 
 
+class Optional(nn.Module):
+    """A layer that is used as long as an attribute says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.more, self.both = nn.Linear(8, 4), nn.Linear(8, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.front(x)
+        return y + self.more(x) if self.both else y
+
+
+@case(trainer=refused(r"more\.\w+ has a gradient in some steps"))
+def layer_that_is_used_no_more(way: Way) -> None:
+    """Its momentum moves it no more either."""
+    model = Optional()
+
+    def before(step: int, loop: Loop) -> None:
+        model.both = step < 2
+
+    train(way, model, before=before)
+
+
 @case()
 def slope_that_is_annealed(way: Way) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.1), nn.Linear(16, 4))
