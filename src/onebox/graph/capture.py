@@ -219,6 +219,11 @@ class Captured:
     reads: Reads
     fuse: bool = False
 
+    @property
+    def of_one_size(self) -> bool:
+        """Whether it is for one value of each size only, although there were symbols for some."""
+        return self.joint.symbols is None or self.joint.symbols.constant
+
     def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
         """Return the capture for inputs and targets of some sizes; ``None`` where it is not for these.
 

@@ -45,8 +45,10 @@ class Symbols:
             leaves: The tensors of the inputs and targets.
         """
         found: dict[Any, int] = {}
+        given: dict[Any, int] = {}
         for (leaf, dim), symbol in self.sizes.items():
             size = leaves[leaf].shape[dim]
+            given[symbol.node._expr] = size  # guards also name symbols that have been replaced by numbers since
             expression = self.env.replace(symbol.node.expr)
             if expression.is_number:
                 if int(expression) != size:
@@ -57,7 +59,7 @@ class Symbols:
             within = self.env.var_to_range.get(symbol)
             if within is None or not within.lower <= size <= within.upper:
                 return None
-        return found if all(bool(guard.expr.xreplace(found)) for guard in self.env.guards) else None
+        return found if all(guard.expr.xreplace(given | found) == True for guard in self.env.guards) else None  # noqa: E712
 
     @property
     def constant(self) -> bool:
