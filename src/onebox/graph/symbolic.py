@@ -123,21 +123,26 @@ def with_numbers(
             return number(value)
         shape, stride = (tuple(map(number, each)) for each in (value.shape, value.stride()))
         key = shape, stride, value.dtype, value.device
-        if key not in tensors:
-            tensors[key] = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        if key not in tensors:  # made so, and not within the mode, in a hundredth of the time
+            elements = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            tensors[key] = FakeTensor(mode, elements, value.device)
         return tensors[key]
+
+    def concrete_all(value: Any) -> Any:
+        if isinstance(value, FakeTensor | _SYMBOLIC):
+            return concrete(value)
+        return pytree.tree_map(concrete, value)
 
     made = fx.Graph()
     known: dict[fx.Node, Any] = {}
-    with mode:
-        for node in graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, _SYMBOLIC):
-                known[node] = number(value)
-                continue
-            known[node] = _copied(made, node, known)
-            if value is not None:
-                known[node].meta["val"] = pytree.tree_map(concrete, value)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, _SYMBOLIC):
+            known[node] = number(value)
+            continue
+        known[node] = _copied(made, node, known)
+        if value is not None:
+            known[node].meta["val"] = concrete_all(value)
     return made, known
 
 
