@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+
 from onebox.engine.batch import Batch
 from onebox.engine.compiler import Compiled
 from onebox.engine.loss_reduction import normalisers

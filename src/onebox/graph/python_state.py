@@ -153,8 +153,10 @@ class StateRecorder:
         for source, value in seen.items():
             if snapshot(source.value) != value:
                 generator = isinstance(source.value, _GENERATORS)
-                raise _drawing(f"{source}, a generator of random numbers", None) if generator else _changing(
-                    f"the variable {source}", None
+                raise (
+                    _drawing(f"{source}, a generator of random numbers", None)
+                    if generator
+                    else _changing(f"the variable {source}", None)
                 )
         for source, module, value in attributes.read:
             if snapshot(_attribute(module, source.name)) != value:

@@ -300,3 +300,17 @@ def test_a_model_that_counts_by_a_size_has_captures_for_each() -> None:
     assert symbolic.of_one_size
     assert symbolic.sized(list(example(5))) is not None
     assert symbolic.sized(list(example(6))) is None
+
+
+def test_ctc_is_refused_with_the_way_out() -> None:
+    lengths = torch.full((3,), 4), torch.tensor([1, 2, 1])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        scores = outputs.log_softmax(-1).expand(4, 3, 2)
+        return torch.nn.functional.ctc_loss(scores, targets, *lengths)
+
+    with pytest.raises(
+        CaptureError, match=r"ctc_loss computes in a space.*lengths\n.*virtual device \(vgpu\)"
+    ) as caught:
+        capture(nn.Linear(4, 2), loss, (torch.ones(3, 4), torch.ones(3, 2, dtype=torch.long)))
+    assert "torch.where" not in str(caught.value)
