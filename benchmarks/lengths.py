@@ -2,8 +2,8 @@
 
 A transformer encoder of 4 layers is trained with batches of 8 to 71 words, as plain PyTorch in one process with one
 thread, and by a Trainer on 2 workers with one thread each, in turn, a hundred steps at a time. The target is at most 4
-captures and twice plain's time over 500 steps, captures included. An LSTM of two layers in both directions over 60 times
-is to have its first step within 3 s.
+captures and twice plain's time over 500 steps, captures included. An LSTM of two layers in both directions over 60
+times is to have its first step within 3 s.
 """
 
 from __future__ import annotations
