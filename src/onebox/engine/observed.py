@@ -12,7 +12,7 @@ from onebox.engine.adaptive import Made
 from onebox.engine.batch import Batch, as_batch
 from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import write
-from onebox.engine.client_state import ClientState
+from onebox.engine.client_state import Apart, ClientState
 from onebox.engine.curve import Curve, curve_of
 from onebox.engine.history import Recovery
 from onebox.engine.loss_reduction import LossReduction, reduction_name
@@ -49,7 +49,7 @@ class Observed:
     loss_reduction: LossReduction
     pad: Buckets | None
 
-    def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState) -> None:
+    def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState | Apart) -> None:
         self._run = run
         self._client = client
         self._remote = remote

@@ -22,10 +22,13 @@ from onebox.cost import load, store
 from onebox.cost.model import PLAIN, ModelBytes, ModelProfile, SegmentTimes, Way
 from onebox.engine.batch import as_batch
 from onebox.engine.captures import Captures
+from onebox.engine.client_state import Apart
 from onebox.engine.formats import compared, ways_of
 from onebox.engine.optimizers import Optimizers
 from onebox.engine.problem import KnownTimes, device_type, divided_bytes, times_key
+from onebox.engine.remote import RemoteState
 from onebox.engine.results import Event
+from onebox.engine.run import TrainingRun
 from onebox.engine.trainer import Trainer
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.graph import Loss, ModelPrograms, Precision
@@ -147,6 +150,13 @@ def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
     return open_pool(names, threads=pool.devices[devices[0]].threads)
 
 
+class _Measuring(Trainer):
+    """A trainer of a model that a user may be training at the same time: neither knows of the other."""
+
+    def _client_of(self, run: TrainingRun, remote: RemoteState) -> Apart:
+        return Apart()
+
+
 class _Runs:
     """Profiling runs for one size of a micro-batch."""
 
@@ -175,7 +185,7 @@ class _Runs:
         """Capture the model."""
         if self.captures is None:
             options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False, **_UNCHECKED}
-            with Trainer(*self._arguments, pool=pool, **options) as probe:
+            with _Measuring(*self._arguments, pool=pool, **options) as probe:
                 self.captures = probe.captures
         self._names = self.captures.segments(as_batch(*self._small), self._size)
 
@@ -237,10 +247,10 @@ class _Runs:
             found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
         return {kind: _median_of(times) for kind, times in found.items()}
 
-    def _trainer(self, pool: Pool, device: int, way: Way) -> Trainer:
+    def _trainer(self, pool: Pool, device: int, way: Way) -> _Measuring:
         assert self.captures is not None
         plan = _one_by_one(self._names, device, self._size, way)
-        trainer = Trainer(
+        trainer = _Measuring(
             *self._arguments,
             pool=pool,
             plan=plan,

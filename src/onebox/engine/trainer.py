@@ -15,7 +15,7 @@ from onebox.engine.assembly import exact_settings, follow, recipe_of, requested,
 from onebox.engine.batch import as_pair
 from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import read
-from onebox.engine.client_state import ClientState
+from onebox.engine.client_state import Apart, ClientState
 from onebox.engine.emulated import SegmentCosts
 from onebox.engine.evaluate import evaluate
 from onebox.engine.following import check_adaptive
@@ -198,8 +198,12 @@ class Trainer(Observed):
         parts = pool, request, Captures(recipe), remote, settings, Uploads(pool, ahead_bytes, cache_bytes(cache))
         run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
         follow(run, adaptive, pool, optimizer)
-        super().__init__(run, remote, ClientState(run, remote, model, loss))
+        super().__init__(run, remote, self._client_of(run, remote))
         self._planned = request.said(len(pool))
+
+    def _client_of(self, run: TrainingRun, remote: RemoteState) -> ClientState | Apart:
+        """Return what keeps the model and the optimizers in this process in step with the workers."""
+        return ClientState(run, remote, self.model, self.loss)
 
     def __enter__(self) -> Self:
         return self

@@ -49,10 +49,12 @@ class Watch:
         kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
         self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
         self._tensors = [tensor for owner in owners.values() for tensor in owner.parameters()]
-        self._watched: dict[Source, tuple[Callable[[], Any], Any]] = {}
-        self._same: dict[Source, Any] = {}
         hooks = Source("", "hooks", self, "the number of hooks")
+        self._watched: dict[Source, tuple[Callable[[], Any], Any]] = {}
         self._watched[hooks] = self._count_hooks, snapshot(self._count_hooks())
+        self._same: list[tuple[dict[str, Any], str, Any]] = []
+        """Attributes that were last seen unchanged, which cannot be changed in place: one look tells."""
+        self._others = list(self._watched)
 
     def add(self, reads: Reads) -> None:
         """Watch more.
@@ -61,7 +63,9 @@ class Watch:
             reads: What was read.
         """
         for source, before in reads.items():
-            self._watched.setdefault(source, (self._getter(source), before))
+            if source not in self._watched:
+                self._watched[source] = self._getter(source), before
+                self._others.append(source)
 
     def _count_hooks(self) -> int:
         own = (getattr(tensor, "_backward_hooks", None) for tensor in self._tensors)
@@ -69,25 +73,41 @@ class Watch:
 
     def changed(self) -> list[tuple[Source, Any]]:
         """Return what is not as it was: the source, and what it is now."""
-        found = []
-        for source, (get, before) in self._watched.items():
+        for own, name, value in self._same:
+            if own.get(name, MISSING) is not value:
+                self._same, self._others = [], list(self._watched)
+                break
+        found, others = [], []
+        for source in self._others:
+            get, before = self._watched[source]
             now = get()
-            if now is self._same.get(source, self):
-                continue
-            if snapshot(now) == before:
-                if isinstance(now, PLAIN):
-                    self._same[source] = now
-            else:
+            place = self._place_of(source) if isinstance(now, PLAIN) else None
+            if snapshot(now) != before:
                 found.append((source, now))
+                others.append(source)
+            elif place is None or place[0].get(place[1], MISSING) is not now:
+                others.append(source)
+            else:
+                self._same.append((*place, now))
+        self._others = others
         return found
 
     def _getter(self, source: Source) -> Callable[[], Any]:
         if source.held is not None:
             return lambda: source.value
-        root, _, rest = source.path.partition(".")
-        module = self._owners[root].get_submodule(rest)
-        own, name = vars(module), source.name
+        own, name = self._place_of(source) or ({}, source.name)
+        module = self._module_of(source)
         return (lambda: own.get(name, MISSING)) if name in own else lambda: _attribute(module, name)
+
+    def _place_of(self, source: Source) -> tuple[dict[str, Any], str] | None:
+        """Return the dict that holds a value, and its key there."""
+        if source.held is not None:
+            return (source.held, source.name) if isinstance(source.held, dict) else None
+        return vars(self._module_of(source)), source.name
+
+    def _module_of(self, source: Source) -> nn.Module:
+        root, _, rest = source.path.partition(".")
+        return self._owners[root].get_submodule(rest)
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

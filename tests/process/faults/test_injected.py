@@ -119,7 +119,8 @@ def test_a_failing_instruction_is_reported_and_the_pool_stays_usable(
 
 def test_a_failure_outside_of_a_step_is_reported_and_the_trainer_goes_on(undisturbed: dict[str, Tensors]) -> None:
     first = [Fault("error", "formgroup", 1), Fault("memory", "get", 1)]
-    second = [Fault("memory", "formgroup", 3), Fault("error", "get", STEPS + 1)]
+    reads = STEPS + 1  # of the first trainer, each of four tensors
+    second = [Fault("memory", "formgroup", 3), Fault("error", "get", 4 * reads + 1)]
     with open_pool("cpu*2", threads=1, faults={0: [*first, *second]}) as pool:
         for sync, faults in (("workers", first), ("client", second)):
             with trainer_on(pool, sync) as trainer:

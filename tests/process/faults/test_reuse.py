@@ -13,6 +13,7 @@ from torch import nn
 import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.pool import open_pool, raise_first
+from onebox.sizes import size_text
 from onebox.wire.sayings import Memory
 from onebox.wire.steps import Ask
 from tests.process.faults.training import (
@@ -72,7 +73,7 @@ def test_a_batch_over_the_quota_is_refused_and_a_smaller_one_fits(pool: onebox.P
         assert error.operator.startswith("aten.")
         assert error.worker in (0, 1)
         assert error.device == "cpu"
-        assert f"the quota is {QUOTA_BYTES}" in str(error)
+        assert f"the quota is {size_text(QUOTA_BYTES)}" in str(error)
         assert "smaller micro" in str(error)
     assert used_bytes(pool) == [0, 0]
     with wide(pool) as trainer:

@@ -54,8 +54,12 @@ def parts(seed: int = 0, width: int = 16) -> tuple[nn.Module, Any, torch.optim.O
 
 
 def trainer_on(pool: onebox.Pool, sync: str, **options: Any) -> onebox.Trainer:
-    """Return a trainer of the small model, which says what befalls it."""
-    return onebox.Trainer(*parts(), pool=pool, **{"sync": sync, "check_every": 0, "recover": False, **options})
+    """Return a trainer of the small model, which says what befalls it.
+
+    Nothing runs on the workers but steps: faults are counted by instructions.
+    """
+    usual = {"sync": sync, "check_every": 0, "recover": False, "loss_reduction": "mean"}
+    return onebox.Trainer(*parts(), pool=pool, **{**usual, **options})
 
 
 class Stopwatch:
