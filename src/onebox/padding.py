@@ -57,7 +57,7 @@ class Buckets:
             )
         if not self.sizes and self.multiple is None:
             raise UsageError("Buckets needs sizes=(32, 64, 128), for example, or multiple=16")
-        sizes = tuple(self.sizes) or (self.multiple,)
+        sizes = tuple(self.sizes) if self.multiple is None else (self.multiple,)
         ascending = all(_is_whole(size) for size in sizes) and list(sizes) == sorted(set(sizes))
         if not ascending or sizes[0] < 1:
             given = f"sizes={self.sizes!r}" if self.sizes else f"multiple={self.multiple!r}"
@@ -182,7 +182,9 @@ def _named(item: Any) -> tuple[dict[str, Any], Callable[[Sequence[Any]], Any]]:
     found, nesting = pytree.tree_flatten_with_path(item)
     named = {}
     for path, leaf in found:
-        root, rest = ("inputs", path) if not (pair or single) else (("inputs", "targets")[path[0].idx], path[1:])
+        root, rest = "inputs", path
+        if pair or single:
+            root, rest = "targets" if path[0] == pytree.SequenceKey(1) else "inputs", path[1:]
         named[root + pytree.keystr(rest)] = leaf
     return named, lambda leaves: pytree.tree_unflatten(list(leaves), nesting)
 
