@@ -30,10 +30,6 @@ PENDING: dict[str, tuple[str, ...]] = {
         "sum_over_samples_said_with_micro_batches",
         "sync_batch_norm",
     ),
-    "state of Python": (
-        "counter_as_an_attribute",
-        "numpy_generator",
-    ),
     "values that changed since the capture": ("eval_mode_between_steps",),
     "buffers": ("buffer_written_by_an_evaluation",),
     "weights changed by hand": (
