@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onebox.engine.planning import make_plan
     from onebox.errors import OneboxError
     from onebox.feed import Feed
+    from onebox.padding import Buckets
     from onebox.plan import Plan
     from onebox.pool import Link, Pool
     from onebox.vgpu import open_devices as open
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Buckets",
     "Evaluation",
     "Feed",
     "Link",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Buckets": "onebox.padding",
     "Evaluation": "onebox.engine",
     "Feed": "onebox.feed",
     "Link": "onebox.pool",

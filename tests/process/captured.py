@@ -6,6 +6,7 @@ were built by the same :class:`~tests.models.Case`, and nothing that a capture c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from onebox.engine.batch import Batch
 from onebox.engine.captures import Captures, Recipe
 from onebox.graph import TracedModel
+from onebox.graph.python_state import Watch
+from onebox.graph.variables import snapshot
 from tests.models import BUILT
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,7 +34,15 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
     key = seen, batch.signature(size), train, probe
     if key not in _known:
         _known[key] = _plain(captures, batch, size, train=train, probe=probe)
-    return _known[key]
+    return of_model(_known[key], captures.recipe)
+
+
+def of_model(traced: TracedModel, recipe: Recipe) -> TracedModel:
+    """Return a capture of one model as that of another that is alike: what was read of Python is that one's."""
+    watch = Watch({"model": recipe.model})
+    made = copy.copy(traced)
+    made.reads = {source: snapshot(watch._getter(source)()) for source in traced.reads}
+    return made
 
 
 def what_it_sees(recipe: Recipe) -> Hashable | None:

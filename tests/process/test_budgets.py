@@ -72,7 +72,7 @@ def test_an_eager_operator_above_the_budget_is_named(pool: onebox.Pool) -> None:
 def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: onebox.Pool, parts: Any) -> None:
     model, loss, optimizer, batch = parts
     others = torch.ones(35 << 10, device="vgpu:1")  # somebody else's, of which no plan knows
-    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts)) as trainer:
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts), loss_reduction="mean") as trainer:
         for _ in range(2):  # the state on the workers is void: the error stays the same
             with pytest.raises(DeviceMemoryError, match=ADVICE) as caught:
                 trainer.step(*batch).item()
@@ -85,7 +85,7 @@ def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: on
         assert error.allowed_bytes == SMALL_BYTES < error.asked_bytes + error.used_bytes
         assert error.used_bytes >= others.nbytes
     del others
-    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts)) as trainer:
+    with onebox.Trainer(model, loss, optimizer, pool=pool, plan=halved(parts), loss_reduction="mean") as trainer:
         assert trainer.step(*batch).item() > 0
 
 
@@ -175,7 +175,9 @@ def test_a_plan_may_carry_budgets_of_its_own(pool: onebox.Pool, parts: Any) -> N
             if fits:
                 assert trainer.step(*batch).item() > 0
             else:
-                with pytest.raises(DeviceMemoryError, match=f"worker 0 .*the quota is {exact[0] - 1}: 1 too many"):
+                with pytest.raises(
+                    DeviceMemoryError, match=f"worker 0 .*the quota is {exact[0] - 1} bytes: 1 bytes too"
+                ):
                     trainer.step(*batch)
 
 

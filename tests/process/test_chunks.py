@@ -89,7 +89,7 @@ def test_memory_is_what_was_predicted(chunked: list[chunks.Chunking]) -> None:
     """Chunks, and what is put together of them, to the byte."""
     plan, case = planned("cnn", (0, 1), micro_batch=2), CASES["cnn"]
     model = case.model()
-    arguments: dict[str, Any] = {"plan": plan, "overlap": True, "check_every": 0}
+    arguments: dict[str, Any] = {"plan": plan, "overlap": True, "check_every": 0, "loss_reduction": "mean"}
     with (
         onebox.open("cpu*2", threads=1) as pool,
         onebox.Trainer(model, case.loss, OPTIMIZERS["adamw"](model), pool=pool, **arguments) as trainer,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-MODEL_BYTES = 96 << 20
+MODEL_BYTES = 144 << 20
 LARGEST_BYTES = 16 << 20
+UNDER_WAY_BYTES = 80 << 20
+"""Requests of 4 MiB, four for each of two workers, as they are received, opened and queued."""
 
 SCRIPT = f"""
 import sys
@@ -48,7 +50,9 @@ model = Model()
 assert sum(p.nbytes for p in model.parameters()) == {MODEL_BYTES}
 assert max(p.nbytes for p in model.parameters()) == LARGEST_BYTES
 split = sys.argv[1] == "split"
-plan = Plan(stages=(Stage(segments=(), replicas=((0, 1),) if split else ((0,), (1,)), shares=(1.0,) * (2 - split)),))
+names = tuple(f"model.layers.{{number}}" for number in range(len(model.layers))) if split else ()
+stage = Stage(segments=names, replicas=((0, 1),) if split else ((0,), (1,)), shares=(1.0,) * (2 - split))
+plan = Plan(stages=(stage,), micro_batch=2 if split else None)
 optimizer = torch.optim.Adam(model.parameters())
 with onebox.open("cpu*2", threads=1) as pool:
     trainer = onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, recover=False)
@@ -76,6 +80,7 @@ def test_pull_and_save_take_less_than_a_few_tensors() -> None:
 
 
 def test_shares_of_split_layers_are_put_together_in_place() -> None:
+    """One tensor is whole at a time, beside requests of two workers that are under way."""
     pulled, saved = extras("split")
-    assert pulled < 3 * LARGEST_BYTES, pulled
-    assert saved < 4 * LARGEST_BYTES, saved
+    assert pulled < LARGEST_BYTES + UNDER_WAY_BYTES < MODEL_BYTES, pulled
+    assert saved < 2 * LARGEST_BYTES + UNDER_WAY_BYTES < MODEL_BYTES, saved

@@ -22,13 +22,12 @@ X_BD, Y_B = CASE.batches([4])[0]
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (X_BD, Y_B[:3], r"same, non-zero number of samples .* \[4, 10\], \[3\]"),
-        (X_BD[:0], Y_B[:0], r"same, non-zero number of samples .* \[0, 10\], \[0\]"),
-        (X_BD, torch.tensor(1), r"same, non-zero number of samples .* \[4, 10\], \[\]"),
+        (X_BD, Y_B[:3], r"same, non-zero number of samples .* inputs \[4, 10\], targets \[3\]"),
+        (X_BD[:0], Y_B[:0], r"same, non-zero number of samples .* inputs \[0, 10\], targets \[0\]"),
+        (X_BD, torch.tensor(1), r"same, non-zero number of samples .* inputs \[4, 10\], targets \[\]"),
         ((), {}, "no tensor at all"),
-        (X_BD.numpy(), Y_B, "must be tensors, nested in tuples and dicts; found a ndarray"),
-        ({"x": X_BD, "more": "text"}, Y_B, "found a str"),
-        (X_BD, 3, "found a int"),
+        ({"x": X_BD, "more": "text"}, Y_B, r"inputs\['more'\] is a str"),
+        (X_BD, 3, r"argument 'target' \(position 2\) must be Tensor, not int"),
         (X_BD.to(torch.uint16), Y_B, "uint16 cannot be trained with"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import onebox
 
 PUBLIC = [
+    "Buckets",
     "Evaluation",
     "Feed",
     "Link",

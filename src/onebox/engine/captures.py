@@ -38,8 +38,11 @@ _MOST_SYMBOLIC = 3
 _LEAST_SYMBOLIC = 2
 """PyTorch's symbols are never 0 or 1."""
 
+_MANY_ALONE = 4
+"""So many captures for one size each are said in a warning."""
+
 _CAPTURING = threading.Lock()
-"""torch.export keeps state in module globals: two threads must not trace at once."""
+"""The tracer keeps state in module globals: two threads must not trace at once."""
 
 _MOST_NUMBERS = 4
 """So many different values may the numbers among the inputs have, each of which takes a capture of seconds."""
@@ -165,13 +168,22 @@ class Captures:
         if known is None and family.add(leaves):
             begin_s = time.perf_counter()
             try:
-                family.captured = self._plain_capture(example, train=train, varying=family.varying)
+                family.keep(self._plain_capture(example, train=train, varying=family.varying))
             except Exception as error:  # PyTorch's symbols do not go everywhere that its numbers do
-                _LOG.info("sizes %s cannot be symbols (%s): each is a capture of its own", family, type(error).__name__)
+                _LOG.info("sizes %s cannot be symbols (%s): each is a capture of its own", family, _short(error))
             known = family.sized(leaves)
             if known is not None:
                 took_s = time.perf_counter() - begin_s
                 _LOG.info("captured once more in %.1f s, with symbols for sizes that vary: %s", took_s, family)
+        if known is None:
+            family.alone += 1
+            if family.alone == _MANY_ALONE:
+                _LOG.warning(
+                    "captured %d times for other sizes (%s): each of these, and each that follows, is a capture of its "
+                    "own; pad=onebox.Buckets(multiple=16), for example, makes them few",
+                    family.alone,
+                    family,
+                )
         return None if known is None else TracedModel(known, backward=train, trained=self.recipe.trained)
 
     def _timed(self, batch: Batch, size: int, *, train: bool) -> TracedModel:
@@ -264,6 +276,11 @@ class Captures:
         )
 
 
+def _short(error: Exception) -> str:
+    """Return the first line of an error, or its type where it is none of onebox's."""
+    return str(error).partition("\n")[0] if isinstance(error, CaptureError) else type(error).__name__
+
+
 class _Family:
     """Captures for inputs and targets that differ by some of their sizes."""
 
@@ -272,6 +289,7 @@ class _Family:
         self.varying: dict[int, frozenset[int]] = {}
         self._first: list[tuple[int, ...]] | None = None
         self._others = self._tries = 0
+        self.alone = 0
 
     def add(self, leaves: Sequence[Tensor]) -> bool:
         """Take note of sizes, and tell whether to capture with symbols for those that have varied so far."""
@@ -289,6 +307,13 @@ class _Family:
             return False
         self._tries += 1
         return self._tries <= _MOST_SYMBOLIC
+
+    def keep(self, captured: Captured) -> None:
+        """Keep a capture with symbols, unless it is for one value of each only: so another one would be."""
+        if captured.of_one_size:
+            self._tries = _MOST_SYMBOLIC
+            raise CaptureError("the model decides by them")
+        self.captured = captured
 
     def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
         """Return the capture for sizes, if there is one with symbols that is for these."""

@@ -332,9 +332,9 @@ class Compiler:
             other = sorted(self._with_gradient ^ frozenset(parts.programs.with_gradient))
             if other:
                 raise CaptureError(
-                    f"{other[0]} has a gradient in some steps and none in others, since the code of the model that runs "
-                    "has changed\n  Call pull(), close this trainer and make another one where that begins; on a "
-                    "virtual device (vgpu) it runs as it is"
+                    f"{other[0]} has a gradient in some steps and none in others, since other code of the model runs\n"
+                    "  Call pull(), close this trainer and make another one where that begins; on a virtual device (vgpu) "
+                    "it runs as it is"
                 )
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:

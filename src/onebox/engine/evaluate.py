@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
-from onebox.engine.batch import Batch, as_batch, as_pair
+from onebox.engine.batch import Batch
 from onebox.engine.compiler import Compiled
 from onebox.engine.loss_reduction import normalisers
 from onebox.engine.parcels import Part
@@ -20,7 +19,7 @@ from onebox.wire.sayings import Scalars
 
 
 def evaluate(
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     pool: Pool,
     prepare: Callable[[Batch], Compiled],
@@ -33,7 +32,7 @@ def evaluate(
     """Return the loss and the mean of each metric over batches.
 
     Args:
-        batches: (inputs, targets) of each, or inputs alone where the loss needs no targets.
+        batches: What to evaluate.
         pool: The pool.
         prepare: Returns the routines that evaluate a batch.
         parts: Returns what brings each worker its part of a batch.
@@ -73,8 +72,8 @@ def evaluate(
         means.add(first.batch, first.compiled, raise_first(first.futures))
         pending.popleft()
 
-    for item in batches:
-        batch = as_batch(*as_pair(item)).kept()
+    for each in batches:
+        batch = each.kept()
         while len(pending) >= in_flight:
             surely(finish)
         pending.append(_Asked(batch))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onebox.engine.adaptive import Made
-from onebox.engine.batch import as_batch
+from onebox.engine.batch import Batch, as_batch
 from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import write
 from onebox.engine.client_state import Apart, ClientState
@@ -24,6 +24,7 @@ from onebox.engine.state import OptimizerEntries
 from onebox.engine.upload import UploadCounters
 from onebox.errors import UsageError
 from onebox.graph import Precision
+from onebox.padding import Buckets
 from onebox.plan import Plan
 from onebox.wire.sayings import Memory
 
@@ -46,6 +47,7 @@ class Observed:
     warm_up: int
     overlap: bool
     loss_reduction: LossReduction
+    pad: Buckets | None
 
     def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState | Apart) -> None:
         self._run = run
@@ -54,6 +56,12 @@ class Observed:
         self._planned: Plan | None = None
         """The plan that there will be, as far as is known before the first step."""
         self._closed = False
+
+    def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
+        """Return a batch as it is trained with."""
+        if self.pad is not None:
+            inputs, targets = self.pad((inputs, targets))
+        return as_batch(inputs, targets, samples)
 
     @property
     def steps_done(self) -> int:
@@ -110,7 +118,7 @@ class Observed:
             ahead: Batches like it that have been uploaded for later steps.
         """
         self._require_open()
-        batch = as_batch(inputs, targets)
+        batch = self._batch(inputs, targets)
         peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
@@ -124,7 +132,7 @@ class Observed:
             targets: Likewise.
         """
         self._require_open()
-        batch = as_batch(inputs, targets)
+        batch = self._batch(inputs, targets)
         contents = self._run.set_up(batch).contents(batch)
         return {device: curve_of(device, found) for device, found in contents.items()}
 

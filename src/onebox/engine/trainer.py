@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from torch import nn
 
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
-from onebox.engine.batch import as_batch
+from onebox.engine.batch import as_pair
 from onebox.engine.captures import Captures
 from onebox.engine.checkpoint import read
 from onebox.engine.client_state import Apart, ClientState
@@ -31,6 +31,7 @@ from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.front import OnDevice
+from onebox.padding import Buckets, require_buckets
 from onebox.plan import Plan, Sync, UpdateAt
 from onebox.plan.inputs import Problem
 from onebox.pool import Pool
@@ -44,8 +45,9 @@ class Trainer(Observed):
     The loss is computed for each micro-batch; ``loss_reduction`` says how that of the batch is made of these.
 
     Args:
-        model: Any module that ``torch.export`` can capture. A tuple of inputs is spread over its arguments, a dict
-            over its keyword arguments.
+        model: A module. Its forward runs under a tracer, once for each shape of inputs, and not with each step; what
+            that means for code that reads or changes Python's state is in docs/capture.md. A tuple of inputs is spread
+            over its arguments, a dict over its keyword arguments.
         loss: Maps (outputs, targets) to a scalar: a mean over samples, unless ``loss_reduction`` says otherwise.
         optimizer: An optimizer of ``torch.optim`` over the model's parameters, or several in a list, each over its own,
             such as Muon for matrices and AdamW for the rest; a parameter that is in none is not trained. Class, groups
@@ -120,6 +122,8 @@ class Trainer(Observed):
             checked. ``"sum"``: the loss is a sum over samples. ``onebox.Weighted(fn)``: it is a mean over something
             else, such as tokens that are not ignored or classes that have weights; ``fn`` maps the targets of a slice
             of a batch to what the loss of the slice divides by; see docs/losses.md.
+        pad: Pads the batches of steps, uploads and evaluations to a few sizes, each of which is captured once, before
+            anything else is done with them; see docs/capture.md.
 
     Raises:
         UsageError: An argument is wrong.
@@ -168,14 +172,17 @@ class Trainer(Observed):
         warm_up: int | None = None,
         overlap: bool = False,
         loss_reduction: LossReduction = None,
+        pad: Buckets | None = None,
     ) -> None:
         in_flight = steps_in_flight(pool.round_trip_s) if in_flight is None else in_flight
         check_settings(seed, precision, clip_grad_norm, check_every, in_flight, ahead_bytes)
         check_reduction(loss_reduction)
+        require_buckets(pad)
         self.model, self.loss, self.optimizer, self.pool = model, loss, optimizer, pool
         self.seed, self.fuse, self.clip_grad_norm = seed, fuse, clip_grad_norm
         self.precision: Precision = precision
         self.loss_reduction: LossReduction = loss_reduction
+        self.pad = pad
         self.extra: dict[str, Any] = {}
         self._metrics = dict(metrics or {})
         given = Plan.read(plan) if isinstance(plan, str | Path) else plan
@@ -238,7 +245,7 @@ class Trainer(Observed):
             (8, 160)
         """
         self._require_open()
-        return self._run.uploads.add(as_batch(inputs, targets, samples).kept())
+        return self._run.uploads.add(self._batch(inputs, targets, samples).kept())
 
     def step(self, inputs: Any, targets: Any = None, samples: Any = None) -> StepLoss:
         """Start one training step.
@@ -266,7 +273,7 @@ class Trainer(Observed):
                 raise UsageError("step() was given an upload and targets; an upload has its targets already")
             batch, uploaded = inputs.parcel.batch, inputs
         else:
-            batch, uploaded = as_batch(inputs, targets, samples), None
+            batch, uploaded = self._batch(inputs, targets, samples), None
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
@@ -295,7 +302,7 @@ class Trainer(Observed):
         self.wait()
         with self._run.uploads.out_of_the_way():
             return evaluate(
-                batches,
+                (self._batch(*as_pair(item)) for item in batches),
                 pool=self.pool,
                 prepare=self._run.evaluation,
                 metrics=list(self._metrics),

@@ -13,6 +13,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from onebox.padding import Buckets
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -69,3 +71,18 @@ def collate(samples: list[Any], own: Collate | None = None) -> Any:
     """
     batch = (own or default_collate)(samples)
     return tuple(batch) if isinstance(batch, list) and len(batch) == 2 else batch
+
+
+def padded(own: Collate | None, pad: Buckets | None) -> Collate | None:
+    """Return what collates samples and pads.
+
+    Args:
+        own: What collates; ``None`` for ``torch.utils.data.default_collate``, before which the samples are padded, so
+            that they may be of several lengths.
+        pad: What pads; ``None`` for none.
+    """
+    if pad is None:
+        return own
+    if own is None:
+        return lambda samples: default_collate(pad.samples(samples))
+    return lambda samples: pad(collate(samples, own))

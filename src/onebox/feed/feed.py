@@ -23,6 +23,7 @@ from onebox.feed.preparation import OnError, Transform
 from onebox.feed.probing import By
 from onebox.feed.recipe import Concurrency, Recipe
 from onebox.feed.skipping import Skips
+from onebox.padding import Buckets
 
 
 class Feed:
@@ -43,6 +44,8 @@ class Feed:
             parameter ``generator`` gets a ``torch.Generator`` seeded for the sample; one that draws from ``random``,
             ``numpy.random`` or ``torch`` finds these seeded for it.
         collate: Makes a batch of a list of samples; ``None`` for ``torch.utils.data.default_collate``.
+        pad: Pads samples to the bucket of the longest of their batch, so that they may be of several lengths; with a
+            ``collate``, and where the source has batches, pads the batch.
         read: Batches that are read at once; ``auto`` finds out.
         process: Batches that are processed at once; ``auto`` finds out.
         process_by: ``threads``; ``processes`` where Python code takes most of the time of processing; ``auto`` takes
@@ -88,6 +91,7 @@ class Feed:
         drop_last: bool = False,
         transform: Transform | None = None,
         collate: Collate | None = None,
+        pad: Buckets | None = None,
         read: Concurrency = "auto",
         process: Concurrency = "auto",
         process_by: By = "auto",
@@ -110,6 +114,7 @@ class Feed:
             drop_last=drop_last,
             transform=transform,
             collate=collate,
+            pad=pad,
             read=read,
             process=process,
             process_by=process_by,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from onebox.errors import UsageError
 from onebox.feed.checks import require_int
-from onebox.feed.collate import Collate
+from onebox.feed.collate import Collate, padded
 from onebox.feed.identity import names_of
 from onebox.feed.order import cuts, order_of
 from onebox.feed.preparation import OnError, Preparation, Prepared, Transform
@@ -19,6 +19,7 @@ from onebox.feed.seeding import takes_generator
 from onebox.feed.source import Source, Stream
 from onebox.feed.stages import StageSpec
 from onebox.feed.streaming import StreamReader
+from onebox.padding import Buckets, require_buckets
 
 Concurrency = int | Literal["auto"]
 Workers = Literal["threads", "processes"]
@@ -59,6 +60,7 @@ class Recipe:
     drop_last: bool
     transform: Transform | None
     collate: Collate | None
+    pad: Buckets | None
     read: Concurrency
     process: Concurrency
     process_by: By
@@ -76,6 +78,7 @@ class Recipe:
         self.stream = self.source if isinstance(self.source, Stream) else None  # asking a protocol takes 20 µs
         self.batched = self.stream is not None and self.stream.batched
         require_int("seed", self.seed)
+        require_buckets(self.pad)
         for name, value, allowed in (
             ("process_by", self.process_by, ("threads", "processes", "auto")),
             ("on_error", self.on_error, ("stop", "skip")),
@@ -114,7 +117,7 @@ class Recipe:
         assert isinstance(source, Source)
         order_N = order_of(len(source), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
         probed = order_N[first : first + PROBED].tolist()
-        whole = getattr(source, "read_batch", None) if self.transform is None and self.collate is None else None
+        whole = getattr(source, "read_batch", None) if self._as_read else None
         work = replace(self._preparation(epoch, source.read, source.decode), whole=whole)
         by: Workers = "threads"
         if whole is None:
@@ -153,13 +156,14 @@ class Recipe:
         )
 
     def _preparation(self, epoch: int, read: Callable[[int], Any], decode: Callable[[Any, int], Any]) -> Preparation:
+        collate = _the_only_one if self.batched else self.collate
         return Preparation(
             read=read,
             decode=decode,
             name=self.source.name,
             transform=self.transform,
             transform_takes_generator=self.transform is not None and takes_generator(self.transform),
-            collate=_the_only_one if self.batched else self.collate,
+            collate=padded(collate, self.pad),
             seed=self.seed,
             epoch=epoch,
             on_error=self.on_error,
@@ -201,11 +205,16 @@ class Recipe:
         return replace(prepared, batch=self.upload(*batch, **samples))
 
     @property
+    def _as_read(self) -> bool:
+        """Whether nothing is done to samples but to collate them."""
+        return self.transform is None and self.collate is None and self.pad is None
+
+    @property
     def _tells_samples(self) -> bool:
         """Whether the upload is told which samples a batch has: only where they are the same in every epoch."""
         habits = self._habits or Habits()
         random = habits.draws or (self.transform is not None and takes_generator(self.transform))
-        as_they_are = self.stream is None and self.collate is None and not random
+        as_they_are = self.stream is None and self.collate is None and self.pad is None and not random
         return self.upload is not None and as_they_are and _takes(self.upload, "samples")
 
     def _check_size(self) -> None:

@@ -254,6 +254,11 @@ class TracedCalls(TorchFunctionMode):
                 "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by "
                 "shapes",
             )
+        if called.endswith("ctc_loss"):
+            return self._refusal(
+                f"{called} computes in a space whose size depends on the values of the lengths",
+                "A Trainer cannot train with it",
+            )
         return self._refusal(
             f"{called} makes a number or a shape out of the values of a tensor",
             "Keep it in a tensor of a shape that is known: use torch.where or a mask, and no .item()",

@@ -212,12 +212,19 @@ class Captured:
         backward: Whether the graph has the gradients, too.
         reads: What of Python's state the graph holds.
         fuse: Whether activations that are written out become single operators.
+        fresh: Whether nobody else has the graph, so that the one model that is made of it may change it.
     """
 
     joint: Joint
     backward: bool
     reads: Reads
     fuse: bool = False
+    fresh: bool = False
+
+    @property
+    def of_one_size(self) -> bool:
+        """Whether it is for one value of each size only, although there were symbols for some."""
+        return self.joint.symbols is None or self.joint.symbols.constant
 
     def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
         """Return the capture for inputs and targets of some sizes; ``None`` where it is not for these.
@@ -226,7 +233,7 @@ class Captured:
             leaves: Their tensors, flattened.
         """
         joint = self.joint.sized(leaves)
-        return None if joint is None else _finished(replace(self, joint=joint))
+        return None if joint is None else _finished(replace(self, joint=joint, fresh=True))
 
 
 def capture(

@@ -105,7 +105,7 @@ class TracedModel:
         halves: bool = False,
         updates: bool = True,
     ) -> None:
-        joint = captured.joint.copied()
+        joint = captured.joint if captured.fresh else captured.joint.copied()
         self.reads = captured.reads
         self.written = tuple(str(port.name) for _, port in joint.outputs if port.kind == "update")
         fold_numbers(joint.graph)

@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 _OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that PyTorch keeps its account in."""
 
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
 Owners = Mapping[str, nn.Module]
 """The model and the loss, if it is a module, by these names."""
 
@@ -113,9 +115,16 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return own[name] if name in own else getattr(type(module), name, MISSING)
 
 
+<<<<<<< HEAD
 def _is_torchs(module: nn.Module, name: str) -> bool:
     """Tell whether an attribute is a cache of PyTorch's own."""
     return name.startswith("_") and type(module).__module__.startswith("torch.")
+=======
+def _is_kept(module: nn.Module, name: str) -> bool:
+    """Tell whether something is a parameter, a buffer or a part of a module, or nothing that a user would name."""
+    own = object.__getattribute__(module, "__dict__")
+    return name[:2] == "__" or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+>>>>>>> main
 
 
 class StateRecorder:
@@ -169,7 +178,12 @@ class StateRecorder:
     def _refuse_changes(self, attributes: _Attributes, seen: Reads) -> None:
         for source, value in seen.items():
             if snapshot(source.value) != value:
-                raise _changing(f"the variable {source}", None)
+                generator = isinstance(source.value, _GENERATORS)
+                raise (
+                    _drawing(f"{source}, a generator of random numbers", None)
+                    if generator
+                    else _changing(f"the variable {source}", None)
+                )
         for source, module, value in attributes.read:
             if snapshot(_attribute(module, source.name)) != value:
                 raise _changing(f"the attribute {source}", attributes.written.get(source))
@@ -194,9 +208,15 @@ class _Attributes:
         def read(module: Any, name: str) -> Any:
             try:
                 value = object.__getattribute__(module, name)
+<<<<<<< HEAD
             except AttributeError:
                 if threading.get_ident() == mine:
                     self._note_missing(module, name)
+=======
+            except AttributeError:  # of a parameter, a buffer or a part, or of nothing, as in getattr(self, "t", 0)
+                if threading.get_ident() == mine and not _is_kept(module, name):
+                    self._note_read(module, name, MISSING)
+>>>>>>> main
                 raise
             if name not in _OWN and name[:2] != "__" and threading.get_ident() == mine:
                 self._note_read(module, name, value)
@@ -365,15 +385,27 @@ def _changing(what: str, place: Place | None) -> CaptureError:
 
 
 def _copied(value: Any) -> Any:
-    """Return a shallow copy of something that can be changed in place."""
+    """Return a shallow copy of something that can be changed in place; of a generator, its state."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
     if isinstance(value, list | dict | set | deque):
         return value.copy()
     return None
 
 
 def _refill(value: Any, copied: Any) -> None:
-    """Let a container hold what its copy holds."""
-    if copied is not None and not _holds_the_same(value, copied):
+    """Let a container hold what its copy holds, and a generator be in its state."""
+    if isinstance(value, random.Random):
+        value.setstate(copied)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = copied
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(copied)
+    elif copied is not None and not _holds_the_same(value, copied):
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(copied)
 

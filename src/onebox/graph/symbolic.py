@@ -45,8 +45,10 @@ class Symbols:
             leaves: The tensors of the inputs and targets.
         """
         found: dict[Any, int] = {}
+        given: dict[Any, int] = {}
         for (leaf, dim), symbol in self.sizes.items():
             size = leaves[leaf].shape[dim]
+            given[symbol.node._expr] = size  # guards also name symbols that have been replaced by numbers since
             expression = self.env.replace(symbol.node.expr)
             if expression.is_number:
                 if int(expression) != size:
@@ -57,7 +59,7 @@ class Symbols:
             within = self.env.var_to_range.get(symbol)
             if within is None or not within.lower <= size <= within.upper:
                 return None
-        return found if all(bool(guard.expr.xreplace(found)) for guard in self.env.guards) else None
+        return found if all(guard.expr.xreplace(given | found) == True for guard in self.env.guards) else None  # noqa: E712
 
     @property
     def constant(self) -> bool:
@@ -121,21 +123,26 @@ def with_numbers(
             return number(value)
         shape, stride = (tuple(map(number, each)) for each in (value.shape, value.stride()))
         key = shape, stride, value.dtype, value.device
-        if key not in tensors:
-            tensors[key] = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        if key not in tensors:  # made so, and not within the mode, in a hundredth of the time
+            elements = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+            tensors[key] = FakeTensor(mode, elements, value.device)
         return tensors[key]
+
+    def concrete_all(value: Any) -> Any:
+        if isinstance(value, FakeTensor | _SYMBOLIC):
+            return concrete(value)
+        return pytree.tree_map(concrete, value)
 
     made = fx.Graph()
     known: dict[fx.Node, Any] = {}
-    with mode:
-        for node in graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, _SYMBOLIC):
-                known[node] = number(value)
-                continue
-            known[node] = _copied(made, node, known)
-            if value is not None:
-                known[node].meta["val"] = pytree.tree_map(concrete, value)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, _SYMBOLIC):
+            known[node] = number(value)
+            continue
+        known[node] = _copied(made, node, known)
+        if value is not None:
+            known[node].meta["val"] = concrete_all(value)
     return made, known
 
 

@@ -265,7 +265,7 @@ class Spectrogram(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.before is None else self.before(x[:, None])[:, 0]
         z = torch.stft(x, 64, 16, window=self.window, return_complex=True)
-        return self.after(z.abs().pow(2).add(1e-6).log()).mean(-1)
+        return self.after(z.abs().pow(2).add(1e-2).log()).mean(-1)
 
 
 @case()

@@ -176,7 +176,7 @@ def lower(
     routines = steady or (lowering.train(job) if train else lowering.evaluate(job))
     return Lowered(
         plan=plan, model=model, holdings=holdings, numbers=numbers, trained=trained, job=job, routines=routines,
-        gradients=lowering._gradients, windows=windows, moved=lowering._statistics.moved,
+        gradients=lowering._gradients, windows=windows, moved=lowering._moved,
     )  # fmt: skip
 
 

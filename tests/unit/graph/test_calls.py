@@ -285,3 +285,32 @@ def test_a_capture_with_symbols_is_not_for_sizes_that_it_has_decided_by() -> Non
     )
     assert symbolic.sized([torch.ones(3, 9, dtype=torch.long), torch.zeros(3, 2)]) is not None
     assert symbolic.sized([torch.ones(3, 8, dtype=torch.long), torch.zeros(3, 2)]) is None
+
+
+def test_a_model_that_counts_by_a_size_has_captures_for_each() -> None:
+    class Unrolled(Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            steps = [self.head(self.embed(x[:, step])) for step in range(x.shape[1])]
+            return torch.stack(steps).mean(0)
+
+    def example(length: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(3, length, dtype=torch.long), torch.zeros(3, 2)
+
+    symbolic = capture(Unrolled(), mse_loss, example(5), varying={0: frozenset({1})})
+    assert symbolic.of_one_size
+    assert symbolic.sized(list(example(5))) is not None
+    assert symbolic.sized(list(example(6))) is None
+
+
+def test_ctc_is_refused_with_the_way_out() -> None:
+    lengths = torch.full((3,), 4), torch.tensor([1, 2, 1])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        scores = outputs.log_softmax(-1).expand(4, 3, 2)
+        return torch.nn.functional.ctc_loss(scores, targets, *lengths)
+
+    with pytest.raises(
+        CaptureError, match=r"ctc_loss computes in a space.*lengths\n.*virtual device \(vgpu\)"
+    ) as caught:
+        capture(nn.Linear(4, 2), loss, (torch.ones(3, 4), torch.ones(3, 2, dtype=torch.long)))
+    assert "torch.where" not in str(caught.value)

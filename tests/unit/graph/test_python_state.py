@@ -63,6 +63,7 @@ def test_nothing_has_changed_at_first() -> None:
     ("compute", "change", "name"),
     [
         (lambda self, y: y * self.count, lambda model: setattr(model, "count", 2), "model.count"),
+        (lambda self, y: y * getattr(self, "t", 1), lambda model: setattr(model, "t", 2), "model.t"),
         (lambda self, y: y * self.rates[0], lambda model: model.rates.append(2), "model.rates"),
         (lambda self, y: y * self.schedule.rate, lambda model: setattr(model.schedule, "rate", 2), "model.schedule"),
         (lambda self, y: y + self.plain, lambda model: model.plain.add_(1), "model.plain"),
@@ -243,3 +244,23 @@ def test_what_forward_assigns_and_never_reads_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"forward assigns model\.last at .*: self\.last = y"):
         capture(model, mse_loss, EXAMPLE)
     assert not hasattr(model, "last")
+
+
+def test_a_counter_that_begins_where_there_was_none_is_refused() -> None:
+    def counted(self: Any, y: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return y * self.calls
+
+    model = Line(counted)
+    with pytest.raises(CaptureError, match=r"changes the attribute model\.calls"):
+        capture(model, mse_loss, EXAMPLE)
+    assert not hasattr(model, "calls")
+
+
+def test_a_generator_of_numpy_is_said_to_be_one() -> None:
+    generator = np.random.default_rng(0)
+    model = Line(lambda self, y: y * generator.random())
+    before = generator.bit_generator.state
+    with pytest.raises(CaptureError, match="draws numbers from generator, a generator of random numbers"):
+        capture(model, mse_loss, EXAMPLE)
+    assert generator.bit_generator.state == before
