@@ -333,8 +333,8 @@ class Compiler:
             if other:
                 raise CaptureError(
                     f"{other[0]} has a gradient in some steps and none in others, since other code of the model runs\n"
-                    "  Call pull(), close this trainer and make another one where that begins; on a virtual device (vgpu) "
-                    "it runs as it is"
+                    "  Call pull(), close this trainer and make another one where that begins; on a virtual device "
+                    "(vgpu) it runs as it is"
                 )
 
     def _lower(self, job: Job, *, train: bool) -> Compiled:

@@ -115,16 +115,19 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return own[name] if name in own else getattr(type(module), name, MISSING)
 
 
-<<<<<<< HEAD
 def _is_torchs(module: nn.Module, name: str) -> bool:
     """Tell whether an attribute is a cache of PyTorch's own."""
     return name.startswith("_") and type(module).__module__.startswith("torch.")
-=======
+
+
 def _is_kept(module: nn.Module, name: str) -> bool:
     """Tell whether something is a parameter, a buffer or a part of a module, or nothing that a user would name."""
     own = object.__getattribute__(module, "__dict__")
-    return name[:2] == "__" or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
->>>>>>> main
+    return (
+        name[:2] == "__"
+        or any(name in own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        or _attribute(module, name) is not MISSING  # a property that raises the error itself
+    )
 
 
 class StateRecorder:
@@ -208,15 +211,9 @@ class _Attributes:
         def read(module: Any, name: str) -> Any:
             try:
                 value = object.__getattribute__(module, name)
-<<<<<<< HEAD
-            except AttributeError:
-                if threading.get_ident() == mine:
-                    self._note_missing(module, name)
-=======
             except AttributeError:  # of a parameter, a buffer or a part, or of nothing, as in getattr(self, "t", 0)
                 if threading.get_ident() == mine and not _is_kept(module, name):
                     self._note_read(module, name, MISSING)
->>>>>>> main
                 raise
             if name not in _OWN and name[:2] != "__" and threading.get_ident() == mine:
                 self._note_read(module, name, value)
@@ -246,19 +243,6 @@ class _Attributes:
             self.reads[source] = snapshot(value)
             self.read.append((source, module, self.reads[source]))
             self._copies.append((value, _copied(value)))
-
-    def _note_missing(self, module: nn.Module, name: str) -> None:
-        """Take note that there is no such attribute yet, which ``getattr`` with a default and ``hasattr`` tell."""
-        path, own = self._paths.get(id(module)), object.__getattribute__(module, "__dict__")
-        held = (own.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
-        if path is None or any(name in each for each in held) or _attribute(module, name) is not MISSING:
-            return
-        if name[:2] == "__" or _is_torchs(module, name):
-            return
-        source = Source(path, name)
-        if source not in self.reads and source not in self.written:
-            self.reads[source] = snapshot(MISSING)
-            self.read.append((source, module, self.reads[source]))
 
     def _note_write(self, module: nn.Module, name: str) -> None:
         own = object.__getattribute__(module, "__dict__")
