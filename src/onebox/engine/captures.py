@@ -301,6 +301,8 @@ class _Family:
             dims = {dim for dim, pair in enumerate(zip(shape, first, strict=True)) if pair[0] != pair[1]}
             if dims:
                 self.varying[number] = self.varying.get(number, frozenset()) | dims
+        if shapes == self._first:  # which could not be captured before
+            return False
         self._others += 1
         smallest = min(shapes[number][dim] for number, dims in self.varying.items() for dim in dims)
         if self._others < _SYMBOLIC_FROM or smallest < _LEAST_SYMBOLIC:
