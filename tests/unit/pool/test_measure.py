@@ -200,7 +200,7 @@ def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None
 
 
 def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
-    with pytest.raises(UsageError, match=r"device 0 \(cpu on localhost\) has 1000 bytes .* needs 1048576"):
+    with pytest.raises(UsageError, match=r"device 0 \(cpu on localhost\) has 1000 bytes .* needs 1 MiB"):
         open_pool(1, memory=1000).profile()
 
 

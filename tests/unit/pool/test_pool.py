@@ -336,7 +336,8 @@ def test_transfers_from_worker_to_worker(pool: Pool) -> None:
 def trainer(pool: Pool, sync: Any) -> onebox.Trainer:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return onebox.Trainer(model, functional.mse_loss, optimizer, pool=pool, sync=sync, micro_batch=2)
+    options: dict[str, Any] = {"sync": sync, "micro_batch": 2, "loss_reduction": "mean"}  # only steps use the workers
+    return onebox.Trainer(model, functional.mse_loss, optimizer, pool=pool, **options)
 
 
 @pytest.mark.parametrize("sync", ["workers", "client"])

@@ -88,13 +88,13 @@ def test_what_moves_between_devices_is_issued_by_the_client() -> None:
 
 def test_what_programs_do_not_know_is_issued_by_the_client() -> None:
     def function(x: Tensor) -> Tensor:
-        return torch.fft.fft(x * 2).abs() + 1
+        return (x * 2).to(torch.float8_e4m3fn).to(x.dtype) + 1  # no program holds a type of eight bits
 
     graph = traced(function, "vgpu:0")
     steps = shape(graph)
     assert steps[0] == steps[-1] == "vgpu:0"
     assert all(step.startswith("aten") for step in steps[1:-1])
-    assert "aten.abs.default" in steps
+    assert any("copy" in step for step in steps)
     x = torch.randn(3, 3, dtype=torch.float64)
     torch.testing.assert_close(computed(graph, [x]), [function(x)])
 

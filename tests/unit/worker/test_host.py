@@ -140,7 +140,7 @@ def test_the_state_moves_between_host_and_device_bit_for_bit(kind: str, way: tup
 def test_the_account_of_the_host_is_bounded() -> None:
     host = HostMemory(100)
     native = optimizer("Adam", tensors("Adam", 0), host=host)
-    with pytest.raises(QuotaExceeded, match=rf"of the host's memory needed, but {HOST_SHARE * 100} are allowed"):
+    with pytest.raises(QuotaExceeded, match=rf"of the host's memory needed, but {HOST_SHARE * 100} bytes are allowed"):
         native.step(tensors("Adam", 1), 0.0)
     assert host.used_bytes == 0
     host.charge(400)
