@@ -21,7 +21,7 @@ from onebox.graph import Captured, Loss, Metrics, Precision, TracedModel, captur
 from onebox.graph.front import OnDevice
 from onebox.graph.python_state import Watch
 from onebox.graph.symbolic import Varying
-from onebox.graph.variables import Source
+from onebox.graph.variables import WatchedValue
 from onebox.wire import TensorSpec
 
 _LOG = logging.getLogger("onebox")
@@ -144,7 +144,7 @@ class Captures:
                 self._begin_state(changed)
         return batch if batch.python_state == self._state else replace(batch, python_state=self._state)
 
-    def _begin_state(self, changed: Sequence[tuple[Source, Any]]) -> None:
+    def _begin_state(self, changed: Sequence[tuple[WatchedValue, Any]]) -> None:
         source, now = changed[0]
         if len(self._states) >= _MOST_STATES:
             raise UsageError(

@@ -30,7 +30,7 @@ from onebox.graph.python_state import StateRecorder
 from onebox.graph.recurrent import WholeRecurrent
 from onebox.graph.symbolic import Varying
 from onebox.graph.transparent import transparent
-from onebox.graph.variables import Reads, Source, snapshot
+from onebox.graph.variables import Reads, WatchedValue, snapshot
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
@@ -174,7 +174,7 @@ class _Stateless(nn.Module):
         for path, module in wrapper.named_modules():
             for key, value in vars(module).items():
                 if type(value) is Tensor and id(value) not in self.known:
-                    self.recorder.reads[Source(path, key)] = snapshot(value)
+                    self.recorder.reads[WatchedValue(path, key)] = snapshot(value)
                     own.setdefault(id(value), f"plain_{len(own)}")
                     self._buffers[own[id(value)]] = value.detach()
                     self._places.append((vars(module), key, own[id(value)]))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onebox.errors import CaptureError
 from onebox.graph.locate import Place, is_users
-from onebox.graph.variables import MISSING, PLAIN, Reads, Source, functions_of, numpy_state, snapshot, variables
+from onebox.graph.variables import MISSING, PLAIN, Reads, WatchedValue, functions_of, numpy_state, snapshot, variables
 
 _T = TypeVar("_T")
 
@@ -49,8 +49,8 @@ class Watch:
         kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
         self._hooks = [getattr(module, kind) for module in modules for kind in kinds]
         self._tensors = [tensor for owner in owners.values() for tensor in owner.parameters()]
-        hooks = Source("", "hooks", self, "the number of hooks")
-        self._watched: dict[Source, tuple[Callable[[], Any], Any]] = {}
+        hooks = WatchedValue("", "hooks", self, "the number of hooks")
+        self._watched: dict[WatchedValue, tuple[Callable[[], Any], Any]] = {}
         self._watched[hooks] = self._count_hooks, snapshot(self._count_hooks())
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         """Attributes that were last seen unchanged, which cannot be changed in place: one look tells."""
@@ -71,7 +71,7 @@ class Watch:
         own = (getattr(tensor, "_backward_hooks", None) for tensor in self._tensors)
         return sum(map(len, self._hooks)) + sum(len(hooks) for hooks in own if hooks)
 
-    def changed(self) -> list[tuple[Source, Any]]:
+    def changed(self) -> list[tuple[WatchedValue, Any]]:
         """Return what is not as it was: the source, and what it is now."""
         for own, name, value in self._same:
             if own.get(name, MISSING) is not value:
@@ -92,20 +92,20 @@ class Watch:
         self._others = others
         return found
 
-    def _getter(self, source: Source) -> Callable[[], Any]:
+    def _getter(self, source: WatchedValue) -> Callable[[], Any]:
         if source.held is not None:
             return lambda: source.value
         own, name = self._place_of(source) or ({}, source.name)
         module = self._module_of(source)
         return (lambda: own.get(name, MISSING)) if name in own else lambda: _attribute(module, name)
 
-    def _place_of(self, source: Source) -> tuple[dict[str, Any], str] | None:
+    def _place_of(self, source: WatchedValue) -> tuple[dict[str, Any], str] | None:
         """Return the dict that holds a value, and its key there."""
         if source.held is not None:
             return (source.held, source.name) if isinstance(source.held, dict) else None
         return vars(self._module_of(source)), source.name
 
-    def _module_of(self, source: Source) -> nn.Module:
+    def _module_of(self, source: WatchedValue) -> nn.Module:
         root, _, rest = source.path.partition(".")
         return self._owners[root].get_submodule(rest)
 
@@ -139,7 +139,7 @@ class StateRecorder:
     """
 
     def __init__(self, owners: Owners, functions: Iterable[Any]) -> None:
-        self.reads: dict[Source, Any] = {}
+        self.reads: dict[WatchedValue, Any] = {}
         self._paths: dict[int, str] = {}
         for root, owner in owners.items():
             for path, module in owner.named_modules():
@@ -196,9 +196,9 @@ class _Attributes:
     """Attributes of modules that are read and written."""
 
     def __init__(self, paths: Mapping[int, str]) -> None:
-        self.reads: dict[Source, Any] = {}
-        self.read: list[tuple[Source, nn.Module, Any]] = []
-        self.written: dict[Source, Place | None] = {}
+        self.reads: dict[WatchedValue, Any] = {}
+        self.read: list[tuple[WatchedValue, nn.Module, Any]] = []
+        self.written: dict[WatchedValue, Place | None] = {}
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         self._copies: list[tuple[Any, Any]] = []
         self._paths = paths
@@ -238,7 +238,7 @@ class _Attributes:
             return
         if _is_torchs(module, name):
             return
-        source = Source(path, name)
+        source = WatchedValue(path, name)
         if source not in self.reads and source not in self.written:
             self.reads[source] = snapshot(value)
             self.read.append((source, module, self.reads[source]))
@@ -248,7 +248,7 @@ class _Attributes:
         own = object.__getattribute__(module, "__dict__")
         if id(module) not in self._paths or name in own["_parameters"] or name in own["_buffers"]:
             return
-        source = Source(self._paths[id(module)], name)
+        source = WatchedValue(self._paths[id(module)], name)
         if source not in self.written:
             self._before.append((own, name, own.get(name, MISSING)))
             caller = sys._getframe(2)
@@ -400,7 +400,7 @@ def _holds_the_same(value: Any, copied: Any) -> bool:
     return len(value) == len(copied) and all(a is b for a, b in zip(value, copied, strict=True))
 
 
-def _assign(source: Source, value: Any) -> None:
+def _assign(source: WatchedValue, value: Any) -> None:
     """Let a variable be what it was."""
     if source.value is value:
         return

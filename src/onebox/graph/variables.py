@@ -35,7 +35,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class WatchedValue:
     """Something of Python's that has been read.
 
     Args:
@@ -54,7 +54,7 @@ class Source:
         return hash((self.path, self.name, id(self.held)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Source):
+        if not isinstance(other, WatchedValue):
             return NotImplemented
         return (self.path, self.name) == (other.path, other.name) and self.held is other.held
 
@@ -72,7 +72,7 @@ class Source:
         return self.held.get(self.name, MISSING)
 
 
-Reads = Mapping[Source, Any]
+Reads = Mapping[WatchedValue, Any]
 """What has been read, with a snapshot of what it was."""
 
 
@@ -140,7 +140,7 @@ def functions_of(modules: Sequence[nn.Module]) -> Iterator[Any]:
             yield from (getattr(tensor, "_backward_hooks", None) or {}).values()
 
 
-def variables(given: Iterable[Any]) -> list[Source]:
+def variables(given: Iterable[Any]) -> list[WatchedValue]:
     """Return the variables that functions read, and those that they call: of closures, of globals, of objects.
 
     Args:
@@ -153,13 +153,13 @@ class _Variables:
     """A walk from functions over all that they read."""
 
     def __init__(self, given: Iterable[Any]) -> None:
-        self._found: dict[Source, None] = {}
+        self._found: dict[WatchedValue, None] = {}
         self._objects: dict[int, tuple[str, Any]] = {}
         self._attributes: set[str] = set()
         self._seen: set[int] = set()
         self._waiting = [("", each) for each in given]
 
-    def found(self) -> list[Source]:
+    def found(self) -> list[WatchedValue]:
         """Return the variables."""
         while self._waiting:
             name, value = self._waiting.pop()
@@ -189,8 +189,8 @@ class _Variables:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         names, attributes = _names_read(function.__code__)
         self._attributes |= attributes
-        held = [Source("", name, cell) for name, cell in cells]
-        for source in [*held, *(Source("", name, function.__globals__) for name in names)]:
+        held = [WatchedValue("", name, cell) for name, cell in cells]
+        for source in [*held, *(WatchedValue("", name, function.__globals__) for name in names)]:
             self._note(source)
 
     def _visit_attributes(self) -> None:
@@ -198,9 +198,9 @@ class _Variables:
         for name, each in self._objects.values():
             own = getattr(each, "__dict__", {})
             for key in own.keys() & self._attributes:
-                self._note(Source("", key, own, f"{name}.{key}"))
+                self._note(WatchedValue("", key, own, f"{name}.{key}"))
 
-    def _note(self, source: Source) -> None:
+    def _note(self, source: WatchedValue) -> None:
         value = source.value
         if _is_variable(value):
             self._found[source] = None

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from onebox.errors import CaptureError
 from onebox.graph import capture
 from onebox.graph.python_state import Watch
-from onebox.graph.variables import Source
+from onebox.graph.variables import WatchedValue
 
 EXAMPLE = torch.zeros(3, 4), torch.zeros(3, 2)
 FACTOR = 1.0
@@ -161,7 +161,7 @@ def test_hooks_that_come_later_are_noticed() -> None:
 def test_a_watch_for_one_model_serves_another_of_the_same_kind() -> None:
     first, second = (Line(lambda self, y: y * self.count) for _ in range(2))
     watch = Watch({"model": second})
-    watch.add({Source("model", "count"): capture(first, mse_loss, EXAMPLE).reads[Source("model", "count")]})
+    watch.add({WatchedValue("model", "count"): capture(first, mse_loss, EXAMPLE).reads[WatchedValue("model", "count")]})
     assert names(watch) == []
     second.count = 5
     assert names(watch) == ["model.count"]
