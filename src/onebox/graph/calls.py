@@ -72,7 +72,8 @@ class TracedCalls(TorchFunctionMode):
         self._detached: list[Tensor] = []
         self._written: Any = None
         self.constants: dict[int, Tensor] = {}
-        """Tensors that are neither the model's nor made while it was traced, by their identity."""
+        """Tensors that are neither the model's nor made while it was traced, by their identity: the graph holds them as
+        they are now."""
 
     def __torch_function__(
         self,

@@ -30,7 +30,7 @@ from onebox.graph.python_state import StateRecorder
 from onebox.graph.recurrent import WholeRecurrent
 from onebox.graph.symbolic import Varying
 from onebox.graph.transparent import transparent
-from onebox.graph.variables import Reads, WatchedValue, snapshot
+from onebox.graph.variables import Reads, WatchedValue, snapshot, watched_tensors
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
@@ -290,7 +290,8 @@ def capture(
             raise
         except Exception as error:
             raise explain(error, name, layer=module.calls.failed_in) from error
-    captured = Captured(joint=joint, backward=backward, reads=module.recorder.reads, fuse=fuse)
+    reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
+    captured = Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
     return captured if varying else _finished(captured)
 
 

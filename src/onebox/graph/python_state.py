@@ -102,7 +102,7 @@ class Watch:
     def _place_of(self, source: WatchedValue) -> tuple[dict[str, Any], str] | None:
         """Return the dict that holds a value, and its key there."""
         if source.held is not None:
-            return (source.held, source.name) if isinstance(source.held, dict) else None
+            return (source.held, source.name) if type(source.held) is dict else None
         return vars(self._module_of(source)), source.name
 
     def _module_of(self, source: WatchedValue) -> nn.Module:

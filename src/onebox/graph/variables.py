@@ -76,6 +76,32 @@ Reads = Mapping[WatchedValue, Any]
 """What has been read, with a snapshot of what it was."""
 
 
+class _Versions(dict[str, Any]):
+    """What changes with what a tensor holds, as if it were in a dict."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the tensor's version, and where it lies."""
+        return self._tensor._version, self._tensor.data_ptr()
+
+
+def watched_tensors(tensors: Iterable[Tensor]) -> dict[WatchedValue, Any]:
+    """Return what tells whether tensors have been written to, with a snapshot of it.
+
+    Args:
+        tensors: Tensors that a graph holds as they are now.
+    """
+    found = {}
+    for tensor in tensors:
+        kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        watched = WatchedValue("", "version", _Versions(tensor), f"a tensor that is none of the model's ({kind})")
+        found[watched] = snapshot(watched.value)
+    return found
+
+
 def snapshot(value: Any) -> Any:
     """Return something that equals the snapshot of another value if that is the same, as far as a forward can tell.
 
@@ -178,6 +204,9 @@ class _Variables:
             self._waiting += [("", each) for each in called if callable(each)]
         elif inspect.isfunction(value):
             self._visit_function(value)
+        elif inspect.ismodule(value):
+            if _is_followed(getattr(value, "__file__", None) or "<frozen"):
+                self._objects[id(value)] = name, value
         elif _is_followed_class(type(value)) and not isinstance(value, nn.Module | type):
             self._objects[id(value)] = name, value
             if callable(value):

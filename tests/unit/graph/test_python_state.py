@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -131,8 +132,32 @@ def test_attributes_that_a_loss_reads_of_an_object_are_watched_and_others_are_no
 def test_tensors_of_closures_are_watched_by_their_versions() -> None:
     weight = torch.ones(2)
     watch = reads(Line(lambda self, y: y * weight))
+    assert names(watch) == []
     weight.mul_(2)
-    assert names(watch) == ["weight"]
+    assert "weight" in names(watch)
+
+
+def test_values_of_a_module_of_the_users_are_watched() -> None:
+    settings = types.ModuleType("settings")
+    settings.__file__, settings.rate = __file__, 0.5  # type: ignore[attr-defined]
+    watch = reads(Line(lambda self, y: y * settings.rate))
+    assert names(watch) == []
+    settings.rate = 0.25  # type: ignore[attr-defined]
+    assert names(watch) == ["settings.rate"]
+
+
+def test_a_model_that_is_no_part_of_the_trained_one_is_watched_for_changes_of_its_weights() -> None:
+    teacher = nn.Linear(4, 2)
+
+    class Distilled(Line):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            return self.line(x_BD) - teacher(x_BD).detach()
+
+    watch = reads(Distilled(lambda self, y: y))
+    assert names(watch) == []
+    with torch.no_grad():
+        teacher.weight.mul_(2)
+    assert names(watch) == ["a tensor that is none of the model's (float32 [2, 4])"]
 
 
 def test_parameters_are_no_state_of_python() -> None:
