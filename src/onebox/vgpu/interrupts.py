@@ -118,8 +118,10 @@ def _no_more(number: int) -> None:
     _coming.add(number)
     with _sending:
         del _waiting[number]
-    signal.raise_signal(number)  # calls the handlers of all that have come
-    _coming.remove(number)
+    try:
+        signal.raise_signal(number)  # calls the handlers of all that have come, of which another one may raise
+    finally:
+        _coming.remove(number)
 
 
 def _theirs(handler: Any) -> Any:
