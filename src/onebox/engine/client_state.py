@@ -157,14 +157,15 @@ class ClientState:
                 partner._change([n for n, t in partner._remote.named.tensors.items() if id(t) in wanted], None)
                 return []
         which, steps = _listed(changed), self._run.steps_done - self._at
+        behind = f"{steps} step{'s' if steps > 1 else ''}"
         if not overwrite:
             raise UsageError(
-                f"{which} changed by hand, but the model in this process is {steps} steps behind the workers' "
+                f"{which} changed by hand, but the model in this process is {behind} behind the workers' "
                 "(steps since the last pull()), so that what was computed from it would undo these: call "
                 "trainer.pull() before a change, or trainer.push() after one, which lets the workers go on with the "
                 "model as it is here; nothing was done"
             )
-        _LOG.warning("pull() overwrites %s changed by hand %d steps after the last pull()", which, steps)
+        _LOG.warning("pull() overwrites %s changed by hand %s after the last pull()", which, behind)
         return []
 
     def _changed_optimizers(self) -> OptimizerEntries | None:
