@@ -91,6 +91,7 @@ class _Patient:
     def __call__(self, number: int, frame: FrameType | None) -> Any:
         if number in _coming:
             return None
+        frame = _users_frame(frame)
         since_s = _waiting.get(number)
         patient = since_s is None or time.monotonic() - since_s < PATIENCE_S
         if Guard.entered or (patient and _must_wait(frame)):
@@ -98,8 +99,8 @@ class _Patient:
                 _waiting[number] = time.monotonic()
                 _thread.start_new_thread(_come_again, (number,))
             return None
-        if since_s is not None:
-            _no_more(number)
+        if since_s is not None and not _no_more(number):
+            return None  # it came again meanwhile, and that has called the handler
         return self.handler(number, frame)
 
 
@@ -113,15 +114,27 @@ def _come_again(number: int) -> None:
                 signal.raise_signal(number)
 
 
-def _no_more(number: int) -> None:
-    """Let a signal that has waited come no more, also where it has just come again and its handler was not called."""
+def _no_more(number: int) -> bool:
+    """Let a signal that has waited come no more, also where it has just come again and its handler was not called.
+
+    Returns False if it waits no longer.
+    """
     _coming.add(number)
-    with _sending:
-        del _waiting[number]
     try:
+        with _sending:
+            if _waiting.pop(number, None) is None:
+                return False
         signal.raise_signal(number)  # calls the handlers of all that have come, of which another one may raise
     finally:
         _coming.remove(number)
+    return True
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that was interrupted, or the one that has called this module."""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def _theirs(handler: Any) -> Any:
