@@ -70,6 +70,7 @@ def main() -> int:
         parts = list(differences(made[name], expected, same_machine=same_machine))
         different += bool(parts)
         verdict = f"different: {', '.join(parts)}" if parts else "same"
+        verdict = verdict if expected else "new"
         print(f"{took_s:5.1f} s  {name:<55} {verdict}", flush=True)
         if arguments.show:
             for part in parts:

@@ -6,9 +6,8 @@ hexadecimal, hashes of tensors and plans. What is the same on every machine stan
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,47 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import onebox
+from tests.recorded import planning, scripts
+from tests.recorded.hashing import hash_of, text
+from tests.recorded.inner import FATE, canonical, resume_trainer, trainer_of
 from tests.recorded.models import CASES, Batch, Case, Wide
 from tests.recorded.traffic import recorded
 
-EVERYWHERE = ("plan", "messages", "memory")
+EVERYWHERE = ("candidates", "memory", "messages", "plan", "simulated", "step_s")
 """Parts of a record that do not depend on the machine."""
 
 SEED = 5
 
 Record = dict[str, Any]
-
-
-def text(value: float) -> str:
-    """Return a number to the last bit."""
-    return float(value).hex()
-
-
-def hash_of(value: Any) -> str:
-    """Return the hash of tensors, numbers and strings, nested in mappings and sequences."""
-    digest = hashlib.sha256()
-    _feed(digest, value)
-    return digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        tensor = value.detach().cpu().contiguous()
-        digest.update(f"tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    elif isinstance(value, Mapping):
-        digest.update(f"mapping {len(value)};".encode())
-        for key in sorted(value, key=str):
-            digest.update(f"{key};".encode())
-            _feed(digest, value[key])
-    elif isinstance(value, list | tuple):
-        digest.update(f"sequence {len(value)};".encode())
-        for item in value:
-            _feed(digest, item)
-    elif isinstance(value, float):
-        digest.update(f"{value.hex()};".encode())
-    else:
-        digest.update(f"{value!r};".encode())
 
 
 # ---- plans
@@ -104,7 +74,7 @@ def staged(
             "segments": names[bounds[place] : bounds[place + 1]],
             "replicas": parts,
             "shares": shares[place] if shares else [1.0] * len(parts),
-            **({"fate": fates[place]} if fates else {}),
+            **({FATE: fates[place]} if fates else {}),
             **((each or {}).get(place, {})),
         }
         stages.append(stage)
@@ -117,7 +87,7 @@ def _several(own: int | Sequence[int | Sequence[int]]) -> Sequence[int | Sequenc
 
 def written(made: onebox.Plan | None) -> str | None:
     """Return the hash of a plan's file."""
-    return None if made is None else hash_of(made.to_json())
+    return None if made is None else canonical(made)
 
 
 # ---- optimizers
@@ -227,7 +197,7 @@ class Training:
         optimizer = self.optimizer(model)
         arguments = {"seed": SEED, "check_every": 2, "plan": self.plan, **self.options}
         losses: list[onebox.StepLoss] = []
-        with onebox.Trainer(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
+        with trainer_of(model, case.loss, optimizer, pool=pool, **arguments) as trainer:
             self._step(trainer, batches[:half], losses)
             record = self._described(trainer, case, batches[0])
             if self.resumed is None:
@@ -235,7 +205,7 @@ class Training:
             trainer.save(folder)
         model = case.model(self.dtype)
         optimizer = self.optimizer(model)
-        with onebox.Trainer.resume(folder, model, case.loss, optimizer, pool=pool, plan=self.resumed) as trainer:
+        with resume_trainer(folder, model, case.loss, optimizer, pool=pool, plan=self.resumed) as trainer:
             self._step(trainer, batches[half:], losses)
             return self._finished(trainer, model, optimizer, losses, record)
 
@@ -431,9 +401,4 @@ TRAININGS: dict[str, Training] = {
 
 def runs() -> dict[str, Callable[[Path], Record]]:
     """Return all runs by their names."""
-    return {**TRAININGS}
-
-
-def batches_of(case: Case, sizes: Iterable[int]) -> list[Batch]:
-    """Return batches in float64."""
-    return case.batches(tuple(sizes))
+    return {**TRAININGS, **scripts.RUNS, **planning.RUNS}

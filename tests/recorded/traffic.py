@@ -29,7 +29,7 @@ class Traffic:
 
     def add(self, socket: Any, frames: Sequence[Any]) -> None:
         """Take down a message that goes to a socket."""
-        if socket.socket_type == zmq.DEALER:
+        if socket.type == zmq.DEALER:
             copied = tuple(bytes(memoryview(frame).cast("B")) for frame in frames)
             with self._lock:
                 self._sent.setdefault(socket, []).append(copied)
