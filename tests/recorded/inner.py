@@ -11,13 +11,13 @@ from typing import Any
 import onebox
 from onebox.feed import Position
 from onebox.plan import (
+    ComputeTime,
     DeviceSpec,
     Links,
     Problem,
     Segment,
+    SegmentValue,
     Tie,
-    Time,
-    Value,
     named_schedule,
     predict,
     search,
@@ -28,15 +28,15 @@ from tests.recorded.hashing import hash_of
 
 __all__ = [
     "FATE",
+    "ComputeTime",
     "DeviceSpec",
     "Fault",
     "Links",
     "Position",
     "Problem",
     "Segment",
+    "SegmentValue",
     "Tie",
-    "Time",
-    "Value",
     "alias_cuda",
     "canonical",
     "named_schedule",
@@ -48,14 +48,14 @@ __all__ = [
     "trainer_of",
 ]
 
-FATE = "fate"
+FATE = "policy"
 """What a plan file calls what becomes of the activations of a stage."""
 
 
 def canonical(plan: onebox.Plan) -> str:
     """Return the hash of a plan, which does not depend on what its file calls its fields."""
     data = json.loads(plan.to_json())
-    data["stages"] = [{"fate" if key == FATE else key: value for key, value in one.items()} for one in data["stages"]]
+    data["stages"] = [{"policy" if key == FATE else key: value for key, value in one.items()} for one in data["stages"]]
     return hash_of(data)
 
 

@@ -17,13 +17,13 @@ from onebox import Plan
 from tests.recorded.hashing import hash_of
 from tests.recorded.inner import (
     FATE,
+    ComputeTime,
     DeviceSpec,
     Links,
     Problem,
     Segment,
+    SegmentValue,
     Tie,
-    Time,
-    Value,
     canonical,
     named_schedule,
     predict,
@@ -68,10 +68,12 @@ class Search:
         count = len(self.devices)
         sizes = [random.randrange(1, 10) * 10**4 for _ in range(self.segments - 1)]
         values = [
-            Value(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
+            SegmentValue(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
             for index, size in enumerate(sizes)
         ]
-        values.append(Value(source=0, consumers=(2, self.segments - 1), forward_bytes=20_000, backward_bytes=20_000))
+        values.append(
+            SegmentValue(source=0, consumers=(2, self.segments - 1), forward_bytes=20_000, backward_bytes=20_000)
+        )
         ties = (Tie(segments=(0, self.segments - 1), parameter_bytes=10**6, state_bytes=4 * 10**6),)
         host = [number * self.hosts // count for number in range(count)]
         return Problem(
@@ -107,10 +109,10 @@ class Search:
 
 
 def _segment(random: Random, name: str) -> Segment:
-    def time(least_s: float, most_s: float) -> dict[str, Time]:
+    def time(least_s: float, most_s: float) -> dict[str, ComputeTime]:
         sample_s = random.uniform(least_s, most_s)
         fixed_s = random.choice([0.0, 2e-4])
-        return {kind: Time(fixed_s=fixed_s, sample_s=sample_s / speed) for kind, speed in KINDS.items()}
+        return {kind: ComputeTime(fixed_s=fixed_s, sample_s=sample_s / speed) for kind, speed in KINDS.items()}
 
     state = random.randrange(1, 20) * 10**6
     saved = random.randrange(1, 10) * 10**5
@@ -153,19 +155,19 @@ def schedules(folder: Path) -> dict[str, Any]:
 
 
 def predictions(folder: Path) -> dict[str, Any]:
-    """Record what is predicted of plans that nobody searched for: even cuts, with each schedule and fate."""
+    """Record what is predicted of plans that nobody searched for: even cuts, with each schedule and policy."""
     problem = Search(seed=3, segments=4, devices=("quick", "half")).problem()
     found = {}
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zbv"):
         devices = (0, 1, 1, 0) if schedule == "zbv" else (0, 1, 0, 1) if schedule == "interleaved" else (0, 0, 1, 1)
-        for fate in ("keep", "recompute", "offload", "swap"):
+        for policy in ("keep", "recompute", "offload", "swap"):
             stages = [
-                {"segments": [one.name], "replicas": [[device]], "shares": [1.0], FATE: fate}
+                {"segments": [one.name], "replicas": [[device]], "shares": [1.0], FATE: policy}
                 for one, device in zip(problem.segments, devices, strict=True)
             ]
             plan = Plan.from_json(json.dumps({"stages": stages, "micro_batch": 4, "schedule": schedule}))
             predicted, _ = predict(problem, plan)
-            found[f"{schedule} {fate}"] = hash_of(
+            found[f"{schedule} {policy}"] = hash_of(
                 [predicted.step_s, predicted.bubble, predicted.peak_bytes, predicted.stages_s]
             )
     return {"plan": found}

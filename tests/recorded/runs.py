@@ -48,7 +48,7 @@ def staged(
     case: str,
     devices: Sequence[int | Sequence[int | Sequence[int]]],
     *,
-    fates: Sequence[str] = (),
+    policies: Sequence[str] = (),
     shares: Sequence[Sequence[float]] = (),
     micro_batch: int = 3,
     each: Mapping[int, Mapping[str, Any]] | None = None,
@@ -59,7 +59,7 @@ def staged(
     Args:
         case: The model.
         devices: For each stage its device, its replicas' devices, or the devices that split each replica.
-        fates: Of each stage.
+        policies: Of each stage.
         shares: For each stage, of its replicas; equal if not given.
         micro_batch: Samples.
         each: Further fields of some stages.
@@ -74,7 +74,7 @@ def staged(
             "segments": names[bounds[place] : bounds[place + 1]],
             "replicas": parts,
             "shares": shares[place] if shares else [1.0] * len(parts),
-            **({FATE: fates[place]} if fates else {}),
+            **({FATE: policies[place]} if policies else {}),
             **((each or {}).get(place, {})),
         }
         stages.append(stage)
@@ -356,13 +356,13 @@ TRAININGS: dict[str, Training] = {
     ),
     # ---- activations
     "activations: offload, recompute, swap": Training(
-        case="cnn", workers=1, plan=staged("cnn", [0, 0, 0, 0], fates=FATED)
+        case="cnn", workers=1, plan=staged("cnn", [0, 0, 0, 0], policies=FATED)
     ),
     "activations in a pipeline": Training(
-        case="cnn", plan=staged("cnn", [0, 0, 1, 1], fates=FATED[::-1], schedule="zb-h1"), dtype=torch.float32
+        case="cnn", plan=staged("cnn", [0, 0, 1, 1], policies=FATED[::-1], schedule="zb-h1"), dtype=torch.float32
     ),
     "activations on replicas, dropout": Training(
-        case="dropping", plan=staged("dropping", [(0, 1)] * 3, fates=("recompute", "keep", "recompute"))
+        case="dropping", plan=staged("dropping", [(0, 1)] * 3, policies=("recompute", "keep", "recompute"))
     ),
     # ---- precision
     "bf16": Training(
@@ -380,7 +380,9 @@ TRAININGS: dict[str, Training] = {
         options={"clip_grad_norm": 0.5},
     ),
     "split stages, recomputed": Training(
-        case="cnn", workers=4, plan=staged("cnn", [[(0, 1)], [(2, 3)]], fates=("recompute", "offload"), micro_batch=2)
+        case="cnn",
+        workers=4,
+        plan=staged("cnn", [[(0, 1)], [(2, 3)]], policies=("recompute", "offload"), micro_batch=2),
     ),
     "layers split twice, sharded optimizer": Training(
         case="dropping",

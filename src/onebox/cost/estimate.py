@@ -19,7 +19,7 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class DeviceRates:
     """How fast a device is.
 
     Args:
@@ -41,7 +41,7 @@ class Rates:
                 raise ValueError(f"{name}={value}: a rate is positive and finite")
 
 
-def program_s(program: Program, rates: Rates) -> float:
+def program_s(program: Program, rates: DeviceRates) -> float:
     """Return about how many seconds a program takes.
 
     Args:
@@ -88,7 +88,7 @@ def _convolution(
     return 2.0 * each * (prod(input_shape) if operator.args[transposed] is True else made)
 
 
-def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates) -> float:
+def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: DeviceRates) -> float:
     """Return about how many seconds an operator takes; none for a view.
 
     Args:

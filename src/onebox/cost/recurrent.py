@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from onebox.errors import WireError
-from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many, Operator, Slot, TensorSpec
+from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many, Operator, SlotArgument, TensorSpec
 
 _SEQUENCES = {"lstm": (5, 12), "gru": (4, 11), "rnn_tanh": (3, 4), "rnn_relu": (3, 4)}
 """For each kind what forward and backward need besides what they make: so many times the hidden states of all steps.
@@ -54,7 +54,7 @@ def recurrent(operator: Operator, specs: Mapping[int, TensorSpec]) -> Recurrent 
         return None
     backward = _NAMES[operator.name]
     source, states, weights, kind, *_ = *operator.args[backward:], *(None,) * 4
-    if not (isinstance(source, Slot) and isinstance(states, Many) and isinstance(weights, Many)) or (
+    if not (isinstance(source, SlotArgument) and isinstance(states, Many) and isinstance(weights, Many)) or (
         not isinstance(kind, str) or kind not in _SEQUENCES
     ):
         raise WireError(f"{operator.name} takes {operator.args}, which are no arguments of a recurrent layer")
@@ -71,4 +71,4 @@ def recurrent(operator: Operator, specs: Mapping[int, TensorSpec]) -> Recurrent 
 
 
 def _specs(tensors: Many, specs: Mapping[int, TensorSpec]) -> list[TensorSpec]:
-    return [specs[item.index] for item in tensors.items if isinstance(item, Slot)]
+    return [specs[item.index] for item in tensors.items if isinstance(item, SlotArgument)]

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """A partition of devices: each in one group."""
 
 LARGE_BYTES = 8 << 20
@@ -37,7 +37,7 @@ _FAR = 100.0
 
 def near_groups(
     latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
-) -> tuple[Groups, ...]:
+) -> tuple[DeviceGroups, ...]:
     """Return groups of devices that are nearer to each other than to others, the smallest groups first.
 
     Args:
@@ -131,7 +131,7 @@ def _reachable(devices: Sequence[int], known: Iterable[tuple[int, int]]) -> list
     return [[device for device in devices if home[device] == place] for place in dict.fromkeys(home.values())]
 
 
-def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> list[Groups]:
+def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> list[DeviceGroups]:
     """Return the partitions of some devices at the plainest cuts, the one with the smallest groups first.
 
     Args:
@@ -142,7 +142,7 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
         return [(tuple(devices),)]
     far = _FAR * max(known.values())
     apart = {pair: known.get(pair, far) for pair in itertools.combinations(devices, 2)}
-    found: list[tuple[float, Groups]] = []
+    found: list[tuple[float, DeviceGroups]] = []
     for before, after, groups in joins(devices, apart):
         if after >= APART * before and _is_plain(groups, apart, before):
             found.append((after / before, groups))
@@ -150,7 +150,9 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
     return sorted((groups for _, groups in plainest), key=len, reverse=True) or [(tuple(devices),)]
 
 
-def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Iterator[tuple[float, float, Groups]]:
+def joins(
+    devices: Sequence[int], apart: Mapping[tuple[int, int], float]
+) -> Iterator[tuple[float, float, DeviceGroups]]:
     """Yield how single linkage joins devices: each time the last distance, the next one, and the groups in between.
 
     Args:
@@ -166,7 +168,7 @@ def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Ite
         before = after
 
 
-def _is_plain(groups: Groups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
+def _is_plain(groups: DeviceGroups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
     """Tell whether each device is nearer to its own group than to each other group.
 
     Args:

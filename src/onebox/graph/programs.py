@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from onebox.errors import UsageError
-from onebox.graph.capture import Captured
-from onebox.graph.divisors import Divisor, loss_divisors, normalises_by_batch
-from onebox.graph.extract import relaid, sum_alike
-from onebox.graph.halves import part_gradients
-from onebox.graph.joint import Joint, Port
-from onebox.graph.kinds import require_types
-from onebox.graph.lower import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
-from onebox.graph.narrow import narrowed
-from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
-from onebox.graph.segments import Segments, accumulates, find_segments, picks, root_of
-from onebox.graph.updates import Update, buffer_updates
+from onebox.graph.capture.export import Captured
+from onebox.graph.capture.joint import Joint, Port
+from onebox.graph.lower.element_types import require_types
+from onebox.graph.lower.loss_divisors import Divisor, loss_divisors, normalises_by_batch
+from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
+from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
+from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
+from onebox.graph.lower.small_programs import relaid, sum_alike
+from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
+from onebox.graph.transform.halves import split_backward_convolutions
+from onebox.graph.transform.mixed_precision import to_mixed_precision
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
 
@@ -58,7 +58,7 @@ class ModelPrograms:
 
     phases: Mapping[Phase, NamedProgram]
     stages: int
-    updates: Mapping[str, Update]
+    updates: Mapping[str, BufferUpdate]
     constants: Mapping[str, Tensor]
 
     def of(self, stage: int, kind: PhaseKind) -> NamedProgram:
@@ -115,7 +115,7 @@ class TracedModel:
         self._halves = halves and backward
         self._updating = updates and backward
         if self._halves:
-            part_gradients(joint.graph)
+            split_backward_convolutions(joint.graph)
         self._updates = buffer_updates(joint) if self._updating else {}
         self._take(joint)
 
@@ -138,7 +138,7 @@ class TracedModel:
     def halved(self) -> TracedModel:
         """Return the model, of which backward is whole here, with backward in halves, too; nothing is traced again."""
         made, joint = copy.copy(self), self._joint.copied()
-        part_gradients(joint.graph)
+        split_backward_convolutions(joint.graph)
         made._halves = self._backward
         made._take(joint)
         return made
@@ -178,7 +178,7 @@ class TracedModel:
         """Return the model with the products of some stages in bfloat16."""
         made = copy.copy(self)
         place = _stage_of_segments(self._segments, stages)
-        made._take(*narrowed(self._joint, self._segments, place, narrow))
+        made._take(*to_mixed_precision(self._joint, self._segments, place, narrow))
         return made
 
     @property
@@ -190,7 +190,7 @@ class TracedModel:
         self,
         stages: Sequence[Sequence[str]] | None = None,
         *,
-        fates: Sequence[str] | None = None,
+        policies: Sequence[str] | None = None,
         blocks: Sequence[int] = (),
         narrow: Collection[int] = (),
     ) -> ModelPrograms:
@@ -200,12 +200,12 @@ class TracedModel:
             stages: The names of the segments of each stage; ``None`` for one stage. A segment that is not named goes
                 with the one before it, and names that the model does not have are passed over: captures of a model
                 for evaluation may have fewer.
-            fates: What becomes of the values of each stage's forward until its backward. With ``recompute`` backward
+            policies: What becomes of the values of each stage's forward until its backward. With ``recompute`` backward
                 makes them again, from what other stages gave; random operators draw the same numbers again, and in
-                halves I is all of backward, and W is empty. Any other fate leaves the programs as they are.
+                halves I is all of backward, and W is empty. Any other policy leaves the programs as they are.
             blocks: The number of the block of each stage, if several are on the same devices. What a recomputed stage
                 gave to the next one of its block, whose backward needs it, is there still, and not made again.
-            narrow: Stages whose products are computed in bfloat16; see :mod:`onebox.graph.narrow`.
+            narrow: Stages whose products are computed in bfloat16; see :mod:`onebox.graph.transform.mixed_precision`.
 
         Raises:
             UsageError: A stage needs a value of a later one, or one that is to be in bfloat16 is in float64.
@@ -213,8 +213,8 @@ class TracedModel:
         """
         if narrow:
             other = self._narrowed(stages or [self.segments], narrow)
-            return other.divide(stages, fates=fates, blocks=blocks)
-        remade = frozenset(stage for stage, fate in enumerate(fates or ()) if fate == "recompute")
+            return other.divide(stages, policies=policies, blocks=blocks)
+        remade = frozenset(stage for stage, policy in enumerate(policies or ()) if policy == "recompute")
         division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
         outputs = [*self._kept, *self._terms(division)]
         bodies = divide(division, outputs, backward=self._backward, halves=self._halves)

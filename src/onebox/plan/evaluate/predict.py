@@ -1,0 +1,106 @@
+"""What a plan is expected to cost: the simulator, asked about a plan of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.layout import layout_of
+from onebox.plan.model.plan import ASYNC, Plan, Prediction
+from onebox.plan.model.problem import Problem
+from onebox.plan.model.schedule import Routes, Schedule
+from onebox.plan.model.work import Edge, PlanWork, StageWork
+from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.blocks import block_schedule
+from onebox.plan.schedules.synthesis import auto_schedule
+from onebox.plan.simulate.steady_state import simulate_steady_state
+from onebox.plan.simulate.step import Simulation, simulate
+
+
+def predict(
+    problem: Problem, plan: Plan, *, overlap: bool = False, leaving: Sequence[Edge] = ()
+) -> tuple[Prediction, Simulation]:
+    """Time a plan and measure its memory, without running it.
+
+    Args:
+        problem: Segments, values, devices, links.
+        plan: The plan; what it predicts itself is not looked at. Of an asynchronous one a step is one among many.
+        overlap: Whether sums and updates of a step go on under the next one; then a step is one among many, too.
+        leaving: Edges of which parts leave early, by their stages; nothing else of them matters.
+
+    Returns:
+        The prediction that belongs into the plan, and the simulation with every action and message.
+
+    Raises:
+        UsageError: The plan is none for this problem.
+    """
+    problem = replace(problem, sharded=plan.optimizer == "sharded")
+    work, sizes = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
+    work = with_parts(work, leaving)
+    routes = plan.routes(problem.batch)
+    schedule = schedule_of(plan, routes, work, sizes)
+    if plan.schedule == ASYNC:
+        simulation = simulate_steady_state(schedule, routes, work, sizes, versions=problem.versions)
+    elif overlap:
+        simulation = simulate_steady_state(schedule, routes, work, sizes, updates="overlap")
+    else:
+        simulation = simulate(schedule, routes, work, sizes)
+    return prediction_of(plan, problem.batch, work, simulation), simulation
+
+
+def with_parts(work: PlanWork, leaving: Sequence[Edge]) -> PlanWork:
+    """Return work of which parts leave as some edges say."""
+    said = {(edge.source, edge.target): edge for edge in leaving}
+    edges = tuple(
+        replace(edge, forward_parts=found.forward_parts, backward_parts=found.backward_parts)
+        if (found := said.get((edge.source, edge.target)))
+        else edge
+        for edge in work.edges
+    )
+    return replace(work, edges=edges)
+
+
+def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[float]) -> Schedule:
+    """Return the schedule that a plan names or spells out; of an asynchronous one, its steady window.
+
+    Args:
+        plan: The plan.
+        routes: Who computes what.
+        work: What its stages cost; matters to ``auto`` only.
+        sizes: Micro-batches' sizes as fractions; matter to ``auto`` only.
+    """
+    if plan.schedule == "table":
+        return Schedule.parse(plan.table)
+    if plan.schedule == "auto":
+        return auto_schedule(routes, work, sizes)
+    edges = [(edge.source, edge.target) for edge in work.edges]
+    if plan.schedule == ASYNC:
+        return steady_window(routes, edges, plan.in_flight)
+    return block_schedule(plan.schedule, routes, edges=edges)
+
+
+def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation) -> Prediction:
+    """Return what a simulation says in the words of a plan; of a stage's replicas the slowest counts."""
+    return Prediction(
+        batch=batch,
+        step_s=simulation.step_s,
+        bubble=simulation.bubble,
+        peak_bytes=tuple(simulation.peak_bytes.get(device, 0) for device in plan.devices),
+        stages_s=tuple(
+            (max(stage.forward_s.values()), max(stage.input_s.values()), max(stage.weight_s.values()))
+            for stage in work.stages
+        ),
+        replicas_s=tuple(
+            tuple(_slowest(work.stages[number], replica) for replica in stage.replicas)
+            for number, stage in enumerate(plan.stages)
+        ),
+    )
+
+
+def _slowest(stage: StageWork, replica: Sequence[int]) -> tuple[float, float, float]:
+    """Return the times of a stage on the slowest device of a replica."""
+    forward_s, input_s, weight_s = (
+        max(times[device] for device in replica) for times in (stage.forward_s, stage.input_s, stage.weight_s)
+    )
+    return forward_s, input_s, weight_s
