@@ -23,11 +23,11 @@ from onebox.plan import (
     search,
 )
 from onebox.pool import Fault, open_pool
-from onebox.vgpu import alias_cuda, spawn
+from onebox.vgpu import alias_cuda, set_synchronous, spawn
 from tests.recorded.hashing import hash_of
 
 __all__ = [
-    "FATE",
+    "POLICY",
     "ComputeTime",
     "DeviceSpec",
     "Fault",
@@ -44,18 +44,19 @@ __all__ = [
     "predict",
     "resume_trainer",
     "search",
+    "set_synchronous",
     "spawn",
     "trainer_of",
 ]
 
-FATE = "policy"
-"""What a plan file calls what becomes of the activations of a stage."""
+POLICY = "policy"
+"""The key of a stage's activation policy in a plan file."""
 
 
 def canonical(plan: onebox.Plan) -> str:
-    """Return the hash of a plan, which does not depend on what its file calls its fields."""
+    """Return the hash of a plan, which does not depend on the names of its file's fields (``policy`` is hashed as ``fate``)."""
     data = json.loads(plan.to_json())
-    data["stages"] = [{"policy" if key == FATE else key: value for key, value in one.items()} for one in data["stages"]]
+    data["stages"] = [{"fate" if key == POLICY else key: value for key, value in one.items()} for one in data["stages"]]
     return hash_of(data)
 
 

@@ -180,5 +180,6 @@ CASES: dict[str, Case] = {
             *("model.body.0", "model.body.3", "model.head"),
         ),
     ),
+    "gelu": Case(build=lambda: Wide(2), data=features, segments=()),
     "wide": Case(build=Wide, data=features, segments=()),
 }

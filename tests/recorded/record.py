@@ -55,12 +55,14 @@ def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record the runs anew")
-    parser.add_argument("--only", metavar="TEXT", default="", help="runs whose names contain this")
+    parser.add_argument("--only", metavar="TEXT", nargs="*", default=[], help="runs whose names contain one of these")
     parser.add_argument("--show", action="store_true", help="show values that differ")
     arguments = parser.parse_args()
     stored: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
     same_machine = stored["machine"] == machine()
-    chosen = {name: run for name, run in runs().items() if arguments.only in name}
+    chosen = {
+        name: run for name, run in runs().items() if not arguments.only or any(part in name for part in arguments.only)
+    }
     different, made = 0, {}
     for name, run in chosen.items():
         start_s = time.perf_counter()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from tests.recorded import planning, scripts
+from tests.recorded import loops, planning, scripts
 from tests.recorded.hashing import hash_of, text
 from tests.recorded.inner import FATE, canonical, resume_trainer, trainer_of
 from tests.recorded.models import CASES, Batch, Case, Wide
 from tests.recorded.traffic import recorded
 
-EVERYWHERE = ("candidates", "memory", "messages", "plan", "simulated", "step_s")
+EVERYWHERE = ("candidates", "instructions", "memory", "messages", "plan", "simulated", "step_s")
 """Parts of a record that do not depend on the machine."""
 
 SEED = 5
@@ -275,7 +275,9 @@ TRAININGS: dict[str, Training] = {
     "replicas, sums at the client": Training(plan=replicas(1.0, 1.0, sync="client", micro_batch=None)),
     "replicas, dropout": Training(case="dropping", plan=replicas(1.0, 1.0), dtype=torch.float32),
     "replicas, overlapping steps": Training(plan=replicas(1.0, 1.0), options={"overlap": True}),
-    "replicas, every optimizer": Training(case="wide", plan=replicas(1.0, 1.0), optimizer=every_optimizer),
+    "replicas, every optimizer": Training(
+        case="wide", plan=replicas(1.0, 1.0), optimizer=every_optimizer, sizes=(6, 6, 6)
+    ),
     "replicas, on the device and evaluated": Training(
         case="cnn",
         plan=replicas(1.0, 1.0),
@@ -396,11 +398,13 @@ TRAININGS: dict[str, Training] = {
     "resumed from replicas in stages": Training(
         plan=replicas(1.0, 1.0, optimizer="sharded"), optimizer=adam_in_groups, resumed=staged("deep", [1, 0])
     ),
-    "fused": Training(case="wide", workers=1, plan=replicas(1.0, micro_batch=4), options={"fuse": True}),
+    "fused": Training(
+        case="gelu", workers=1, plan=replicas(1.0, micro_batch=4), sizes=(8, 8, 8), options={"fuse": True}
+    ),
 }
 """Trainings by their names."""
 
 
 def runs() -> dict[str, Callable[[Path], Record]]:
     """Return all runs by their names."""
-    return {**TRAININGS, **scripts.RUNS, **planning.RUNS}
+    return {**TRAININGS, **loops.RUNS, **scripts.RUNS, **planning.RUNS}

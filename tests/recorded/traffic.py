@@ -51,6 +51,22 @@ class Traffic:
             found.append({"messages": len(worker), "bytes": size, "sha256": digest.hexdigest()})
         return sorted(found, key=lambda one: (one["messages"], one["bytes"], one["sha256"]))
 
+    def instructions(self) -> list[dict[str, Any]]:
+        """Return for each worker how many instructions it was sent, and their hash, whatever message each was in.
+
+        What is freed is left out: on virtual devices it goes with the next message, or with one of its own after a
+        while.
+        """
+        found = []
+        for worker in self.messages():
+            every = [one for frames in worker for one in msgspec.msgpack.decode(frames[0])[2] if one[0] != "free"]
+            digest = hashlib.sha256(msgspec.msgpack.encode(every))
+            for frames in worker:
+                for frame in frames[1:]:
+                    digest.update(len(frame).to_bytes(8, "little") + frame)
+            found.append({"instructions": len(every), "sha256": digest.hexdigest()})
+        return sorted(found, key=lambda one: (one["instructions"], one["sha256"]))
+
 
 def kinds(header: bytes) -> list[str]:
     """Return the kinds of the instructions of a message."""
