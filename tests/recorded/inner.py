@@ -54,7 +54,7 @@ POLICY = "policy"
 
 
 def canonical(plan: onebox.Plan) -> str:
-    """Return the hash of a plan, which does not depend on the names of its file's fields (``policy`` is hashed as ``fate``)."""
+    """Return the hash of a plan, which does not depend on the names of fields: ``policy`` is hashed as ``fate``."""
     data = json.loads(plan.to_json())
     data["stages"] = [{"fate" if key == POLICY else key: value for key, value in one.items()} for one in data["stages"]]
     return hash_of(data)

@@ -16,7 +16,7 @@ from typing import Any
 from onebox import Plan
 from tests.recorded.hashing import hash_of
 from tests.recorded.inner import (
-    FATE,
+    POLICY,
     ComputeTime,
     DeviceSpec,
     Links,
@@ -162,7 +162,7 @@ def predictions(folder: Path) -> dict[str, Any]:
         devices = (0, 1, 1, 0) if schedule == "zbv" else (0, 1, 0, 1) if schedule == "interleaved" else (0, 0, 1, 1)
         for policy in ("keep", "recompute", "offload", "swap"):
             stages = [
-                {"segments": [one.name], "replicas": [[device]], "shares": [1.0], FATE: policy}
+                {"segments": [one.name], "replicas": [[device]], "shares": [1.0], POLICY: policy}
                 for one, device in zip(problem.segments, devices, strict=True)
             ]
             plan = Plan.from_json(json.dumps({"stages": stages, "micro_batch": 4, "schedule": schedule}))

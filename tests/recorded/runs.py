@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import onebox
 from tests.recorded import loops, planning, scripts
 from tests.recorded.hashing import hash_of, text
-from tests.recorded.inner import FATE, canonical, resume_trainer, trainer_of
+from tests.recorded.inner import POLICY, canonical, resume_trainer, trainer_of
 from tests.recorded.models import CASES, Batch, Case, Wide
 from tests.recorded.traffic import recorded
 
@@ -74,7 +74,7 @@ def staged(
             "segments": names[bounds[place] : bounds[place + 1]],
             "replicas": parts,
             "shares": shares[place] if shares else [1.0] * len(parts),
-            **({FATE: policies[place]} if policies else {}),
+            **({POLICY: policies[place]} if policies else {}),
             **((each or {}).get(place, {})),
         }
         stages.append(stage)

@@ -344,7 +344,7 @@ def _held(
         saved += crossing.kept
     return {
         "saved_bytes": saved,
-        "parked": offloaded,
+        "offloaded": offloaded,
         "late_bytes": late,
         "forward_work_bytes": forward,
         "backward_work_bytes": backward,

@@ -38,7 +38,7 @@ class StageWork:
         state_bytes: Parameters, buffers, optimizer state and gradients, held always.
         gradient_bytes: Gradients that its replicas sum, once a step.
         saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
-        parked: Held as these are, but that they are in the host's memory in between.
+        offloaded: Held as these are, but that they are in the host's memory in between.
         late_bytes: Held from the start of the input gradient to the end of the weight gradient.
         forward_work_bytes: Needed beyond those while forward runs.
         backward_work_bytes: Needed beyond those while a gradient runs.

@@ -226,7 +226,7 @@ def test_an_attribute_that_forward_assigns_is_warned_of() -> None:
         return self.plain
 
     model = Line(remember)
-    with pytest.warns(UserWarning, match=r"forward assigns model\.plain at .*test_capture\.py:\d+: self\.plain ="):
+    with pytest.warns(UserWarning, match=r"forward assigns model\.plain at .*test_export\.py:\d+: self\.plain ="):
         programs(model)
     assert torch.equal(model.plain, torch.zeros(2))
 
