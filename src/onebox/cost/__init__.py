@@ -1,4 +1,4 @@
-"""What things cost: memory from buffer lifetimes; devices and links as they were measured, and a cache for that."""
+"""Costs: memory from buffer lifetimes; measured profiles of devices and links, and their cache."""
 
 from onebox.cost.cache import key_of, load, store
 from onebox.cost.collectives import AllReduceAlgorithm, all_reduce_algorithms, choose_all_reduce

@@ -1,4 +1,4 @@
-"""The fixed set of kernels by which devices are compared, as programs. Pure."""
+"""The fixed set of kernels for the comparison of devices, as programs. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onebox.wire import DType, Many, Operator, OwnDevice, Program, SlotArgument,
 
 SMALL_OPERATORS = 64
 LEAST_BYTES = 1 << 20
-"""What the smallest kernels need."""
+"""Bytes that the smallest kernels need."""
 
 _SMALL = TensorSpec("float32", (1,))
 _CHANNELS = 64
@@ -22,10 +22,10 @@ class BenchmarkKernel:
     """A program whose speed is measured.
 
     Args:
-        name: Field of :class:`~onebox.cost.Speeds` that it is for.
+        name: Its field of :class:`~onebox.cost.Speeds`.
         program: The program.
-        work: What is done in one run: floating-point operations, bytes, or operators.
-        away: Whether a run is that the inputs go to the host's memory and come back; the program reads them in the end.
+        work: Work of one run: floating-point operations, bytes, or operators.
+        away: Whether a run copies the inputs to the host's memory and back; the program reads them in the end.
     """
 
     name: str
@@ -35,12 +35,12 @@ class BenchmarkKernel:
 
     @property
     def need_bytes(self) -> int:
-        """Memory of its inputs and of a run, while the output of the run before is still there."""
+        """Memory of its inputs and of a run, while the output of the run before still exists."""
         need = footprint(self.program)
         return sum(spec.size_bytes for spec in self.program.inputs) + need.peak_bytes + need.net_bytes
 
     def figure(self, seconds: float) -> float:
-        """Return its figure for a run that took so long: a rate, or seconds of each operator where the name ends so."""
+        """Return its figure for a run's seconds: a rate, or seconds of each operator where the name ends in ``_s``."""
         return seconds / self.work if self.name.endswith("_s") else self.work / seconds
 
 
@@ -48,7 +48,7 @@ def kernels(kind: str, room_bytes: int, *, bf16: bool) -> tuple[BenchmarkKernel,
     """Return the kernels for a device.
 
     Args:
-        kind: ``cpu``, ``cuda`` or ``sim``; the last has only the call of a program, whatever is in it.
+        kind: ``cpu``, ``cuda`` or ``sim``; the last has only the call of a program, with any contents.
         room_bytes: Memory that they may need, at least :data:`LEAST_BYTES`; kernels are halved until they fit.
         bf16: Whether it has instructions for bf16: without them a single kernel may take seconds.
     """
@@ -86,7 +86,7 @@ def randoms(specs: Sequence[TensorSpec]) -> Program:
 
 
 def filled(spec: TensorSpec) -> Program:
-    """Return a program that makes a tensor, each element written; zeros might be pages that nobody has touched."""
+    """Return a program that makes a tensor with each element written; zeros might be untouched pages."""
     keywords: dict[str, Value] = {"dtype": DType(spec.dtype), "device": OwnDevice()}
     fill = Operator("aten.full.default", (Many(spec.shape), 1.0), keywords, (0,), (spec,))
     return with_deaths(Program((), (fill,), (0,), 1))
@@ -107,7 +107,7 @@ def _fitting(maker: Callable[[int], BenchmarkKernel], size: int, room_bytes: int
 
 
 def _chain(count: int) -> Program:
-    """Return a program of small operators, each of which reads what the one before has made."""
+    """Return a program of small operators, each of which reads the output of the one before."""
     operators = tuple(
         Operator("aten.add.Tensor", (SlotArgument(slot), 1.0), {}, (slot + 1,), (_SMALL,)) for slot in range(count)
     )
@@ -158,7 +158,7 @@ def _norm(batch: int) -> BenchmarkKernel:
 def _single(
     inputs: tuple[TensorSpec, ...], operator: str, arguments: tuple[Value, ...], specs: tuple[TensorSpec, ...]
 ) -> Program:
-    """Return a program of one operator, of which the first output is given out."""
+    """Return a program of one operator, with its first output."""
     outs = (len(inputs), *(None for _ in specs[1:]))
     return with_deaths(
         Program(inputs, (Operator(operator, arguments, {}, outs, specs),), (len(inputs),), len(inputs) + 1)

@@ -1,4 +1,4 @@
-"""A link from the times of a few messages: which sizes to send, and the line through their times. Pure."""
+"""Fit of a link to the times of a few messages, and the choice of their sizes. Pure."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import math
 from collections.abc import Mapping
 
 CEILING_BPS = 1e15
-"""What is faster counts as this: links without a limit that can be seen, such as those between devices that only sleep.
-A number, because JSON has no infinity."""
+"""Maximum bandwidth, for links without a visible limit, such as those between devices that only sleep. A number,
+because JSON has no infinity."""
 
 SMALLEST_BYTES = 4
 _SECOND_BYTES = 16 << 10
 LARGEST_BYTES = 8 << 20
 
 _ENOUGH_S = 0.003
-"""A message that takes so much longer than the smallest tells the bandwidth: clocks and wake-ups err by some 10 µs."""
+"""Seconds beyond the smallest message's time from which a message determines the bandwidth: clocks and wake-ups err by
+some 10 µs."""
 
 _AIM_S = 0.006
 _BUDGET_S = 0.005
-"""For the repeats of one size in one direction."""
+"""Seconds for the repeats of one size in one direction."""
 
 LEAST_REPEATS, _MOST_REPEATS = 2, 16
 
 _MOST_GROWTH = 32
-"""By how much one size is larger than the one before, at most: that one may have passed in a burst, and a slow link
-would be filled for minutes by what it was then taken for."""
+"""Maximum ratio of consecutive sizes: the one before may have passed in a burst, and the resulting overestimate would
+fill a slow link for minutes."""
 
 _ALIKE = 1.3
-"""By how much the two directions of a link may differ before they are measured again."""
+"""Ratio of a link's two directions above which they are measured again."""
 
 
 def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
     """Return latency, in seconds, and bandwidth, in bytes per second: the line through the smallest and the largest.
 
-    Those in between are not asked: many a link, a shaped one or one behind a buffer, lets a burst through at once that
-    says nothing of its rate, by which large messages go. A fit to all of them would promise a multiple of it.
+    Sizes in between are ignored: many a link, a shaped one or one behind a buffer, passes a burst at once that does not
+    show its rate for large messages. A fit to all of them would promise a multiple of it.
 
     Args:
-        seconds: Of one way, by the bytes of the message.
+        seconds: Times in one direction, by the bytes of the message.
 
     Raises:
         ValueError: There are none, or one is not positive and finite.
@@ -54,13 +55,13 @@ def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
 
 
 def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> int | None:
-    """Return the size of message to be timed next, or ``None`` where enough is known.
+    """Return the size of the next message to time, or ``None`` where there are enough.
 
-    Sizes go up until a message takes well longer than the smallest, so that slow links are not filled for long, and
-    fast ones are long enough for the clock.
+    Sizes grow until a message takes well longer than the smallest, so that slow links are not filled for long, and
+    messages on fast ones are long enough for the clock.
 
     Args:
-        seconds: Of one way, by the bytes of the message: what is known so far, at least of the smallest.
+        seconds: Times in one direction, by the bytes of the message, at least of the smallest.
         most_bytes: The largest message that there is room for.
     """
     smallest, largest = min(seconds), max(seconds)
@@ -74,14 +75,14 @@ def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> 
 
 
 def repeats(expected_s: float) -> int:
-    """Return how often to send a message whose round trip is expected to take so long."""
+    """Return the number of repeats of a message with an expected round-trip time."""
     return max(LEAST_REPEATS, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
 
 
 def is_doubtful(link: tuple[float, float], way_back: tuple[float, float]) -> bool:
-    """Tell whether a link should be measured again, because the way back is much faster.
+    """Return whether a link should be measured again, because the opposite direction is much faster.
 
-    Wires are mostly alike in both directions, and what disturbs a measurement only makes it slower.
+    Wires are mostly alike in both directions, and disturbances only make a measurement slower.
 
     Args:
         link: Latency and bandwidth.

@@ -1,4 +1,4 @@
-"""The profile of a model: what each of its segments takes in time and memory. Pure data, small enough for a file."""
+"""The profile of a model: time and memory of each of its segments. Pure data, small enough for a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what stands in a profile."""
+    """Base of the objects in a profile."""
 
 
 class SegmentBytes(_Part, frozen=True):
@@ -14,14 +14,14 @@ class SegmentBytes(_Part, frozen=True):
 
     Args:
         name: Its name.
-        parameter_bytes: Its parameters that are trained, but for those that other segments have too.
+        parameter_bytes: Its trained parameters, without those shared with other segments.
         state_bytes: All its parameters and buffers, with gradients and optimizer state; likewise.
         optimizer_bytes: Of these, the optimizer's state.
         saved_bytes: Tensors that its forward makes, or reads of the batch, and that backward needs.
-        late_bytes: What its weight gradient needs once its input gradient has begun.
-        forward_work_bytes: What forward needs beyond those while it runs.
-        backward_work_bytes: What a gradient needs beyond those while it runs.
-        update_bytes: What its optimizer step costs, in bytes that are gone through: only its share of all counts.
+        late_bytes: Held for its weight gradient from the start of its input gradient.
+        forward_work_bytes: Needed beyond those while forward runs.
+        backward_work_bytes: Needed beyond those while a gradient runs.
+        update_bytes: Cost of its optimizer step in bytes read and written; only its share of the total matters.
     """
 
     name: str
@@ -72,13 +72,13 @@ class TiedParameter(_Part, frozen=True):
 
 
 class ModelBytes(_Part, frozen=True):
-    """What follows from the graph of a model alone.
+    """Properties of a model that follow from its graph alone.
 
     Args:
         graph: A hash of its programs.
         size: Samples of the micro-batch that the bytes are for.
         segments: In the order of forward.
-        values: What goes between them.
+        values: Values between them.
         ties: Parameters that several of them read.
     """
 
@@ -90,11 +90,11 @@ class ModelBytes(_Part, frozen=True):
 
 
 class SegmentVariant(_Part, frozen=True):
-    """A way to compute a segment.
+    """A variant of computing a segment.
 
     Args:
-        channels_last: Whether its convolutions have channels last in memory.
-        bf16: Whether its products are of bfloat16.
+        channels_last: Whether its convolutions use channels-last memory format.
+        bf16: Whether its products are in bfloat16.
     """
 
     channels_last: bool = False
@@ -112,9 +112,9 @@ class SegmentTimes(_Part, frozen=True):
         size: Samples of the micro-batch.
         seconds: For each segment: forward, input gradient, weight gradient.
         update_s: The optimizer step over all parameters.
-        call_s: What an action costs beside its operators.
-        ways: For each of the ways to compute them that were measured, ``seconds``; those above are then of each segment
-            in its fastest. Empty where there was only one.
+        call_s: Seconds of an action beside its operators.
+        ways: ``seconds`` of each measured variant; those above are then of each segment's fastest. Empty where there
+            was only one.
     """
 
     size: int

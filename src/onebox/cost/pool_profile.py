@@ -1,4 +1,4 @@
-"""The profile of a pool: how fast its devices and the links between them are. Pure data, small enough for a file."""
+"""The profile of a pool: throughput of its devices and of the links between them. Pure data for a small file."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import math
 from msgspec import Struct
 
 FORMAT = 5
-"""Version of what is measured and how; profiles of another one are measured anew."""
+"""Version of the measurements; profiles of another version are measured anew."""
 
 ACCELERATOR_BPS = 12e9
-"""Bytes per second that are assumed between an accelerator and pinned memory of its host, where nothing was measured:
-PCIe 3 with 16 lanes."""
+"""Assumed bytes per second between an accelerator and pinned memory of its host, without a measurement: PCIe 3 with 16
+lanes."""
 
 
 class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what stands in a profile."""
+    """Base of the objects in a profile."""
 
 
 class Speeds(_Part, frozen=True):
-    """What a device reached on a fixed set of kernels, while all devices of its host were at work.
+    """Throughput of a device on a fixed set of kernels, while all devices of its host were at work.
 
-    A device that computes nothing has ``None`` where there is no kernel; of a device that is slowed down these are the
-    slowed down figures. Kernels are larger on accelerators, and smaller where memory is short.
+    A device that computes nothing has ``None`` where there is no kernel; figures of a throttled device include the
+    throttling. Kernels are larger on accelerators, and smaller where memory is short.
 
     Args:
         call_s: Seconds of a call of a stored program with one small operator.
@@ -59,12 +59,12 @@ class DeviceProfile(_Part, frozen=True):
         number: Its number in the pool.
         device: Its name on its host: ``cpu``, ``cuda:k`` or ``sim``.
         name: Product name.
-        host: Its host, as far as it is known by name.
+        host: The name of its host, if known.
         threads: Threads that its CPU operators may use.
         memory_bytes: Its memory, or the worker's quota where that is less.
-        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, what costs are divided by.
-        emulated: Whether times on it are made: it is throttled, or computes nothing.
-        speeds: What was measured.
+        speed: Fraction of its full speed that a throttled CPU works at; of ``sim``, the divisor of costs.
+        emulated: Whether times on it are artificial: it is throttled, or computes nothing.
+        speeds: The measurements.
     """
 
     number: int
@@ -84,25 +84,24 @@ class DeviceProfile(_Part, frozen=True):
 
     @property
     def type(self) -> str:
-        """By which devices are told alike: of an accelerator its product name, of others their kind."""
+        """Key of like devices: of an accelerator its product name, of others their kind."""
         return self.name if self.kind == "cuda" else self.kind
 
 
 class PoolProfile(_Part, frozen=True):
-    """Devices and links of a pool, as they were measured.
+    """Measured devices and links of a pool.
 
     Args:
         devices: In the order of their numbers, from 0.
         latency_s: ``latency_s[source][target]``, seconds of an empty message from when it is sent until it can be used.
             No entry for a device itself, and where nothing can be sent (between ``sim`` and other devices).
         bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second of a long message; entries likewise. At most
-            :data:`onebox.cost.CEILING_BPS`, which stands for a link that has no limit that can be seen.
+            :data:`onebox.cost.CEILING_BPS`, which stands for a link without a visible limit.
         emulated_links: Source and target of each link that is emulated.
         groups: Devices that are nearer to each other than to others, one or two levels, smallest groups first: hosts
-            and the switches that they hang on, as far as the speeds of the links show them; see
-            :func:`onebox.cost.near_groups`.
+            and switches, as far as the speeds of the links show them; see :func:`onebox.cost.near_groups`.
         torch: Version of torch.
-        measured_at: When, as an ISO 8601 time with its zone.
+        measured_at: Time of the measurement, as an ISO 8601 time with its zone.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -134,5 +133,5 @@ class PoolProfile(_Part, frozen=True):
             raise ValueError("each level of groups has each device once")
 
     def host_names(self, group: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the hosts that the devices of a group are known to be in, each once."""
+        """Return the known hosts of the devices of a group, each once."""
         return tuple(dict.fromkeys(self.devices[number].host for number in group))

@@ -1,4 +1,4 @@
-"""From a model to programs: capture as an ATen graph, gradients, lowering to tapes, cutting."""
+"""From a model to programs: capture as an ATen graph, gradients, lowering to tapes, division into stages."""
 
 from onebox.graph.capture.export import Captured, Loss, Metrics, Mode, Precision, capture
 from onebox.graph.capture.joint import Port

@@ -1,13 +1,13 @@
-"""Memory formats: programs whose convolutions read and make maps with their channels last in memory.
+"""Memory formats: programs whose convolutions use channels-last memory format.
 
 oneDNN convolves maps of either format, but with channels last it reorders less, and poolings and batch norms are
-vectorised over channels. What a program computes stays the same but for rounding. Maps are brought into the format
-where a convolution first reads them and stay so along operators that keep it; every other operator reads what it was
-captured with, random ones among them, which would draw other numbers. Each change of format is an operator of its own,
-so that its memory is accounted for like any other.
+vectorised over channels. Results are the same but for rounding. Maps are converted where a convolution first reads them
+and keep the format along operators that preserve it; every other operator reads the captured format, random ones among
+them, which would draw other numbers. Each conversion is an operator of its own, so that its memory is accounted for
+like any other.
 
-A value of another stage may lie either way: it has travelled, or it has not. A change of format of what lies so already
-is free; see :class:`onebox.worker.programs.interpreter.CompiledProgram`.
+A value of another stage may have either format: it has travelled, or it has not. A conversion to the format that a
+value already has is free; see :class:`onebox.worker.programs.interpreter.CompiledProgram`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onebox.wire import Many, MemoryFormat, Operator, Program, SlotArgument, rea
 Format = Literal["as captured", "channels last", "either"]
 
 _CONVOLUTIONS = {"aten.convolution.default": 2, "aten.convolution_backward.default": 3}
-"""By operator, how many of its arguments are tensors, the last of them the weight, which may lie as it does."""
+"""For each operator, the number of its tensor arguments; the last of them is the weight, which may keep its format."""
 
 _POINTWISE = frozenset(
     f"aten.{name}"
@@ -40,7 +40,7 @@ _POINTWISE = frozenset(
         "where.self",
     )
 )  # fmt: skip
-"""Operators on elements, whose maps have to be of one shape here."""
+"""Operators on elements, whose maps must have one shape here."""
 
 _LOCAL = frozenset(
     f"aten.{name}"
@@ -52,7 +52,7 @@ _LOCAL = frozenset(
         "upsample_bilinear2d.default", "upsample_nearest2d.default",
     )
 )  # fmt: skip
-"""Operators that make maps of the format that they read, whatever the shapes."""
+"""Operators that preserve the format of their input, whatever the shapes."""
 
 _SUMS = frozenset({"aten.sum.dim_IntList", "aten.mean.dim"})
 _MAP = 4
@@ -60,13 +60,13 @@ _MAP = 4
 
 
 def with_channels_last(programs: ModelPrograms, stages: Collection[int]) -> ModelPrograms:
-    """Return the programs of a model with those of some stages changed.
+    """Return the programs of a model with those of some stages in channels-last format.
 
-    A stage whose captured programs permute channels themselves stays as it is.
+    A stage whose captured programs permute channels themselves is unchanged.
 
     Args:
         programs: The programs of all stages.
-        stages: The stages whose convolutions are to have channels last.
+        stages: The stages to convert.
     """
     own = {phase: named for phase, named in programs.phases.items() if phase.stage in set(stages)}
     kept = {phase.stage for phase, named in own.items() if _permutes(named.program)}
@@ -92,16 +92,16 @@ _OF_OTHERS: tuple[Format, Format] = ("as captured", "either")
 
 
 class Rewriting:
-    """A program as it is rewritten, operator by operator.
+    """A rewrite of a program, operator by operator.
 
     Args:
         program: The program.
-        given: How each input lies.
+        given: The format of each input.
     """
 
     def __init__(self, program: Program, given: Sequence[Format]) -> None:
         self.made: tuple[Format, ...] = ()
-        """How each output lies, once the program is made."""
+        """The format of each output of the finished program."""
         self._old = program
         self._specs = specs_by_slot(program)
         self._slots = program.slots
@@ -128,7 +128,7 @@ class Rewriting:
         return len(self._specs[slot].shape) == _MAP
 
     def _take(self, operator: Operator) -> None:
-        """Add an operator, its maps in the format that it is to read."""
+        """Add an operator, with its maps in the format that it is to read."""
         read = dict.fromkeys(reads(operator))
         maps = [slot for slot in read if self._is_map(slot)]
         if operator.name in _CONVOLUTIONS and maps:
@@ -144,7 +144,7 @@ class Rewriting:
             self._add(operator, {slot: self._as_captured(slot) for slot in read})
 
     def _keeps(self, operator: Operator, read: Sequence[int], maps: Sequence[int]) -> bool:
-        """Tell whether an operator makes maps of the format that it reads."""
+        """Return whether an operator preserves the format of its maps."""
         if operator.position >= 0 or "memory_format" in operator.kwargs:
             return False
         if operator.name in _POINTWISE:
@@ -153,7 +153,7 @@ class Rewriting:
         return operator.name in _LOCAL
 
     def _mark(self, operator: Operator, *, unsure: bool = False) -> None:
-        """Note how what an operator makes lies; the gradient of a weight lies as the library likes."""
+        """Record the format of an operator's outputs; that of a weight's gradient is the library's choice."""
         for place, slot in enumerate(operator.outs):
             if slot is not None and self._is_map(slot):
                 self._lies[slot] = "either" if unsure and place else "channels last"
@@ -185,12 +185,12 @@ class Rewriting:
 
 
 def _over_maps(operator: Operator) -> bool:
-    """Tell whether a sum goes over rows and columns, so that what is left lies the same way in either format."""
+    """Return whether a sum goes over rows and columns, so that its result lies the same way in either format."""
     dims = operator.args[1] if len(operator.args) > 1 else None
     return isinstance(dims, Many) and {int(dim) % _MAP for dim in dims.items if isinstance(dim, int)} >= {2, 3}
 
 
 def _permutes(program: Program) -> bool:
-    """Tell whether a program moves channels itself."""
+    """Return whether a program permutes channels itself."""
     orders = (Many((0, 2, 3, 1)), Many((0, 3, 1, 2)))
     return any(o.name == "aten.permute.default" and o.args[1] in orders for o in program.operators)

@@ -1,4 +1,4 @@
-"""Plans: which device computes what part of the model and of the batch, and in which order."""
+"""Plans: the device and the time of every computation of a step."""
 
 from onebox.plan.evaluate.infeasibility import Shortfall
 from onebox.plan.evaluate.predict import predict

@@ -1,8 +1,8 @@
-"""Capture: a model and a loss become one graph, with the names of everything that it reads.
+"""Capture: the conversion of a model and a loss to one graph with named inputs and outputs.
 
-The module that is traced maps the tensors of (inputs, targets) to the loss and, for evaluation, metrics. Shapes are
-fixed: another batch size is another capture. The user's own Python runs under the tracer, with autograd: custom
-functions, hooks and gradients within forward are in the graph as PyTorch computes them.
+The traced module maps the tensors of (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed:
+another batch size is another capture. The user's own Python runs under the tracer, with autograd: custom functions,
+hooks and gradients within forward are in the graph as PyTorch computes them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from onebox.graph.transform.fuse import fused
 
 Mode = Literal["train", "evaluate"]
 Precision = Literal["fp32", "bf16", "auto"]
-"""Of a whole run; with ``auto`` it is captured as ``fp32``, and its plan says which stages have another one."""
+"""Precision of a whole run; with ``auto`` it is captured as ``fp32``, and its plan sets the precision of stages."""
 
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
 
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._functorch")
-"""Loggers of PyTorch that tell of what the error tells again."""
+"""PyTorch's loggers whose messages repeat the error's."""
 
 
 class Wrapper(nn.Module):
-    """The module that is traced: ``model`` and ``loss`` under these two names.
+    """The traced module: ``model`` and ``loss`` under these two names.
 
     Args:
         model: The user's model. A tuple of inputs is spread over its positional arguments, a dict over its keyword
             arguments, anything else is its one argument.
         loss: Maps (outputs, targets) to a scalar.
         metrics: Each maps (outputs, targets) to a scalar; ``None`` for training.
-        precision: ``bf16`` for autocast; any other one leaves the model as it is.
-        on_device: Maps inputs to those of the model; no part of it.
+        precision: ``bf16`` for autocast; with any other value the model is unchanged.
+        on_device: Maps inputs to those of the model; not a part of it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Wrapper(nn.Module):
 
     @property
     def functions(self) -> list[Any]:
-        """What the user gave beside modules."""
+        """The callables that the user passed beside modules."""
         return [self.loss, *self.metrics.values(), *([self._front.call] if self._front else [])]
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
@@ -102,7 +102,7 @@ class Wrapper(nn.Module):
 
 @contextlib.contextmanager
 def _assignments_written(module: nn.Module) -> Iterator[None]:
-    """Let ``self.buffer = value`` write into the buffer; a trace would drop it without a word."""
+    """Turn ``self.buffer = value`` into a write to the buffer; a trace would drop it silently."""
     before = [
         (part, name, buffer)
         for part in module.modules()
@@ -136,15 +136,15 @@ class _Stateless(nn.Module):
 
     Args:
         wrapper: The wrapper.
-        name: The class of the model, for refusals.
-        example: Inputs and targets, nested; what is no tensor in them is passed on as it is.
+        name: The class of the model, for error messages.
+        example: Inputs and targets, nested; non-tensors in them are passed on unchanged.
     """
 
     def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any]) -> None:
         super().__init__()
         leaves, self._nesting = pytree.tree_flatten(example)
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-        self._wrapper = (wrapper,)  # in a tuple: its tensors are not to be found twice
+        self._wrapper = (wrapper,)  # in a tuple, so that its tensors are not registered twice
         self._places: list[tuple[dict[str, Any], str, str]] = []
         self.calls = TracedCalls(wrapper, name)
         self.recorder = StateRecorder(wrapper.owners, wrapper.functions)
@@ -156,7 +156,7 @@ class _Stateless(nn.Module):
         self._add_plain(wrapper)
 
     def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
-        """Take over the tensors of the state."""
+        """Register the tensors of the state."""
         own: dict[int, str] = {}
         for name, tensor in named(remove_duplicate=False):
             path, _, key = name.rpartition(".")
@@ -169,7 +169,7 @@ class _Stateless(nn.Module):
             self._places.append((vars(self._wrapper[0].get_submodule(path))[kind], key, own[id(tensor)]))
 
     def _add_plain(self, wrapper: Wrapper) -> None:
-        """Take over tensors that are attributes of modules, and no buffers: the tracer has to see writes to them."""
+        """Register tensors that are attributes of modules but not buffers, so that the tracer sees writes to them."""
         own: dict[int, str] = {}
         for path, module in wrapper.named_modules():
             for key, value in vars(module).items():
@@ -180,7 +180,7 @@ class _Stateless(nn.Module):
                     self._places.append((vars(module), key, own[id(value)]))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss and the metrics, computed with the tensors that this module has now."""
+        """Return the loss and the metrics, computed with this module's present tensors."""
         (wrapper,), left = self._wrapper, iter(tensors)
         leaves = [next(left) if constant is None else constant[0] for constant in self._constants]
         inputs, targets = pytree.tree_unflatten(leaves, self._nesting)
@@ -199,7 +199,7 @@ class _Stateless(nn.Module):
 
 
 def _apart(nested: Any) -> Any:
-    """Return inputs as they are in a training loop: leaves of which a gradient may be asked for."""
+    """Return inputs as they are in a training loop: leaves that may require gradients."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() or x.is_complex() else x, nested)
 
 
@@ -209,10 +209,10 @@ class Captured:
 
     Args:
         joint: Its graph.
-        backward: Whether the graph has the gradients, too.
-        reads: What of Python's state the graph holds.
+        backward: Whether the graph includes gradients.
+        reads: Python state that the graph depends on.
         fuse: Whether activations that are written out become single operators.
-        fresh: Whether nobody else has the graph, so that the one model that is made of it may change it.
+        fresh: Whether the graph is used only here, so that the one model made of it may change it.
     """
 
     joint: Joint
@@ -223,11 +223,11 @@ class Captured:
 
     @property
     def of_one_size(self) -> bool:
-        """Whether it is for one value of each size only, although there were symbols for some."""
+        """Return whether it is valid for one value of each size only, although there were symbols for some."""
         return self.joint.symbols is None or self.joint.symbols.constant
 
     def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
-        """Return the capture for inputs and targets of some sizes; ``None`` where it is not for these.
+        """Return the capture for inputs and targets of some sizes; ``None`` where it is not valid for them.
 
         Args:
             leaves: Their tensors, flattened.
@@ -253,22 +253,21 @@ def capture(
     """Trace a model and its loss for inputs of one shape.
 
     Args:
-        model: The model, on any devices; its parameters are not read, and its modes (train, eval) are as before
-            afterwards.
+        model: The model, on any devices; its parameters are not read, and its modes (train, eval) are restored.
         loss: Maps (outputs, targets) to a scalar; a module may have parameters and buffers of its own.
         example: Inputs and targets, nested tuples and dicts of tensors, of which only shapes and types count, and of
-            constants, which the model and the loss get as they are.
+            constants, which are passed on unchanged.
         mode: ``evaluate`` sets every module to eval.
         backward: Whether to trace gradients; ``None`` for those of ``train``.
         metrics: With ``evaluate``, more scalars of (outputs, targets).
-        precision: ``bf16`` runs the model and the loss under autocast; any other one as they are.
-        device_type: ``cpu``, or another one to keep operators out that only CPUs have.
+        precision: ``bf16`` runs the model and the loss under autocast; other values do not change them.
+        device_type: ``cpu``, or another one to exclude operators that only CPUs have.
         on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
         fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.transform.fuse`.
         varying: Sizes of the inputs and targets for which there are to be symbols; see :meth:`Captured.sized`.
 
     Raises:
-        CaptureError: The model depends on the values of tensors, or on Python's state, in a way that no graph can
+        CaptureError: The model depends on the values of tensors, or on Python's state, in a way that a graph cannot
             hold, or the loss is not a scalar; the message names the line and the layer.
     """
     wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, on_device)
@@ -296,13 +295,13 @@ def capture(
 
 
 def _finished(captured: Captured) -> Captured:
-    """Return a capture of which all sizes are numbers as programs are made of it."""
+    """Return a capture whose sizes are all numbers with its activations fused, if requested."""
     return replace(captured, joint=fused(captured.joint)) if captured.fuse else captured
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep to itself what PyTorch logs and warns of in this thread while it captures."""
+    """Suppress PyTorch's logs and warnings of this thread during a capture."""
     mine = threading.get_ident()
 
     def other_thread(record: logging.LogRecord) -> bool:
@@ -320,9 +319,9 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mode(wrapper: Wrapper, mode: Mode) -> Iterator[None]:
-    """Put a model (and the loss, if it is a module) in a mode, and every module back in its own afterwards.
+    """Set the mode of a model (and of the loss, if it is a module), and restore each module's own afterwards.
 
-    For training modules are taken as they are: those that the user has set to eval stay so, as in a training loop.
+    For training, modules keep their modes: those that the user has set to eval stay so, as in a training loop.
     """
     before = [(module, module.training) for module in wrapper.modules()]
     try:

@@ -1,4 +1,4 @@
-"""A model that lives on other devices, captured as if it were on the host: what a graph runs on is decided later."""
+"""Capture of a model on other devices as if it were on the host: the device of a graph is decided later."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HOST = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_host(module: nn.Module) -> Iterator[None]:
-    """Let a model's tensors be on the host inside; those that are there already stay as they are.
+    """Replace a model's tensors on other devices by tensors on the host, within the context.
 
-    Parameters and buffers are stood in for by tensors without values, which a capture does not read (they are never
-    written to, so that they take no memory); tensors that are plain attributes, which become constants of a graph, by
-    copies. A tensor that has several names is one stand-in.
+    Parameters and buffers are replaced by tensors without values, which a capture does not read (they are never written
+    to, so that they take no memory); tensors that are plain attributes, which become constants of a graph, by copies. A
+    tensor that has several names has one replacement.
 
     Args:
-        module: The model; as before afterwards.
+        module: The model; restored afterwards.
     """
     found = list(_tensors(module))
     standing: dict[int, Tensor] = {}
@@ -38,7 +38,7 @@ def on_host(module: nn.Module) -> Iterator[None]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor, bool]]:
-    """Return each tensor on another device: whose it is, its name there, and whether it is a plain attribute."""
+    """Yield each tensor on another device: its module, its name there, and whether it is a plain attribute."""
     for part in module.modules():
         for held, constant in ((part._parameters, False), (part._buffers, False), (vars(part), True)):
             for name, tensor in held.items():
@@ -52,7 +52,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 class HostDevices(TorchFunctionMode):
-    """Takes every device that forward names for the host: a graph runs where a plan says."""
+    """Replaces every device in the calls of forward by the host: a graph runs where a plan places it."""
 
     def __torch_function__(
         self,

@@ -1,7 +1,7 @@
 """The joint graph: forward and backward of a model as one functional ATen graph with named ends.
 
 This file alone touches AOTAutograd's export, an internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
-descriptors say what each input and output of the graph is; here they become :class:`Port`.
+descriptors identify each input and output of the graph; here they become :class:`Port`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onebox.graph.capture.symbolic_sizes import Symbols, Varying, fake_inputs, w
 
 
 class Port(NamedTuple):
-    """What an input or an output of a graph or program is.
+    """Identity of an input or an output of a graph or program.
 
     Args:
         kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
@@ -58,10 +58,10 @@ class Joint:
 
     Args:
         graph: Its nodes.
-        inputs: For each placeholder, in order, its port; ``None`` for one that nobody reads.
-        outputs: For each output node, in order, its port; outputs that are missing or unwanted are left out.
-        constants: Tensors that the graph holds itself, by the name of their port.
-        symbols: What stands for sizes that vary; ``None`` where all are numbers.
+        inputs: For each placeholder, in order, its port; ``None`` for an unread one.
+        outputs: For each output node, in order, its port; missing or unwanted outputs are left out.
+        constants: Constant tensors of the graph, by the name of their port.
+        symbols: Symbols of varying sizes; ``None`` where all are numbers.
     """
 
     graph: fx.Graph
@@ -71,7 +71,7 @@ class Joint:
     symbols: Symbols | None = None
 
     def sized(self, leaves: Sequence[Tensor]) -> Joint | None:
-        """Return the graph for inputs and targets of some sizes; ``None`` where it is not for these.
+        """Return the graph for inputs and targets of some sizes; ``None`` where it is not valid for them.
 
         Args:
             leaves: Their tensors, flattened.
@@ -116,15 +116,14 @@ def trace(
         module: Maps (inputs, targets) to a tuple of scalars, of which the first is the loss. Each of its parameters and
             buffers is one tensor.
         example: The tensors of inputs and targets; only shapes and types count.
-        state: For parameters and buffers of the module the names that they have in the state. The graph may not write
-            to others.
-        known: For tensors of the state, by their identity, their names there: the graph may have come to hold some of
-            them otherwise than by the module, in a hook for example.
+        state: Names in the state of the module's parameters and buffers. The graph may write to no other tensors.
+        known: Names in the state of tensors, by their identity: the graph may hold some of them otherwise than by the
+            module, in a hook for example.
         backward: Whether to trace gradients too.
         varying: Sizes of inputs and targets for which there are to be symbols.
 
     Raises:
-        CaptureError: No parameter gets a gradient, or something is written that is no buffer.
+        CaptureError: No parameter gets a gradient, or forward writes to a tensor that is not a buffer.
         Exception: Whatever the user's code, or AOTAutograd, raises.
     """
     with contextlib.ExitStack() as stack:
@@ -152,7 +151,7 @@ def trace(
 
 
 def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:
-    """Return what a tensor is that the tracer made an attribute of the graph."""
+    """Return the port of a tensor that the tracer made an attribute of the graph."""
     tensor = _attribute(module, target)
     name = known.get(id(tensor))
     if name is not None:
@@ -162,7 +161,7 @@ def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], co
 
 
 def _forget_statistics(graph: fx.Graph) -> None:
-    """Let the gradient of training-mode batch norm no longer name the running statistics, which it does not read.
+    """Remove the unread running statistics from the arguments of training-mode batch norm's gradient.
 
     Its arguments are (gradient, x, weight, running mean, running variance, mean, 1 / deviation, training, eps, mask).
     """
@@ -172,7 +171,7 @@ def _forget_statistics(graph: fx.Graph) -> None:
 
 
 def widen_statistics(graph: fx.Graph) -> None:
-    """Correct the types of statistics that the tracer takes for others than the kernels make.
+    """Correct the types of statistics where the tracer's differ from the kernels'.
 
     Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs.
     The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
@@ -188,7 +187,7 @@ def widen_statistics(graph: fx.Graph) -> None:
 
 
 def _make_type(node: fx.Node, places: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Let outputs of a node be of a type, and the nodes that name them."""
+    """Set the type of some outputs of a node, and of the nodes that name them."""
     values: dict[Any, Any] = dict(enumerate(node.meta["val"]))
     for place in places:
         values[place] = values[place].to(dtype)

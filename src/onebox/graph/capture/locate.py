@@ -24,7 +24,7 @@ _UNFIT = re.compile(
     r"size mismatch|should be the same|"
     r"to have \d+ channels|shape '.*' is invalid|normalized_shape|[Ss]izes of tensors must match|must match the size"
 )
-"""What PyTorch 2.11 to 2.13 says while it traces of a batch that a model or a loss cannot take."""
+"""Messages of PyTorch 2.11 to 2.13, while it traces, for a batch that a model or a loss does not accept."""
 
 _VIRTUAL = "A model that cannot be captured runs on a virtual device (vgpu), operator by operator."
 
@@ -52,7 +52,7 @@ class SourceLocation(NamedTuple):
 def place_of_error(error: BaseException) -> SourceLocation | None:
     """Return the innermost line on the way to an exception that is neither PyTorch's nor onebox's.
 
-    What comes up while a graph is traced again quotes the lines that made it.
+    An exception of a repeated trace quotes the lines that made the graph.
     """
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
@@ -76,7 +76,7 @@ def _innermost(places: Iterable[SourceLocation]) -> SourceLocation | None:
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a file is neither PyTorch's, onebox's nor of the standard library."""
+    """Return whether a file belongs to neither PyTorch, onebox nor the standard library."""
     path = Path(file)
     installed = "site-packages" in path.parts or "dist-packages" in path.parts
     if file.startswith("<") or (path.is_relative_to(_STANDARD) and not installed):
@@ -87,14 +87,14 @@ def is_users(file: str) -> bool:
 def refusal(
     what: str, place: SourceLocation | None, reason: str, advice: str, *, layer: tuple[str, str] | None = None
 ) -> CaptureError:
-    """Return the error for something that no graph can hold.
+    """Return the error for something that a graph cannot hold.
 
     Args:
         what: What cannot be captured, such as the class of the model.
-        place: The line that is to blame, where it is known.
-        reason: What came.
-        advice: What to do.
-        layer: The path and the class of the module that is to blame, where it is known.
+        place: The line that caused it, where it is known.
+        reason: The cause.
+        advice: The remedy.
+        layer: The path and the class of the module that caused it, where it is known.
     """
     where = f" at {place}: {place.text}" if place else ""
     if layer is not None and layer[0]:
@@ -106,19 +106,19 @@ def refusal(
 
 
 def node_refusal(node: fx.Node, reason: str, advice: str) -> CaptureError:
-    """Return the error for a node that no worker can run."""
+    """Return the error for a node that a worker cannot run."""
     return refusal("The model", place_of_node(node), reason, advice)
 
 
 def explain(
     error: Exception, name: str, doing: str = "while it was traced", layer: tuple[str, str] | None = None
 ) -> CaptureError:
-    """Turn what came up while a model was captured into one error that names the user's line.
+    """Convert an exception during a capture to one error that names the user's line.
 
     Args:
-        error: What came up.
+        error: The exception.
         name: The class of the model.
-        doing: When.
+        doing: The phase of the capture, as text.
         layer: The path and the class of the module that was computed.
     """
     place = place_of_error(error)

@@ -1,4 +1,4 @@
-"""Tensor code in front of a model: it is captured with it and runs on the workers, on what travels there."""
+"""Tensor code in front of a model: captured with it, and run on the workers on the transferred inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OnDevice = Callable[[Any], Any]
 
 
 class OnDeviceTransform:
-    """A user's callable, which is no part of the model: what it holds is constant, and in no state.
+    """A user's callable that is not part of the model: its tensors are constants, and not in any state.
 
     Args:
-        on_device: Maps the inputs of a micro-batch to those of the model. A module is copied; its parameters and
-            buffers are taken as they are now.
+        on_device: Maps the inputs of a micro-batch to those of the model. A module is copied with the present values of
+            its parameters and buffers.
     """
 
     def __init__(self, on_device: OnDevice) -> None:
@@ -38,11 +38,11 @@ class OnDeviceTransform:
         """Return the inputs of the model.
 
         Args:
-            inputs: Of a micro-batch.
-            training: Whether the model is in training mode; a module is put into the same.
+            inputs: Inputs of a micro-batch.
+            training: Whether the model is in training mode; a module is put into the same mode.
 
         Raises:
-            CaptureError: No graph can hold it.
+            CaptureError: A graph cannot hold it.
         """
         if self._module is not None:
             self._module.train(training)

@@ -1,6 +1,6 @@
-"""What lets one graph run on every kind of device: which operators it is made of, and where it computes in bfloat16.
+"""Operator support: a graph that runs on every kind of device, and autocast to bfloat16.
 
-A model is captured with what PyTorch takes for CPU tensors, wherever the graph is to run: a client needs no GPU.
+A model is captured with CPU tensors, wherever the graph is to run: a client needs no GPU.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _NORMS = {
     torch.group_norm,
     torch.rms_norm,
 }
-"""Normalisations whose kernels on GPUs want input and weight of one element type."""
+"""Normalisations whose GPU kernels require one element type of input and weight."""
 
 
 @contextlib.contextmanager
 def portable_operators(device_type: str) -> Iterator[None]:
-    """Keep operators that only CPUs have out of a graph that is made inside, unless it is for CPUs.
+    """Exclude CPU-only operators from a graph made within the context, unless it is for CPUs.
 
     Args:
-        device_type: Where the graph is to run.
+        device_type: The type of device on which the graph is to run.
     """
     if device_type == "cpu":
         yield
         return
-    onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags() would warn of other things
+    onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags() would also warn
     torch._C._set_mkldnn_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):

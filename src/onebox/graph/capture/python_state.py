@@ -1,8 +1,8 @@
-"""Python's state that a forward reads or changes: attributes of modules, variables of closures, globals, generators.
+"""Python state that a forward reads or changes: attributes of modules, variables of closures, globals, generators.
 
-A graph holds what Python computed while it was traced. What was read is noted, so that a change is noticed later and
-the model is traced anew; what forward itself changes, as a counter or a hidden state that is carried from step to step,
-no graph can repeat, and is refused by name.
+A graph holds the results of Python code during its trace. The values read are recorded, so that a change is detected
+later and the model is traced again; changes by forward itself, as of a counter or a hidden state carried from step to
+step, cannot be repeated by a graph, and are refused by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from onebox.graph.capture.python_variables import (
 _T = TypeVar("_T")
 
 _OWN = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that PyTorch keeps its account in."""
+"""Attributes of every module that hold PyTorch's own bookkeeping."""
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -46,7 +46,7 @@ Owners = Mapping[str, nn.Module]
 
 
 class PythonStateGuard:
-    """What was read of Python's state while a model was traced, to be compared with what it is now.
+    """Python state read during a trace, to be compared with its present values.
 
     Args:
         owners: The model and the loss, if it is a module.
@@ -62,14 +62,14 @@ class PythonStateGuard:
         self._watched: dict[WatchedValue, tuple[Callable[[], Any], Any]] = {}
         self._watched[hooks] = self._count_hooks, snapshot(self._count_hooks())
         self._same: list[tuple[dict[str, Any], str, Any]] = []
-        """Attributes that were last seen unchanged, which cannot be changed in place: one look tells."""
+        """Immutable attributes that were unchanged at the last check: an identity comparison suffices."""
         self._others = list(self._watched)
 
     def add(self, reads: Reads) -> None:
-        """Watch more.
+        """Watch more values.
 
         Args:
-            reads: What was read.
+            reads: The values read.
         """
         for source, before in reads.items():
             if source not in self._watched:
@@ -81,7 +81,7 @@ class PythonStateGuard:
         return sum(map(len, self._hooks)) + sum(len(hooks) for hooks in own if hooks)
 
     def changed(self) -> list[tuple[WatchedValue, Any]]:
-        """Return what is not as it was: the source, and what it is now."""
+        """Return the changed values: the source, and the present value."""
         for own, name, value in self._same:
             if own.get(name, MISSING) is not value:
                 self._same, self._others = [], list(self._watched)
@@ -125,12 +125,12 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def _is_torchs(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute is a cache of PyTorch's own."""
+    """Return whether an attribute is a cache of PyTorch's own."""
     return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
 def _is_kept(module: nn.Module, name: str) -> bool:
-    """Tell whether something is a parameter, a buffer or a part of a module, or nothing that a user would name."""
+    """Return whether a failed read needs no record: of a special attribute, a registered one or a property."""
     own = object.__getattribute__(module, "__dict__")
     return (
         name[:2] == "__"
@@ -140,11 +140,11 @@ def _is_kept(module: nn.Module, name: str) -> bool:
 
 
 class StateRecorder:
-    """Notes what a forward reads of Python's state, and refuses what it changes.
+    """Records the Python state that a forward reads, and refuses changes of it.
 
     Args:
         owners: The model and the loss, if it is a module.
-        functions: The loss, the metrics and whatever else the user gave to be called.
+        functions: The loss, the metrics and all other callables of the user.
     """
 
     def __init__(self, owners: Owners, functions: Iterable[Any]) -> None:
@@ -157,13 +157,13 @@ class StateRecorder:
         self._variables = variables([*functions, *functions_of(self._modules)])
 
     def run(self, forward: Callable[[], _T]) -> _T:
-        """Compute a forward; afterwards Python's state is as it was before.
+        """Compute a forward, and restore Python's state afterwards.
 
         Args:
             forward: Computes it.
 
         Raises:
-            CaptureError: It changes something that it would read the next time.
+            CaptureError: It changes a value that it would read the next time.
         """
         before = {source: source.value for source in self._variables}
         seen = {source: snapshot(value) for source, value in before.items()}
@@ -214,13 +214,13 @@ class _Attributes:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what this thread reads and writes."""
+        """Record this thread's reads and writes."""
         mine, set_attribute = threading.get_ident(), nn.Module.__setattr__
 
         def read(module: Any, name: str) -> Any:
             try:
                 value = object.__getattribute__(module, name)
-            except AttributeError:  # of a parameter, a buffer or a part, or of nothing, as in getattr(self, "t", 0)
+            except AttributeError:  # a parameter, buffer or submodule, or missing, as in getattr(self, "t", 0)
                 if threading.get_ident() == mine and not _is_kept(module, name):
                     self._note_read(module, name, MISSING)
                 raise
@@ -265,7 +265,7 @@ class _Attributes:
             self.written[source] = place if is_users(place.file) else None
 
     def restore(self) -> None:
-        """Let all be as before."""
+        """Restore all attributes."""
         for own, name, value in self._before:
             if value is MISSING:
                 own.pop(name, None)
@@ -275,7 +275,7 @@ class _Attributes:
             _refill(value, copied)
 
     def warn(self) -> None:
-        """Warn of attributes that forward assigns and does not read: nobody will see what they are."""
+        """Warn of attributes that forward assigns and does not read: their values are lost."""
         for source, place in self.written.items():
             if source not in self.reads and place is not None:
                 warnings.warn(
@@ -286,7 +286,7 @@ class _Attributes:
 
 
 class _Drawn:
-    """Random numbers that are drawn from generators which are not PyTorch's."""
+    """Random numbers that are drawn from generators other than PyTorch's."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
@@ -304,7 +304,7 @@ class _Drawn:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note that this thread makes a generator which begins with numbers of the operating system."""
+        """Record generators that this thread creates with a seed of the operating system."""
         mine, make = threading.get_ident(), np.random.default_rng
 
         def default_rng(seed: Any = None) -> np.random.Generator:
@@ -319,7 +319,7 @@ class _Drawn:
             np.random.default_rng = make
 
     def restore(self) -> None:
-        """Let generators be as before."""
+        """Restore the generators."""
         self._made = ""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -328,7 +328,7 @@ class _Drawn:
         """Return the line that draws.
 
         Args:
-            forward: Computes what has drawn once more.
+            forward: Computes the drawing code once more.
         """
         found: list[SourceLocation] = []
         before = sys.gettrace()
@@ -378,7 +378,7 @@ def _changing(what: str, place: SourceLocation | None) -> CaptureError:
 
 
 def _copied(value: Any) -> Any:
-    """Return a shallow copy of something that can be changed in place; of a generator, its state."""
+    """Return a shallow copy of a mutable object; of a generator, its state."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):
@@ -391,7 +391,7 @@ def _copied(value: Any) -> Any:
 
 
 def _refill(value: Any, copied: Any) -> None:
-    """Let a container hold what its copy holds, and a generator be in its state."""
+    """Restore a container's contents, or a generator's state, from its copy."""
     if isinstance(value, random.Random):
         value.setstate(copied)
     elif isinstance(value, np.random.Generator):
@@ -410,7 +410,7 @@ def _holds_the_same(value: Any, copied: Any) -> bool:
 
 
 def _assign(source: WatchedValue, value: Any) -> None:
-    """Let a variable be what it was."""
+    """Restore a variable."""
     if source.value is value:
         return
     if isinstance(source.held, types.CellType):

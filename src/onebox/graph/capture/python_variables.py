@@ -1,6 +1,6 @@
-"""Values that a user's functions read of Python: variables of closures and of globals, attributes of objects.
+"""Python values that a user's functions read: variables of closures and of globals, attributes of objects.
 
-A value that is compared with what it is later is kept as a snapshot of it.
+Snapshots of the values allow comparisons with later ones.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """Values that cannot be changed in place."""
 
 _MOST = 512
-"""So many parts of a container or an object are looked at."""
+"""Maximum number of parts of a container or an object that are compared."""
 
 MISSING = object()
-"""In place of a variable to which nothing has been assigned."""
+"""The value of an unassigned variable."""
 
 
 @dataclass(frozen=True, eq=False)
 class WatchedValue:
-    """Something of Python's that has been read.
+    """A Python value that has been read.
 
     Args:
-        path: Of an attribute of a module: the module, as in ``model.body.0``; otherwise empty.
+        path: For an attribute of a module: the module, as in ``model.body.0``; otherwise empty.
         name: The attribute, or the variable.
-        held: Of a variable: what holds it, a cell or a dict, of globals or of the attributes of an object.
-        label: The variable as a person would write it.
+        held: For a variable: its holder, a cell or a dict, of globals or of the attributes of an object.
+        label: The variable as written in code.
     """
 
     path: str
@@ -63,36 +63,36 @@ class WatchedValue:
 
     @property
     def value(self) -> Any:
-        """What a variable is now."""
+        """The present value of a variable."""
         if isinstance(self.held, types.CellType):
             try:
                 return self.held.cell_contents
-            except ValueError:  # nothing has been assigned yet
+            except ValueError:  # not assigned yet
                 return MISSING
         return self.held.get(self.name, MISSING)
 
 
 Reads = Mapping[WatchedValue, Any]
-"""What has been read, with a snapshot of what it was."""
+"""The values read, with snapshots."""
 
 
 class _Versions(dict[str, Any]):
-    """What changes with what a tensor holds, as if it were in a dict."""
+    """Changes with a tensor's contents, with the interface of a dict."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self._tensor = tensor
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the tensor's version, and where it lies."""
+        """Return the tensor's version and its memory address."""
         return self._tensor._version, self._tensor.data_ptr()
 
 
 def watched_tensors(tensors: Iterable[Tensor]) -> dict[WatchedValue, Any]:
-    """Return what tells whether tensors have been written to, with a snapshot of it.
+    """Return values that change when tensors are written to, with their snapshots.
 
     Args:
-        tensors: Tensors that a graph holds as they are now.
+        tensors: Tensors whose present values a graph holds.
     """
     found = {}
     for tensor in tensors:
@@ -103,9 +103,9 @@ def watched_tensors(tensors: Iterable[Tensor]) -> dict[WatchedValue, Any]:
 
 
 def snapshot(value: Any) -> Any:
-    """Return something that equals the snapshot of another value if that is the same, as far as a forward can tell.
+    """Return an object that equals the snapshot of another value if both are the same, as far as a forward can detect.
 
-    Tensors are told apart by their identity and their version, functions and modules by their identity.
+    Tensors are compared by identity and version, functions and modules by identity.
     """
     return _snapshot(value, [_MOST])
 
@@ -114,7 +114,7 @@ def _snapshot(value: Any, left: list[int]) -> Any:
     left[0] -= 1
     if isinstance(value, PLAIN):
         return type(value), value
-    if isinstance(value, Tensor):  # what a parameter holds is no state of Python's
+    if isinstance(value, Tensor):  # the contents of a parameter are not Python state
         return "tensor", id(value), 0 if isinstance(value, nn.Parameter) else value._version
     if isinstance(value, np.ndarray):
         return "array", value.shape, value.dtype.str, value.tobytes() if value.nbytes <= 1 << 16 else id(value)
@@ -135,14 +135,14 @@ def _snapshot(value: Any, left: list[int]) -> Any:
 
 
 def numpy_state(generator: Any) -> Any:
-    """Return the state of a generator of numpy as something that can be compared."""
+    """Return the state of a NumPy generator in a comparable form."""
     state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
     inner = {key: each.tobytes() if isinstance(each, np.ndarray) else each for key, each in state["state"].items()}
     return inner, {key: each for key, each in state.items() if key != "state"}
 
 
 def _is_followed(file: str) -> bool:
-    """Tell whether code is the user's own: neither of a library that is installed nor made by one."""
+    """Return whether code is the user's own: neither part of an installed library nor generated by one."""
     if file.startswith("<"):
         return not file.startswith(("<frozen", "<eval_with_key", "<string"))
     return is_users(file) and "site-packages" not in file and "dist-packages" not in file
@@ -167,16 +167,16 @@ def functions_of(modules: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def variables(given: Iterable[Any]) -> list[WatchedValue]:
-    """Return the variables that functions read, and those that they call: of closures, of globals, of objects.
+    """Return the variables of closures, globals and objects that functions, and the functions that they call, read.
 
     Args:
-        given: The functions, or objects that can be called.
+        given: The functions, or callable objects.
     """
     return _Variables(given).found()
 
 
 class _Variables:
-    """A walk from functions over all that they read."""
+    """A traversal from functions to all values that they read."""
 
     def __init__(self, given: Iterable[Any]) -> None:
         self._found: dict[WatchedValue, None] = {}
@@ -223,7 +223,7 @@ class _Variables:
             self._note(source)
 
     def _visit_attributes(self) -> None:
-        """Follow what functions read of objects, which is known once all functions are."""
+        """Follow the functions' reads of objects, which are known once all functions are."""
         for name, each in self._objects.values():
             own = getattr(each, "__dict__", {})
             for key in own.keys() & self._attributes:
@@ -238,14 +238,14 @@ class _Variables:
 
 
 def _is_variable(value: Any) -> bool:
-    """Tell whether something is a value, and not code or an object with attributes of the user's."""
+    """Return whether something is a value, and not code or an object with attributes of the user's."""
     kinds = (*PLAIN, Tensor, np.ndarray, random.Random, np.random.Generator, np.random.RandomState)
     return isinstance(value, kinds) or type(value) in (list, tuple, dict, set, deque, types.SimpleNamespace)
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_read(code: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the names of globals and of attributes that code reads, that of functions within it included."""
+    """Return the names of globals and of attributes that code reads, with those of functions within it."""
     instructions = list(dis.get_instructions(code))
     names = [each.argval for each in instructions if each.opname == "LOAD_GLOBAL"]
     attributes = {each.argval for each in instructions if each.opname in ("LOAD_ATTR", "LOAD_METHOD")}

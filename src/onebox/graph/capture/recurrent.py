@@ -1,8 +1,8 @@
 """Recurrent layers kept whole while a model is traced: one operator for each layer, not several for each time step.
 
 ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call an operator for the whole network. Here a network becomes a call of
-:data:`onebox.wire.RECURRENT` for each layer, with ordinary dropout between layers, so that the run's own random numbers
-decide what is dropped, and each layer is a part of the graph that a plan may move.
+:data:`onebox.wire.RECURRENT` for each layer, with ordinary dropout between layers, so that dropout uses the run's own
+random numbers, and each layer is a part of the graph that a plan may move.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = (
 
 
 class WholeRecurrent(TorchFunctionMode):
-    """Keeps recurrent layers whole in what is traced inside."""
+    """Keeps recurrent layers whole in traces within the context."""
 
     def __torch_function__(
         self,
@@ -40,16 +40,16 @@ class WholeRecurrent(TorchFunctionMode):
 
 
 def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call of a recurrent network returns, made by an operator for each layer.
+    """Return the result of a call of a recurrent network, computed by an operator for each layer.
 
     Args:
-        func: What is called: any function that ``TorchFunctionMode`` is told of.
+        func: The called function, any that ``TorchFunctionMode`` intercepts.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
     Returns:
         (output, hidden state), for an LSTM (output, hidden state, cell state); ``NotImplemented`` for any other
-        function, and inside a transform of ``torch.func``, which looks into operators.
+        function, and inside a transform of ``torch.func``, which decomposes operators.
 
     Raises:
         CaptureError: The sequences are packed.
@@ -63,7 +63,7 @@ def replace_recurrent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     if "batch_sizes" in call or isinstance(call.get("has_biases"), list | tuple):  # the overload for packed sequences
         raise _packed()
     if call.keys() != set(_NAMES):
-        return NotImplemented  # PyTorch says what is missing
+        return NotImplemented  # PyTorch names the missing argument
     return _network(kind, **call)
 
 

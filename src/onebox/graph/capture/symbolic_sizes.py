@@ -1,7 +1,7 @@
 """Sizes that vary from batch to batch: one trace with symbols for them serves all of their values.
 
-A trace with symbols records what it has assumed of them, for example that a length is even or more than 8. For sizes
-that fulfil this, the graph with numbers in place of the symbols is the one that a trace for these would have made.
+A trace with symbols records its assumptions about them, for example that a length is even or more than 8. For sizes
+that fulfil these, the graph with numbers in place of the symbols is the graph of a trace with those sizes.
 
 This file alone touches PyTorch's symbolic shapes.
 """
@@ -21,17 +21,17 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 Varying = Mapping[int, frozenset[int]]
-"""For tensors of the inputs and targets, by their number, the dimensions of which sizes vary."""
+"""For tensors of the inputs and targets, by their number, the dimensions whose sizes vary."""
 
 _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Symbols:
-    """What stands for sizes in a trace.
+    """The symbols of sizes in a trace.
 
     Args:
-        env: What has been assumed of them.
+        env: The assumptions about them.
         sizes: The symbol of each, by tensor and dimension.
     """
 
@@ -39,7 +39,7 @@ class Symbols:
     sizes: Mapping[tuple[int, int], Any]
 
     def values(self, leaves: Sequence[Tensor]) -> dict[Any, int] | None:
-        """Return the numbers that take the place of symbols; ``None`` where the trace is not for these sizes.
+        """Return the numbers of the symbols; ``None`` where the trace is not valid for these sizes.
 
         Args:
             leaves: The tensors of the inputs and targets.
@@ -63,16 +63,16 @@ class Symbols:
 
     @property
     def constant(self) -> bool:
-        """Whether the trace is for one value of each size only."""
+        """Return whether the trace is valid for one value of each size only."""
         return all(self.env.replace(symbol.node.expr).is_number for symbol in self.sizes.values())
 
 
 def fake_inputs(example: Any, varying: Varying) -> tuple[Any, Symbols | None]:
-    """Return inputs and targets without values to trace with, and the symbols of sizes that vary.
+    """Return inputs and targets without values for a trace, and the symbols of varying sizes.
 
     Args:
         example: Inputs and targets, nested tuples and dicts of tensors.
-        varying: Which sizes vary; none for a trace without symbols.
+        varying: The sizes that vary; empty for a trace without symbols.
     """
     if not varying:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -97,12 +97,12 @@ def fake_inputs(example: Any, varying: Varying) -> tuple[Any, Symbols | None]:
 def with_numbers(
     graph: fx.Graph, symbols: Symbols, values: Mapping[Any, int]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Return a graph with numbers in place of symbols, and the nodes that take the place of its nodes.
+    """Return a graph with numbers in place of symbols, and the replacements of its nodes.
 
     Args:
         graph: The graph.
         symbols: Its symbols.
-        values: Their numbers, of :meth:`Symbols.values`.
+        values: Their numbers, from :meth:`Symbols.values`.
     """
     numbers: dict[Any, Any] = {}
 
@@ -123,7 +123,7 @@ def with_numbers(
             return number(value)
         shape, stride = (tuple(map(number, each)) for each in (value.shape, value.stride()))
         key = shape, stride, value.dtype, value.device
-        if key not in tensors:  # made so, and not within the mode, in a hundredth of the time
+        if key not in tensors:  # a hundred times faster than within the mode
             elements = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
             tensors[key] = FakeTensor(mode, elements, value.device)
         return tensors[key]

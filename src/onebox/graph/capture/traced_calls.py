@@ -1,8 +1,8 @@
-"""Every PyTorch function that a user's forward, loss or hook calls while it is traced, on its way to the tracer.
+"""Interception of every PyTorch function that a user's forward, loss or hook calls while it is traced.
 
-Here a traced node learns the line and the layer that made it, a tensor of the model that is reached by another way than
-its module (a closure, a global) becomes the one that is traced, and calls that would leave the graph are refused with
-their line and layer.
+It records the line and the layer of each traced node, replaces a tensor of the model that is reached otherwise than
+through its module (a closure, a global) by the traced one, and refuses calls that would leave the graph, with their
+line and layer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from onebox.errors import CaptureError
 from onebox.graph.capture.locate import SourceLocation, is_users, refusal
 
 _DECIDES = frozenset({"__bool__", "__int__", "__index__", "__float__"})
-"""Methods that turn a tensor into a number for Python to decide by, or to compute with."""
+"""Methods that convert a tensor to a Python number, for control flow or computation."""
 
 _LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__})
-"""Calls that take values out of PyTorch."""
+"""Calls that export values from PyTorch."""
 
 _BACKWARD = frozenset({Tensor.backward, Tensor.register_post_accumulate_grad_hook})
-"""Calls that need a gradient that has been accumulated."""
+"""Calls that need an accumulated gradient."""
 
 _DATA, _GRAD = (inspect.getattr_static(Tensor, name) for name in ("data", "grad"))
 _GET_DATA, _SET_DATA, _SET_GRAD = _DATA.__get__, _DATA.__set__, _GRAD.__set__
@@ -55,8 +55,8 @@ class TracedCalls(TorchFunctionMode):
     """The calls of one trace.
 
     Args:
-        wrapper: The module that is traced; names of layers are paths in it.
-        name: The class of the model, for refusals.
+        wrapper: The traced module; names of layers are paths in it.
+        name: The class of the model, for error messages.
     """
 
     def __init__(self, wrapper: nn.Module, name: str) -> None:
@@ -72,8 +72,7 @@ class TracedCalls(TorchFunctionMode):
         self._detached: list[Tensor] = []
         self._written: Any = None
         self.constants: dict[int, Tensor] = {}
-        """Tensors that are neither the model's nor made while it was traced, by their identity: the graph holds them as
-        they are now."""
+        """Tensors from outside of the model and the trace, by their identity: the graph holds their present values."""
 
     def __torch_function__(
         self,
@@ -111,12 +110,12 @@ class TracedCalls(TorchFunctionMode):
 
     @property
     def failed_in(self) -> Layer | None:
-        """The innermost layer that was computed when something came up."""
+        """The innermost layer that was computed when an error occurred."""
         return self._failed_in
 
     @contextmanager
     def layers(self, wrapper: nn.Module) -> Iterator[None]:
-        """Note which layer is being computed, inside.
+        """Record the layer being computed, within the context.
 
         Args:
             wrapper: As for the constructor.
@@ -162,7 +161,7 @@ class TracedCalls(TorchFunctionMode):
     # ---- hooks
 
     def require_hooks(self, name: str, tensor: Tensor) -> None:
-        """Refuse hooks of a tensor of the model that no graph can hold.
+        """Refuse hooks of a model's tensor that a graph cannot hold.
 
         Args:
             name: Its name.
@@ -176,10 +175,10 @@ class TracedCalls(TorchFunctionMode):
             )
 
     def hooked(self, traced: Tensor, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor of the model in the trace, with the hooks of that.
+        """Return the traced tensor that replaces a tensor of the model, with the latter's hooks.
 
         Args:
-            traced: What stands for it without them.
+            traced: The replacement without hooks.
             tensor: The user's tensor.
         """
         hooks = getattr(tensor, "_backward_hooks", None)
@@ -191,7 +190,7 @@ class TracedCalls(TorchFunctionMode):
         return made
 
     def _observed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that is refused where it changes no gradient: it would be called once, while it is traced."""
+        """Wrap a hook so that it is refused if it changes no gradient: it would be called only once, in the trace."""
 
         def run(*given: Any) -> Any:
             self._written = None
@@ -213,7 +212,7 @@ class TracedCalls(TorchFunctionMode):
     # ---- tensors from elsewhere
 
     def _traced(self, value: Any) -> Any:
-        """Return the tensor that is traced for one of the model that came by a closure or a global."""
+        """Return the traced tensor of a model's tensor that was reached by a closure or a global."""
         if not _is_foreign(value):
             return value
         owner = self._owners.get(id(value))
@@ -276,12 +275,12 @@ class TracedCalls(TorchFunctionMode):
 
     @property
     def layer(self) -> Layer | None:
-        """The innermost layer that is being computed."""
+        """The innermost layer being computed."""
         return self._layers[-1] if self._layers else None
 
 
 def _is_foreign(value: Any) -> bool:
-    """Tell whether something is a tensor with values, which tracing has not made."""
+    """Return whether something is a tensor with values, made outside of the trace."""
     return isinstance(value, Tensor) and not _is_traced(value)
 
 
@@ -296,7 +295,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _writes(func: Callable[..., Any]) -> bool:
-    """Tell whether a function writes to its first argument."""
+    """Return whether a function writes to its first argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
@@ -309,14 +308,14 @@ def _users_file(file: str) -> bool:
 
 
 def _callers(frame: FrameType | None) -> Iterator[str]:
-    """Yield the names of the functions that a user's line has called, the innermost first."""
+    """Yield the names of the functions between a user's line and PyTorch's call, the innermost first."""
     while frame is not None and not _users_file(frame.f_code.co_filename):
         yield frame.f_code.co_name
         frame = frame.f_back
 
 
 def _place_of(frame: FrameType | None) -> SourceLocation | None:
-    """Return the innermost line of a user's code among the callers of a frame, as far as the tracer."""
+    """Return the innermost line of a user's code among the callers of a frame, up to the tracer."""
     while frame is not None and frame.f_code.co_filename != _TRACER:
         if _users_file(frame.f_code.co_filename):
             return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
@@ -325,10 +324,10 @@ def _place_of(frame: FrameType | None) -> SourceLocation | None:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Refuse models that are no plain modules: wrapped for other ways to run on many devices, or scripted.
+    """Refuse models that are wrapped for other ways of distribution, or scripted.
 
     Raises:
-        CaptureError: What to do.
+        CaptureError: The model is such a module; the message gives the remedy.
     """
     for path, module in model.named_modules():
         kind = type(module).__name__

@@ -1,8 +1,8 @@
-"""Contexts that say how PyTorch is to run something, not what it computes: a trace looks through them.
+"""Contexts that affect how PyTorch runs something and not its result: a trace ignores them.
 
 Activation checkpoints save memory, which a plan decides about; ``torch.compile`` saves time; ``inference_mode`` is
-``no_grad`` that saves bookkeeping. Libraries that decide by values, but for compilers, are told that there is one: they
-ask ``torch.compiler.is_compiling()``. This file alone touches the internals of all these.
+``no_grad`` with less bookkeeping. Libraries that branch on values except under a compiler see one:
+``torch.compiler.is_compiling()`` is true. This file alone touches the internals of all these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 @contextlib.contextmanager
 def transparent() -> Iterator[None]:
-    """Look through checkpoints, ``torch.compile`` and ``inference_mode`` in this thread."""
+    """Ignore checkpoints, ``torch.compile`` and ``inference_mode`` in this thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):
@@ -35,7 +35,7 @@ def transparent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Let another function take the place of an attribute, for this thread."""
+    """Replace an attribute by another function, for this thread."""
     mine, own, before = threading.get_ident(), name in vars(owner), getattr(owner, name)
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _nothing_kept(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """Compute what a reentrant checkpoint does: without a gradient where no argument requires one."""
+    """Compute the result of a reentrant checkpoint: without a gradient where no argument requires one."""
     if any(isinstance(value, Tensor) and value.requires_grad for value in args):
         return function(*args)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Element types of a graph, checked before anything is sent: tracing takes mixtures that kernels refuse."""
+"""Element types of a graph, checked before anything is sent: tracing accepts mixtures that kernels refuse."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _ALIKE: Mapping[Any, str] = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: "attention",
     _aten._scaled_dot_product_efficient_attention.default: "attention",
 }
-"""Operators whose tensors must be of one type, and what to call them."""
+"""Operators whose tensors must be of one type, with their names in messages."""
 
 _LABELS: Mapping[Any, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss2d_forward.default: 1}
-"""Losses that take classes by number, and which argument these are."""
+"""Losses that take class indices, and the index of that argument."""
 
 _LABEL_TYPES = (torch.int64, torch.uint8)
 
 
 def require_types(joint: Joint) -> None:
-    """Require that operators get the element types that their kernels take.
+    """Require that operators get the element types that their kernels accept.
 
     Raises:
-        CaptureError: One does not, such as a product of a batch of float32 with parameters of float64; the message
-            names the line, what came and what to do.
+        CaptureError: An operator does not, such as a product of a batch of float32 with parameters of float64; the
+            message names the line, the types and the remedy.
     """
     ports = dict(joint.inputs)
     for node in joint.graph.nodes:
@@ -84,7 +84,7 @@ def _require_labels(node: fx.Node) -> None:
 
 
 def _ends(sources: Iterable[fx.Node], ports: dict[fx.Node, Port]) -> list[tuple[fx.Node, Port]]:
-    """Return the inputs of the graph among values, views seen through."""
+    """Return the inputs of the graph among values, with views followed to their base."""
     found = []
     for source in sources:
         node = _root(source)
@@ -94,7 +94,7 @@ def _ends(sources: Iterable[fx.Node], ports: dict[fx.Node, Port]) -> list[tuple[
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """Return what a value is a view of."""
+    """Return the base of a view."""
     node = resolve(node)
     while node.target in (_aten.t.default, _aten.transpose.int, _aten.view.default, _aten.permute.default):
         first = node.args[0]

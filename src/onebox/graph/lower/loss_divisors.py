@@ -1,8 +1,8 @@
-"""Divisors: what the loss of a graph divides by that depends on the batch and on nothing that is trained.
+"""Divisors of a graph's loss that depend on the batch and not on trained parameters.
 
 A mean over samples divides by their number, which is a constant of the graph. A mean over tokens that are not ignored,
-or with class weights, divides by something that is made of the targets. That part of the graph is small, and can be
-computed for each slice of a batch without the rest: then it is known whether the slices weigh as much as their samples.
+or with class weights, divides by a function of the targets. That part of the graph is small, and can be computed for
+each slice of a batch without the rest: so the weight of each slice is known.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _aten = torch.ops.aten
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 _DIV = (_aten.div.Tensor, _aten.div.Tensor_mode, _aten.reciprocal.default)
 _MEAN = 1
-"""The reduction of ``nll_loss`` that is a mean; 0 is none, and 2 a sum."""
+"""The ``reduction`` argument of ``nll_loss`` for a mean; 0 is none, and 2 a sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divisor:
-    """Something that the loss divides by.
+    """A divisor of the loss.
 
     Args:
-        kind: ``classes``: the weights of the targets' classes; ``targets``: how many are not ignored; ``other``: what
-            the user's own code makes of the batch.
-        where: For a person: the operator.
-        ignored: With ``classes`` and ``targets``, the target that is ignored.
+        kind: ``classes``: the weights of the targets' classes; ``targets``: the number of targets that are not ignored;
+            ``other``: a function of the batch in the user's code.
+        where: The operator, as text.
+        ignored: With ``classes`` and ``targets``, the ignored target.
     """
 
     kind: Literal["classes", "targets", "other"]
@@ -68,7 +68,7 @@ class Divisor:
 
 
 def loss_divisors(joint: Joint) -> tuple[Divisor, ...]:
-    """Return what the loss of a graph divides by."""
+    """Return the divisors of a graph's loss."""
     ports = dict(joint.inputs)
     (loss,) = (node for node, port in joint.outputs if port == Port("result", 0))
     changed = {port.name for _, port in joint.outputs if port.kind == "update"}
@@ -92,17 +92,17 @@ def loss_divisors(joint: Joint) -> tuple[Divisor, ...]:
 
 
 def normalises_by_batch(node: fx.Node) -> bool:
-    """Tell whether a node is batch norm by the statistics of its input: (x, weight, bias, [mean, variance,] True)."""
+    """Return whether a node is batch norm by the statistics of its input: (x, weight, bias, [mean, variance,] True)."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
     if "batch_norm" not in name or name.endswith("backward"):
         return False
     argument = next((value for value in node.args[3:] if isinstance(value, bool)), False)
     x = node.args[0]
-    return argument and isinstance(x, fx.Node) and x.meta["val"].shape[0] > 1  # instance norm has 1 there
+    return argument and isinstance(x, fx.Node) and x.meta["val"].shape[0] > 1  # 1 for instance norm
 
 
 def _divides_by(node: fx.Node) -> tuple[tuple[fx.Node, ...], Literal["classes", "targets", "other"], int]:
-    """Return what a node divides by: the nodes that say it, and what they are; none where it does not divide."""
+    """Return the divisor of a node: the nodes that compute it, and its kind; no nodes where there is none."""
     if node.target in _NLL and node.args[3] == _MEAN:
         _, target, weight, _, ignored = node.args
         assert isinstance(target, fx.Node)
@@ -117,7 +117,7 @@ def _divides_by(node: fx.Node) -> tuple[tuple[fx.Node, ...], Literal["classes", 
 
 
 def _ancestors(nodes: list[fx.Node] | tuple[fx.Node, ...]) -> dict[fx.Node, None]:
-    """Return nodes and all that they depend on."""
+    """Return nodes and all their dependencies."""
     seen: dict[fx.Node, None] = {}
     stack = list(nodes)
     while stack:

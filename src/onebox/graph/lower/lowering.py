@@ -32,16 +32,16 @@ from onebox.wire import (
 _aten = torch.ops.aten
 
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default}
-"""Operators that hand on their argument: on a functional tape nobody writes to it."""
+"""Operators that return their argument: on a functional tape there are no writes to it."""
 
 _INSTEAD = {
     _aten.index.Tensor: _aten._unsafe_index.Tensor,
     _aten._conj.default: _aten.conj_physical.default,
     _aten._neg_view.default: _aten.neg.default,
 }
-"""Operators that programs do not have, and what does the same there: those whose result may have a shape that depends
-on data become what refuses that, and those that only note down what is to be done to elements, which are sent as they
-lie in memory, become what does it."""
+"""Operators that programs do not have, with their equivalents: those whose result may have a data-dependent shape
+become operators that refuse that, and lazy ones that only mark what is to be done to elements (tensors are sent as they
+lie in memory) become operators that do it."""
 
 
 def runs_as(target: Any) -> Any:
@@ -50,13 +50,13 @@ def runs_as(target: Any) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Tell whether a node's one output shares the memory of its argument."""
+    """Return whether a node's one output shares the memory of its argument."""
     target = runs_as(node.target)
     return isinstance(target, torch._ops.OpOverload) and shares_memory(target)
 
 
 def widens(node: fx.Node) -> bool:
-    """Tell whether a node is its argument in a wider type: exact, and made from half the bytes."""
+    """Return whether a node is its argument in a wider type, which is exact and made from half the bytes."""
     if node.target is not _aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return False
     (source,) = node.all_input_nodes
@@ -64,7 +64,7 @@ def widens(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Tell whether a node draws random numbers."""
+    """Return whether a node draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target)
 
 
@@ -74,7 +74,7 @@ def random_positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def resolve(node: fx.Node) -> fx.Node:
-    """Follow a node to the one whose value it hands on."""
+    """Follow a node to the one whose value it returns unchanged."""
     while node.op == "call_function":
         arguments = node.args
         first = arguments[0] if arguments else None
@@ -94,7 +94,7 @@ def resolve(node: fx.Node) -> fx.Node:
 
 
 def fold_numbers(graph: fx.Graph) -> None:
-    """Compute what is made of Python numbers alone, such as the conjugate of a constant, and let others read that.
+    """Fold nodes computed from Python numbers alone, such as the conjugate of a constant.
 
     Tracing writes a number for a tensor that stands for one; a worker's operators take tensors for such arguments.
 
@@ -116,7 +116,7 @@ def fold_numbers(graph: fx.Graph) -> None:
 
 
 def _takes_numbers(node: fx.Node) -> bool:
-    """Tell whether an operator of one small tensor is given a number for it."""
+    """Return whether an operator of one small tensor has a number for it."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args or draws(node):
         return False
     given = isinstance(node.args[0], complex | float | int) and not node.meta["val"].dim()
@@ -124,12 +124,12 @@ def _takes_numbers(node: fx.Node) -> bool:
 
 
 def _packs(node: fx.Node) -> bool:
-    """Tell whether a copy lets pairs of real numbers lie side by side, as complex numbers have to."""
+    """Return whether a copy makes pairs of real numbers adjacent, as complex numbers have to be."""
     return any(user.target is _aten.view_as_complex.default for user in node.users)
 
 
 def _alike(node: fx.Node, other: Any) -> bool:
-    """Tell whether two nodes have values of one type and shape."""
+    """Return whether two nodes have values of one type and shape."""
     if not isinstance(other, fx.Node):
         return False
     left, right = node.meta["val"], other.meta["val"]
@@ -137,7 +137,7 @@ def _alike(node: fx.Node, other: Any) -> bool:
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
-    """Return the resolved nodes that a node reads, ``getitem`` seen through to what it picks from."""
+    """Return the resolved nodes that a node reads, with ``getitem`` followed to its source."""
     return [resolve(argument) for argument in node.all_input_nodes]
 
 
@@ -147,16 +147,16 @@ def lower(
     outputs: Sequence[fx.Node],
     positions: Mapping[fx.Node, int],
 ) -> Program:
-    """Turn nodes, in topological order, into a program.
+    """Lower nodes, in topological order, to a program.
 
     Args:
-        nodes: What to compute; ``getitem`` nodes are named by who reads them and may be left out.
+        nodes: The nodes to compute; ``getitem`` nodes are resolved by their readers and may be left out.
         inputs: The nodes whose values are given, in the order of the program's inputs.
         outputs: The nodes whose values are wanted.
         positions: From :func:`random_positions`.
 
     Raises:
-        CaptureError: An operator or an argument that cannot travel.
+        CaptureError: An operator or an argument cannot travel.
     """
     builder = _Builder(inputs)
     for node in nodes:
@@ -233,7 +233,7 @@ class _Builder:
 
 
 def canonical(node: fx.Node) -> fx.Node:
-    """Return the node under which a value is known: resolved, and one ``getitem`` for each output of an operator."""
+    """Return the node that represents a value: resolved, and one ``getitem`` for each output of an operator."""
     node = resolve(node)
     if node.target is operator.getitem:
         source, index = node.args

@@ -1,15 +1,15 @@
-"""Phases: what each stage computes, forward and backward, as programs that hand values on to each other.
+"""Phases: the forward and backward of each stage, as programs that pass values to each other.
 
 A stage has up to three phases: F (forward), and backward whole (B) or as two halves, I (what other stages wait for: the
 gradients of its inputs) and W (the rest: the gradients of its parameters). The nodes of the model's graph are divided
-over the phases; a value that another phase needs goes out of the phase that makes it under a port of kind ``value``,
-numbered by its place in the whole graph, so that a skip connection is a value like any other.
+over the phases; a value that another phase needs is an output of the phase that makes it, under a port of kind
+``value``, numbered by its place in the whole graph, so that a skip connection is a value like any other.
 
-What is cheaper to make again than to hand on is made again: views of a value, the same value in a wider type, and
-constants made from nothing. Of a
-stage that is to be *recomputed*, everything that its backward needs of its own forward is: such a stage keeps nothing
-but what comes from other stages, and buffers as they were before forward changed them. The one exception costs no
-memory: what the stage gave to the next one, which has just gone back on the same devices and needed it, is still there.
+Values that are cheaper to recompute than to send are recomputed: views of a value, the same value in a wider type, and
+constants. The backward of a *recomputed* stage recomputes everything that it needs of its own forward: such a stage
+keeps only its inputs from other stages, and buffers as they were before forward changed them. The one exception costs
+no memory: values that the stage passed to the next one, whose backward has just run on the same devices and needed
+them, are still there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Phase(NamedTuple):
 
 @dataclass(kw_only=True)
 class Body:
-    """What a phase computes.
+    """The contents of a phase.
 
     Args:
-        nodes: What it computes, values made again among them.
+        nodes: The nodes that it computes, recomputed ones among them.
         given: Values that it takes from other phases.
         inputs: Inputs of the graph that it reads.
-        outputs: Nodes whose values it gives out, with their ports.
+        outputs: Nodes whose values are its outputs, with their ports.
     """
 
     nodes: set[fx.Node] = field(default_factory=set)
@@ -53,19 +53,19 @@ class Body:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Which phase computes which node.
+    """The division of a graph's nodes over phases.
 
     Args:
         joint: The graph.
-        stage_of: The stage of each node that is computed.
+        stage_of: The stage of each computed node.
         ahead: Nodes of forward.
         lasting: Inputs of the graph that are the same at any time of a step.
         owner: For inputs that forward changes, the stage that does.
-        stages: How many.
+        stages: Number of stages.
         order: The place of each node in the graph.
-        remade: Stages whose backward makes the values of their forward again.
-        blocks: The number of the block of each stage: consecutive stages of one block are on the same devices, and go
-            back one right after the other.
+        remade: Stages whose backward recomputes the values of their forward.
+        blocks: The block number of each stage: consecutive stages of one block are on the same devices, and their
+            backwards follow each other directly.
     """
 
     joint: Joint
@@ -83,11 +83,11 @@ class Division:
         return Port("value", self.order[node])
 
     def phase(self, node: fx.Node, early: set[fx.Node] | None) -> Phase:
-        """Return the phase that a node belongs to.
+        """Return the phase of a node.
 
         Args:
-            node: A node that is computed, or an input that forward changes.
-            early: From :func:`early_half`; ``None`` where backward comes whole.
+            node: A computed node, or an input that forward changes.
+            early: From :func:`early_half`; ``None`` where backward is whole.
         """
         if picks(node):
             node = canonical(node.args[0])  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ class Division:
         return Phase(stage, "I" if node in early else "W")
 
     def phase_of_output(self, node: fx.Node, port: Port, early: set[fx.Node] | None) -> Phase:
-        """Return the phase that gives something out for good; what is an input itself comes from the last stage."""
+        """Return the phase of an output of the whole graph; one that is itself an input belongs to the last stage."""
         if node in self.stage_of or node in self.owner:
             return self.phase(node, early)
         last = self.stages - 1
@@ -109,17 +109,17 @@ class Division:
         return Phase(last, behind if port.kind == "gradient" else "F")
 
     def follows_at_once(self, stage: int) -> bool:
-        """Tell whether a stage goes back on the same devices as the one behind it, right after that."""
+        """Return whether a stage's backward directly follows that of the next stage on the same devices."""
         return stage + 1 < len(self.blocks) and self.blocks[stage] == self.blocks[stage + 1]
 
     def computed_in(self, phase: Phase, node: fx.Node, early: set[fx.Node] | None, there: Set[fx.Node]) -> bool:
-        """Tell whether a phase computes a node, because it belongs there or because it is made again there.
+        """Return whether a phase computes a node, because it belongs there or because it is recomputed there.
 
         Args:
             phase: The phase.
             node: The node.
-            early: From :func:`early_half`; ``None`` where backward comes whole.
-            there: Values of forward that need not be made again.
+            early: From :func:`early_half`; ``None`` where backward is whole.
+            there: Values of forward that need not be recomputed.
         """
         own = self.phase(node, early)
         again = own == Phase(phase.stage, "F") and phase.stage in self.remade and phase.kind in ("B", "I")
@@ -127,10 +127,10 @@ class Division:
 
 
 def early_half(division: Division) -> set[fx.Node]:
-    """Return the nodes of backward that other stages wait for; of a stage that is recomputed all, so that it is once.
+    """Return the nodes of backward that other stages wait for; of a recomputed stage all, to recompute only once.
 
-    The nodes of the whole backward of such a stage use values that are there once it has made them again; to hand them
-    on to a second half would keep what recomputing is to free.
+    All backward nodes of such a stage use recomputed values; passing these to a second half would keep the memory that
+    recomputation is to free.
     """
     early = {n for n, stage in division.stage_of.items() if stage in division.remade and n not in division.ahead}
     for node in reversed(list(division.stage_of)):
@@ -148,13 +148,13 @@ def early_half(division: Division) -> set[fx.Node]:
 def divide(
     division: Division, outputs: Sequence[tuple[fx.Node, Port]], *, backward: bool, halves: bool
 ) -> dict[Phase, Body]:
-    """Find what each phase computes, takes and gives, from the last phase to the first.
+    """Compute the contents of each phase, from the last phase to the first.
 
     Args:
-        division: Which phase computes which node; nodes in the order of the graph.
-        outputs: What is wanted of the whole graph: results, updates, gradients.
+        division: The division of nodes, in the order of the graph, over phases.
+        outputs: Outputs of the whole graph: results, updates, gradients.
         backward: Whether there is backward.
-        halves: Whether backward is wanted as I and W too. F then gives out what either takes.
+        halves: Whether backward is wanted as I and W too. The outputs of F are then those that either needs.
     """
     early = early_half(division) if halves else None
     own = [(canonical(node), port) for node, port in outputs]
@@ -183,7 +183,7 @@ def divide(
         for phase in back:
             demand(phase)
         for phase in back:
-            demanded.pop(phase, None)  # what backward takes of backward is as it was
+            demanded.pop(phase, None)  # the exchange within backward is unchanged
     for phase in phases[len(back) :]:
         settle(phase)
     assert not demanded, f"values of phases that have gone by: {demanded}"
@@ -195,9 +195,9 @@ def _variant(phase: Phase, early: set[fx.Node] | None) -> set[fx.Node] | None:
 
 
 def _spare(bodies: dict[Phase, Body], division: Division, early: set[fx.Node] | None) -> bool:
-    """Let stages that are recomputed take, rather than make again, what the stage that goes back before them has taken.
+    """Replace recomputation in stages by values that the stage whose backward runs before theirs has taken.
 
-    From the last stage to the first, since a stage that takes more may need less of the one before it.
+    This goes from the last stage to the first, since a stage that takes more may need less of the one before it.
 
     Returns:
         Whether there was such a stage.
@@ -205,7 +205,7 @@ def _spare(bodies: dict[Phase, Body], division: Division, early: set[fx.Node] | 
     spared = False
     for phase in sorted(bodies, reverse=True):
         if phase.kind in ("B", "I") and phase.stage in division.remade and division.follows_at_once(phase.stage):
-            kinds: Sequence[PhaseKind] = ("B",) if phase.kind == "B" else ("I", "W")  # W is still to come
+            kinds: Sequence[PhaseKind] = ("B",) if phase.kind == "B" else ("I", "W")  # W comes later
             there = set[fx.Node]().union(*(bodies[Phase(phase.stage + 1, kind)].given for kind in kinds))
             body = bodies[phase] = Body(outputs=bodies[phase].outputs)
             _fill(body, phase, division, _variant(phase, early), there)
@@ -228,14 +228,14 @@ def _fill(
     early: set[fx.Node] | None,
     there: Set[fx.Node] = frozenset(),
 ) -> None:
-    """Find the nodes that a phase computes for its outputs, and the values that it takes from others.
+    """Compute the nodes of a phase for its outputs, and the values that it takes from others.
 
     Args:
-        body: With its outputs alone.
+        body: The contents, with outputs alone.
         phase: The phase.
-        division: Which phase computes which node.
-        early: From :func:`early_half`; ``None`` where backward comes whole.
-        there: Values of its own forward that need not be made again.
+        division: The division of nodes over phases.
+        early: From :func:`early_half`; ``None`` where backward is whole.
+        there: Values of its own forward that need not be recomputed.
     """
     stack = [canonical(node) for node, _ in body.outputs]
     while stack:
@@ -263,10 +263,10 @@ def _fill(
 
 
 def again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | None]:
-    """Return the nodes to make again for a value, and the value that they begin with.
+    """Return the nodes to recompute for a value, and the value that they begin with.
 
-    A view is made again from the smallest value that it can be made from; so that a value travels once, however many
-    views of it are read, and no bytes travel that nobody reads.
+    A view is recomputed from the smallest possible value; so that a value travels once, however many views of it are
+    read, and without unread bytes.
     """
     if node.op == "call_function" and not node.all_input_nodes and not draws(node):
         return [node], None
@@ -280,6 +280,6 @@ def again(node: fx.Node, division: Division) -> tuple[list[fx.Node], fx.Node | N
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return what a node reads; what only names an output of another is seen as that output."""
+    """Return the inputs of a node; a node that only names an output of another is replaced by that output."""
     found = [canonical(argument) for argument in node.all_input_nodes]
     return found if not picks(node) else [canonical(argument) for argument in arguments_of(node)]

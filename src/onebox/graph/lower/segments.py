@@ -1,15 +1,14 @@
 """Segments: the smallest parts of a model that a plan moves. Every node of its graph belongs to one.
 
 Forward is cut where a matrix of parameters (two dimensions or more: a weight, a kernel, an embedding) is read for the
-first time, or where another module than that of the segment reads one; all that follows up to the next such place
-belongs to the segment, so that a normalisation, an activation or a residual sum goes with the layer before it. The
-cuts depend on the structure alone, not on sizes, so that captures of one model for other shapes or in eval mode have
-the same segments, under the same names: the path of the module that begins them, with ``#2`` and so on where it begins
-several.
+first time, or by another module than that of the segment; all nodes up to the next such place belong to the segment, so
+that a normalisation, an activation or a residual sum goes with the layer before it. The cuts depend on the structure
+alone, not on sizes, so that captures of one model for other shapes or in eval mode have the same segments, under the
+same names: the path of the module that begins them, with ``#2`` and so on where it begins several.
 
-A node of backward belongs to the segment of the operator that it is the gradient of, which autograd's sequence numbers
-tell; where they tell nothing, to that of its neighbours. Whatever the segments, the programs made from them are right:
-a node in another segment costs a transfer, not a result.
+A node of backward belongs to the segment of the operator that it is the gradient of, by autograd's sequence numbers or,
+without them, to that of its neighbours. The programs are correct for any segments: a node in another segment costs a
+transfer, but does not change a result.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Segments:
 
     Args:
         names: In the order of forward.
-        of: For each node of the graph but inputs and the output, the number of its segment.
+        of: The number of the segment of each node of the graph, except inputs and the output.
     """
 
     names: tuple[str, ...]
@@ -66,9 +65,9 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
     begun = False
     for node in forward:
         if is_view(node) and root_of(node).op != "call_function":
-            continue  # a view of an input belongs to who reads it
+            continue  # a view of an input belongs to its reader
         if _prepares(node, buffers, of):
-            continue  # so does what is made of buffers alone, as it is in other captures of the model
+            continue  # so does a value of buffers alone, as it does in other captures of the model
         own = {root_of(argument) for argument in arguments_of(node)} & matrices
         path = _path(node)
         if not names:
@@ -88,14 +87,14 @@ def _cut(joint: Joint, forward: list[fx.Node]) -> tuple[dict[fx.Node, int], list
 
 
 def _prepares(node: fx.Node, buffers: Collection[fx.Node], of: Mapping[fx.Node, int]) -> bool:
-    """Tell whether a node that others read is made of buffers alone, by nodes that belong to nobody yet."""
+    """Return whether a value with readers is made of buffers alone, by nodes without a segment so far."""
     sources = [root_of(argument) for argument in arguments_of(node)]
     read = any(user.op == "call_function" for user in node.users)
     return read and bool(sources) and all(s in buffers or (s.op == "call_function" and s not in of) for s in sources)
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Follow views to the node whose memory they show."""
+    """Follow views to the node that owns their memory."""
     node = canonical(node)
     while is_view(node):
         node = canonical(arguments_of(node)[0])
@@ -122,7 +121,7 @@ def _numbered(names: list[str]) -> tuple[str, ...]:
 def _follow(
     behind: list[fx.Node], of: dict[fx.Node, int], forward: list[fx.Node], inputs: set[fx.Node], *, last: int
 ) -> None:
-    """Give each node of backward the segment of what it is the gradient of."""
+    """Assign each backward node the segment of its forward operator."""
     by_number = {node.meta.get("seq_nr"): of[node] for node in forward}
     for node in reversed(behind):
         if accumulates(node):
@@ -140,10 +139,10 @@ def _follow(
 
 
 def accumulates(node: fx.Node) -> bool:
-    """Tell whether a node of backward adds up gradients of one value that several operators read."""
+    """Return whether a backward node sums gradients of one value that several operators read."""
     return bool(node.meta.get("is_gradient_acc")) or node.meta.get("fwd_nn_module_stack") is None
 
 
 def picks(node: fx.Node) -> bool:
-    """Tell whether a node only names an output of another."""
+    """Return whether a node only names an output of another."""
     return node.target is operator.getitem

@@ -1,4 +1,4 @@
-"""Small programs: a slice of a program, and element-wise programs that engines need around a model's own."""
+"""Small programs: slices of a program, and element-wise programs for the engine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PortT = TypeVar("PortT", bound=Hashable)
 
 
 def extract(program: Program, outputs: Sequence[int]) -> Program:
-    """Return the part of a program that some of its slots need; its inputs stay as they are.
+    """Return the part of a program that some of its slots need, with all its inputs.
 
     Args:
         program: The whole.
-        outputs: Slots that the part gives out.
+        outputs: Slots that are outputs of the part.
     """
     needed = set(outputs)
     body: list[Operator] = []
@@ -40,7 +40,7 @@ def extract(program: Program, outputs: Sequence[int]) -> Program:
 
 
 def own_outputs(program: Program) -> Program:
-    """Return the program with copies of outputs that are inputs or come twice: each is a buffer of its own then."""
+    """Return the program with copies of outputs that are inputs or repeated, so that each is a separate buffer."""
     specs = specs_by_slot(program)
     operators, outputs, slots = list(program.operators), list[int](), program.slots
     for slot in program.outputs:
@@ -54,7 +54,7 @@ def own_outputs(program: Program) -> Program:
 
 
 def sum_alike(program: Program, ports: Sequence[PortT]) -> tuple[Program, tuple[PortT, ...]]:
-    """Return the program with outputs of equal ports added up, each output a buffer of its own, and the ports left.
+    """Return the program with outputs of equal ports added up, each output a separate buffer, and the remaining ports.
 
     Args:
         program: The whole.
@@ -75,15 +75,15 @@ def sum_alike(program: Program, ports: Sequence[PortT]) -> tuple[Program, tuple[
 
 
 def relaid(program: Program, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]) -> Program:
-    """Return the program with some inputs and outputs permuted, so that they lie in memory as they travel: in order.
+    """Return the program with some inputs and outputs permuted to the memory order in which they travel.
 
-    A tensor that is not laid out in the order of its dimensions would arrive in that order, and a view that was made
-    for the layout that it had would fail.
+    A tensor that is not laid out in the order of its dimensions would arrive in that order, and a view made for its
+    original layout would fail.
 
     Args:
         program: The whole.
-        inputs: For some inputs, by place, the order of their dimensions in memory, outermost first.
-        outputs: For some outputs, by place, likewise.
+        inputs: For some inputs, by index, the order of their dimensions in memory, outermost first.
+        outputs: For some outputs, by index, likewise.
     """
     specs = specs_by_slot(program)
     count = program.slots
@@ -110,12 +110,12 @@ def relaid(program: Program, inputs: Mapping[int, Sequence[int]], outputs: Mappi
 
 
 def add_all(specs: Sequence[TensorSpec]) -> Program:
-    """Return a program of inputs ``a0 … an, b0 … bn`` that gives ``a0 + b0 … an + bn``."""
+    """Return a program that maps inputs ``a0 … an, b0 … bn`` to ``a0 + b0 … an + bn``."""
     return combine_all(specs, [1.0] * len(specs))
 
 
 def combine_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
-    """Return a program of inputs ``a0 … an, b0 … bn`` that gives ``a0 * f0 + b0 … an * fn + bn``."""
+    """Return a program that maps inputs ``a0 … an, b0 … bn`` to ``a0 * f0 + b0 … an * fn + bn``."""
     count = len(specs)
     operators: list[Operator] = []
     slots = 2 * count
@@ -134,7 +134,7 @@ def combine_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Progra
 
 
 def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
-    """Return a program of inputs ``a0 … an`` that gives ``a0 * f0 … an * fn``; with a factor of 1 an input itself."""
+    """Return a program that maps inputs ``a0 … an`` to ``a0 * f0 … an * fn``; with a factor of 1 to an input itself."""
     outputs = list(range(len(specs)))
     operators: list[Operator] = []
     for index, (spec, factor) in enumerate(zip(specs, factors, strict=True)):
@@ -145,7 +145,7 @@ def scale_all(specs: Sequence[TensorSpec], factors: Sequence[float]) -> Program:
 
 
 def round_all(specs: Sequence[TensorSpec]) -> Program:
-    """Return a program of inputs ``a0 … an`` that gives them in bfloat16."""
+    """Return a program that converts inputs ``a0 … an`` to bfloat16."""
     operators = tuple(
         Operator(
             "aten._to_copy.default",
@@ -161,7 +161,7 @@ def round_all(specs: Sequence[TensorSpec]) -> Program:
 
 
 def square_norm(specs: Sequence[TensorSpec]) -> Program:
-    """Return a program of inputs ``a0 … an`` that gives the sum of all their squares, as one float64."""
+    """Return a program that maps inputs ``a0 … an`` to the sum of all their squares, as one float64."""
     total = TensorSpec("float64", ())
     here: dict[str, Value] = {"dtype": DType("float64"), "device": OwnDevice()}
     operators = [Operator("aten.full.default", (Many(()), 0.0), here, (len(specs),), (total,))]
@@ -179,7 +179,7 @@ def square_norm(specs: Sequence[TensorSpec]) -> Program:
 
 
 def zeros(specs: Sequence[TensorSpec]) -> Program:
-    """Return a program without inputs that gives tensors of zeros."""
+    """Return a program without inputs that makes tensors of zeros."""
     operators = tuple(
         Operator(
             "aten.zeros.default",

@@ -1,4 +1,4 @@
-"""Cutting a program into consecutive pieces, so that something else can happen between them."""
+"""Cuts of a program into consecutive pieces, between which other steps can run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Piece:
 
 
 def split(program: Program, ends: Sequence[int]) -> list[Piece]:
-    """Cut a program behind operators.
+    """Cut a program after some operators.
 
     Args:
         program: The whole.
-        ends: Ascending numbers of operators; each piece ends behind one. The last piece ends with the program.
+        ends: Ascending numbers of operators; each piece ends after one. The last piece ends with the program.
 
     Returns:
-        Pieces that, run in order, compute what the program computes; a value travels from the piece that makes it to
-        the pieces that read it.
+        Pieces that, run in order, compute the whole program; a value travels from the piece that makes it to the pieces
+        that read it.
     """
     bounds = [0, *(end + 1 for end in ends), len(program.operators)]
     specs = specs_by_slot(program)
@@ -61,7 +61,7 @@ def _piece(program: Program, start: int, end: int, specs: dict[int, TensorSpec])
 
 
 def renumber(operator: Operator, number: Mapping[int, int]) -> Operator:
-    """Return an operator with other slots, its deaths left out."""
+    """Return an operator with other slots, without its deaths."""
     return Operator(
         operator.name,
         tuple(_value(value, number) for value in operator.args),

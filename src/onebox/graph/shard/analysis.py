@@ -1,4 +1,4 @@
-"""What is known of a tape and its operators however they are split: found once, read in every trial."""
+"""Properties of a tape and its operators that do not depend on the split: computed once, read in every trial."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, Value
 
 @dataclass(frozen=True)
 class AnalyzedOperator:
-    """An operator, and what is known of it however it is split.
+    """An operator, with its properties that do not depend on the split.
 
     Args:
         operator: The operator.
-        slots: What it reads, as :func:`onebox.wire.reads` lists it.
+        slots: The slots that it reads, as :func:`onebox.wire.reads` lists them.
         rule: Its rule.
         letters: For each of the slots, the letters of its dimensions.
-        flops: About how many operations it does.
+        flops: Approximate number of its operations.
     """
 
     operator: Operator
@@ -33,7 +33,7 @@ class AnalyzedOperator:
 
 
 def analyze_operator(operator: Operator, specs: Specs) -> AnalyzedOperator:
-    """Return what is known of an operator."""
+    """Return the properties of an operator."""
     slots, rule = tuple(reads(operator)), rule_of(operator, specs)
     if rule is None:
         return AnalyzedOperator(operator, slots, None, (), 0.0)
@@ -61,15 +61,15 @@ def _flops(operator: Operator, rule: Rule, specs: Specs) -> float:
 
 @dataclass(frozen=True)
 class AnalyzedProgram:
-    """A tape, and what is known of it.
+    """A tape, with its properties that do not depend on the split.
 
     Args:
         program: The tape.
-        specs: What each slot holds.
-        uses: How often each slot is read, as an output of the tape too.
+        specs: Specs of the slots.
+        uses: Number of reads of each slot, as an output of the tape too.
         makers: The operator that fills a slot.
-        cuts: For sizes of dimensions, the lengths of the runs that views and splits take them apart into.
-        sights: What is known of each operator, by its identity.
+        cuts: For sizes of dimensions, the lengths of the runs into which views and splits divide them.
+        sights: Properties of each operator, by its identity.
     """
 
     program: Program
@@ -81,7 +81,7 @@ class AnalyzedProgram:
 
 
 def analyze_program(program: Program) -> AnalyzedProgram:
-    """Find out what is known of a tape."""
+    """Compute the properties of a tape."""
     specs = specs_by_slot(program)
     sights = {id(operator): analyze_operator(operator, specs) for operator in program.operators}
     uses = Counter(slot for sight in sights.values() for slot in sight.slots)
@@ -91,7 +91,7 @@ def analyze_program(program: Program) -> AnalyzedProgram:
 
 
 def _cuts(program: Program, specs: Mapping[int, TensorSpec]) -> dict[int, set[int]]:
-    """Return where views and splits of a program take dimensions apart, by size of the dimension."""
+    """Return the lengths of runs into which views and splits of a program divide dimensions, by dimension size."""
     found: dict[int, set[int]] = {}
     for operator in program.operators:
         made = operator.specs[0] if operator.specs else None
@@ -106,7 +106,7 @@ def _cuts(program: Program, specs: Mapping[int, TensorSpec]) -> dict[int, set[in
 
 
 def _parts(operator: Operator, specs: Mapping[int, TensorSpec]) -> tuple[int, int]:
-    """Return the size of a dimension that is taken apart evenly, and the size of a part; zeros for none."""
+    """Return the size of a dimension that is divided evenly, and the size of a part; zeros for none."""
     if operator.name == "aten.split.Tensor" and isinstance(operator.args[1], int):
         dim = operator.args[2] if len(operator.args) > 2 else 0
         assert isinstance(dim, int)

@@ -1,4 +1,4 @@
-"""Placements: how the ranks of a group hold one tensor between them, and what views of it do to that.
+"""Placements: the distribution of one tensor over the ranks of a group, and the effect of views on it.
 
 A tensor is whole on every rank (:data:`REPLICATE`), cut along a dimension (:class:`Shard`), or a sum whose terms the
 ranks hold (:data:`PARTIAL`).
@@ -31,15 +31,15 @@ class Partial:
 class Shard:
     """Every rank holds a share of a dimension.
 
-    The dimension is taken for ``blocks`` equal runs of ``sum(sizes)`` elements, and rank ``r`` has ``sizes[r]``
-    consecutive elements of each run, in the order of the ranks. One block is a plain split. Several come about when
-    dimensions are merged: heads split over ranks, merged behind a batch of B, are B blocks; queries, keys and values
-    in one weight are three.
+    The dimension consists of ``blocks`` equal runs of ``sum(sizes)`` elements, and rank ``r`` has ``sizes[r]``
+    consecutive elements of each run, in the order of the ranks. One block is a plain split. Several arise when
+    dimensions are merged: heads split over ranks, merged behind a batch of B, are B blocks; queries, keys and values in
+    one weight are three.
 
     Args:
         dim: The dimension, not negative.
         sizes: For each rank its elements of a block, at least one.
-        blocks: How many blocks.
+        blocks: Number of blocks.
 
     Example:
         >>> Shard(0, (2, 1), blocks=2).local((6, 5), 0)
@@ -60,12 +60,12 @@ class Shard:
         return (*shape[: self.dim], self.blocks * self.sizes[rank], *shape[self.dim + 1 :])
 
     def fits(self, shape: Sequence[int], ranks: int) -> bool:
-        """Tell whether a tensor can be split so over so many ranks."""
+        """Return whether a tensor can be split in this way over a number of ranks."""
         whole = self.blocks > 0 and min(self.sizes, default=0) > 0 and len(self.sizes) == ranks
         return whole and 0 <= self.dim < len(shape) and shape[self.dim] == self.blocks * self.block
 
     def start(self, rank: int) -> int:
-        """Return where in a block a rank's share starts."""
+        """Return the start of a rank's share in a block."""
         return sum(self.sizes[:rank])
 
     def at(self, dim: int) -> Shard:
@@ -80,15 +80,15 @@ PARTIAL = Partial()
 
 
 def apportion(size: int, ranks: int, unit: int = 1) -> tuple[int, ...] | None:
-    """Divide a dimension among ranks as evenly as whole units allow; earlier ranks get what is over.
+    """Divide a dimension among ranks as evenly as whole units allow; earlier ranks get the remainder.
 
     Args:
         size: Elements, a multiple of ``unit``.
-        ranks: How many ranks.
+        ranks: Number of ranks.
         unit: Elements that stay together.
 
     Returns:
-        Elements of each rank, or ``None`` when there is not a unit for each.
+        Elements of each rank, or ``None`` with fewer units than ranks.
     """
     units = size // unit
     if size % unit or units < ranks:
@@ -97,7 +97,7 @@ def apportion(size: int, ranks: int, unit: int = 1) -> tuple[int, ...] | None:
 
 
 def local_spec(spec: TensorSpec, placement: Placement, rank: int) -> TensorSpec:
-    """Return what a rank holds of a tensor."""
+    """Return the spec of a rank's part of a tensor."""
     return TensorSpec(spec.dtype, placement.local(spec.shape, rank)) if isinstance(placement, Shard) else spec
 
 
@@ -107,10 +107,10 @@ def shard_of(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
     Args:
         tensor: The whole.
         placement: :data:`REPLICATE` or a :class:`Shard` that fits its shape.
-        rank: Which rank.
+        rank: The rank.
 
     Raises:
-        UsageError: The tensor cannot be placed so.
+        UsageError: The tensor does not fit the placement.
     """
     if isinstance(placement, Replicate):
         return tensor
@@ -128,7 +128,7 @@ def unshard(parts: Sequence[Tensor], placement: Placement) -> Tensor:
     """Return the whole tensor from the shares of all ranks, in their order: the inverse of :func:`shard_of`.
 
     Raises:
-        UsageError: The parts are not one for each rank.
+        UsageError: The number of parts is not that of the ranks.
     """
     if isinstance(placement, Replicate):
         return parts[0]
@@ -148,7 +148,7 @@ def reshaped(before: Sequence[int], after: Sequence[int], shard: Shard) -> Shard
     elements lie behind one index of the dimension). The view has the same runs if they fit one of its dimensions.
 
     Returns:
-        The split of the view, or ``None`` when a rank's elements are no split of it.
+        The split of the view, or ``None`` when the ranks' elements are not a split of it.
 
     Example:
         >>> reshaped((4, 12), (16, 3), Shard(1, (6, 6)))
@@ -166,7 +166,7 @@ def reshaped(before: Sequence[int], after: Sequence[int], shard: Shard) -> Shard
 
 
 def cuts_of(before: Sequence[int], after: Sequence[int]) -> dict[int, set[int]]:
-    """Return which dimensions a view takes apart (or puts together) and where: for a size, lengths of runs in it."""
+    """Return the dimensions that a view splits or merges: for each size, the lengths of the runs in it."""
     if not prod(before) or not prod(after):
         return {}
     found: dict[int, set[int]] = {}

@@ -1,10 +1,10 @@
-"""Rules of splitting: for each operator, along which of their dimensions its tensors can be split together.
+"""Sharding rules: for each operator, the dimensions along which its tensors can be split together.
 
 A rule writes the dimensions of arguments and outputs as letters, as in Einstein summation: matrix product is
 ``mk, kn -> mn``. Ranks may share any one letter: arguments and outputs that have it are split along it, arguments
-without it are whole on every rank; an output without it is the same on every rank, unless the rule says that the
-operator sums over that letter: then every rank has a term. ``-`` marks dimensions that must not be split. An operator
-without a rule runs on whole arguments, which is always right.
+without it are whole on every rank; an output without it is the same on every rank, unless the rule marks the letter as
+summed over: then every rank has a term. ``-`` marks dimensions that must not be split. An operator without a rule runs
+on whole arguments, which is always correct.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the dimensions of one operator's tensors belong together.
+    """The correspondence of dimensions between one operator's tensors.
 
     Args:
         inputs: Letters of each tensor argument, by position or keyword; of each item of a list.
         outputs: One for each output.
-        sizes: For arguments that are sizes, by position, the output whose local shape they must say.
-        counts: For arguments that are how many elements a letter has, by position, the letter.
+        sizes: For arguments that are sizes, by position, the output whose local shape they must be.
+        counts: For arguments that are the number of elements of a letter, by position, the letter.
         factors: Positions of the factors of a product: where one is a layer's weight, it pays to split.
     """
 
@@ -56,10 +56,10 @@ RESHAPES = frozenset(
 """Operators whose output has the elements of the input in the same order."""
 
 SAME_SIZES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
-"""Those that are told the shape."""
+"""Those that have the shape as an argument."""
 
 MOVES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
-"""Operators that put dimensions into another order."""
+"""Operators that permute dimensions."""
 
 LINEAR = (
     RESHAPES
@@ -67,13 +67,13 @@ LINEAR = (
     | {"aten.neg.default", "aten.clone.default", "aten.sum.dim_IntList", "aten.sum.default"}
     | {"aten.mul.Scalar", "aten.div.Scalar"}
 )
-"""Operators of one tensor that make the sum of terms out of terms."""
+"""Operators of one tensor that map terms of a sum to terms of the result."""
 
 ADDITIVE = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
-"""Operators of two tensors that do, if both are terms."""
+"""Operators of two tensors that do so if both are terms."""
 
 FOLLOWS_WEIGHT = RESHAPES | MOVES | {"aten._to_copy.default", "aten.clone.default"}
-"""Operators through which a weight is still a weight."""
+"""Operators whose output is still a weight if their input is."""
 
 
 def shape(operator: Operator, position: int, specs: Specs) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def shape(operator: Operator, position: int, specs: Specs) -> tuple[int, ...]:
 
 
 def order(operator: Operator, specs: Specs) -> list[int]:
-    """Return, for an operator of :data:`MOVES`, the dimension of the input that each of the output's is."""
+    """Return the input dimension of each output dimension, for an operator of :data:`MOVES`."""
     rank = len(shape(operator, 0, specs))
     if operator.name == "aten.permute.default":
         return [dim % rank for dim in numbers(operator, 1)]
@@ -104,7 +104,7 @@ def slot_of(operator: Operator, position: int) -> int:
 
 
 def numbers(operator: Operator, position: int) -> list[int]:
-    """Return an argument that is a number or a list of them; empty when it is missing."""
+    """Return an argument that is a number or a list of them as a list; empty when it is missing."""
     value = operator.args[position] if position < len(operator.args) else None
     if isinstance(value, Many):
         return [int(item) for item in value.items if isinstance(item, int)]

@@ -1,11 +1,11 @@
-"""Chunks: the tail of a program is computed for some samples after the others, so that a value leaves in parts.
+"""Chunks: computation of a program's tail for some samples after the others, so that a value leaves in parts.
 
-The tail of a value are the operators behind it of whose outputs each row depends on the same samples of what they read
-alone (:mod:`onebox.graph.shard.rules` says so). It is computed for the first samples, then for the next ones; so what
-comes of the first ones can travel meanwhile. What is read outside of the tail, as by a backward, is put together again.
+The tail of a value consists of the operators before it whose outputs' rows depend each only on the same samples of
+their inputs (by :mod:`onebox.graph.shard.rules`). It is computed for the first samples, then for the next ones, so that
+the first results travel meanwhile. Values that are read outside of the tail, as by a backward, are concatenated again.
 
-The whole computes what it computed before. Matrix products of fewer rows may sum up in another order, though, and so
-differ in the last bit; operators that draw random numbers are in no tail.
+The result is that of the whole program. Matrix products of fewer rows may sum in another order, though, and so differ
+in the last bit; operators that draw random numbers are never in a tail.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 
 
 class SampleRows(NamedTuple):
-    """How the samples of a micro-batch lie in a tensor: one behind the other along a dimension.
+    """Layout of a micro-batch's samples in a tensor: consecutive along a dimension.
 
     Args:
         dim: The dimension.
-        each: Elements of it that a sample has.
+        each: Elements of it per sample.
     """
 
     dim: int
     each: int
 
     def local(self, spec: TensorSpec, samples: int) -> TensorSpec:
-        """Return what so many samples have of a tensor."""
+        """Return the spec of a number of samples of a tensor."""
         shape = (*spec.shape[: self.dim], self.each * samples, *spec.shape[self.dim + 1 :])
         return TensorSpec(spec.dtype, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """The tail of a value, as long as it can be.
+    """The longest tail of a value.
 
     Args:
         program: The program.
         slot: The slot of the value.
-        samples: How many samples the micro-batch has.
-        operators: The numbers of the tail's operators, the last one first: what begins a list is a tail, too.
-        rows: For each slot that they make, and each that they read by samples, how the samples lie in it.
+        samples: Samples of the micro-batch.
+        operators: The numbers of the tail's operators, the last one first: each prefix of the list is a tail, too.
+        rows: For each slot that they make, and each that they read by samples, the layout of the samples in it.
     """
 
     program: Program
@@ -73,12 +73,12 @@ class Tail:
 
 
 class _Way(NamedTuple):
-    """How an operator goes by samples.
+    """Layout of samples in the inputs and outputs of an operator.
 
     Args:
-        inputs: For each slot that it reads how the samples lie; ``None`` where it reads the whole.
+        inputs: For each slot that it reads the layout of the samples; ``None`` where it reads the whole.
         outputs: For each output; ``None`` where that is not wanted.
-        sizes: For arguments that are sizes, the output whose shape they say.
+        sizes: For arguments that are sizes, the output whose shape they give.
     """
 
     inputs: tuple[SampleRows | None, ...]
@@ -89,15 +89,15 @@ class _Way(NamedTuple):
 def find_tail(program: Program, slot: int, samples: int) -> Tail | None:
     """Find the operators that can be computed for some samples of a value at a time.
 
+    The samples of each value that the tail reads by samples are consecutive in memory, so that a chunk is a view.
+
     Args:
         program: The program.
-        slot: The slot of the value, whose first dimension has the samples one behind the other.
-        samples: How many.
-
-    What the tail reads by samples lies in memory one sample behind the other, so that those of a chunk can be viewed.
+        slot: The slot of the value, whose first dimension holds consecutive samples.
+        samples: Number of samples.
 
     Returns:
-        The longest tail; ``None`` where the value is given, or the operator that makes it needs all samples at once.
+        The longest tail; ``None`` where the value is an input, or its operator needs all samples at once.
     """
     specs = specs_by_slot(program)
     shape = specs[slot].shape
@@ -151,13 +151,13 @@ def _readers(program: Program) -> dict[int, list[int]]:
 
 
 def _way(operator: Operator, specs: Specs, asked: Mapping[int, SampleRows], samples: int) -> _Way | None:
-    """Return how an operator goes by samples; ``None`` where it does not.
+    """Return the layout of samples in an operator's tensors; ``None`` where it does not compute samples separately.
 
     Args:
         operator: The operator.
-        specs: What each slot holds.
-        asked: How the samples are to lie in some of its outputs.
-        samples: How many there are.
+        specs: Specs of the slots.
+        asked: Required layout of the samples in some of its outputs.
+        samples: Number of samples.
     """
     if operator.position >= 0 or not asked:
         return None
@@ -218,10 +218,10 @@ class Chunked:
     """A program whose tail is computed chunk by chunk.
 
     Args:
-        program: It; its outputs are those of the whole one, but for the value itself where that is not kept, and
-            behind them the chunks of the value.
+        program: The program; its outputs are those of the whole one, without the value itself where that is not kept,
+            followed by the chunks of the value.
         chunks: The slot of each chunk.
-        rows: How many rows of the value, indices of its first dimension, each chunk has.
+        rows: Number of rows of the value, indices of its first dimension, in each chunk.
     """
 
     program: Program
@@ -230,11 +230,11 @@ class Chunked:
 
 
 def put_together(tail: Tail, length: int, *, keep: bool) -> dict[int, bool]:
-    """Return the slots that a tail makes and others read, and whether each is put together; if not, it is a view.
+    """Return the tail's slots that are read outside of it, and whether each is concatenated; if not, it is a view.
 
     Args:
         tail: The tail.
-        length: How many of its operators.
+        length: Number of its operators.
         keep: Whether the value is wanted whole.
     """
     program, inside = tail.program, set(tail.operators[:length])
@@ -253,12 +253,12 @@ def put_together(tail: Tail, length: int, *, keep: bool) -> dict[int, bool]:
 def in_chunks(tail: Tail, length: int, chunks: Sequence[int], *, keep: bool) -> Chunked:
     """Return the program that computes a tail chunk by chunk.
 
-    Operators that the tail does not need, and that were behind its first one, come behind it.
+    Operators after the tail's first one that the tail does not need are moved behind it.
 
     Args:
         tail: The tail.
-        length: How many of its operators, from the last one on.
-        chunks: How many samples each chunk has.
+        length: Number of its operators, from the last one on.
+        chunks: Number of samples of each chunk.
         keep: Whether the value is wanted whole, too.
     """
     assert sum(chunks) == tail.samples and min(chunks) > 0
@@ -302,7 +302,7 @@ class _Chunking:
         return Chunked(program=with_deaths(whole), chunks=pieces, rows=tuple(each * count for count in chunks))
 
     def _chunk(self, start: int, count: int) -> dict[int, int]:
-        """Append the tail for some samples; return the slot of each value of it."""
+        """Append the tail for some samples; return the slot of each of its values."""
         local: dict[int, int] = {}
         cut: dict[tuple[int, SampleRows], int] = {}
         for number in self.inside:
@@ -333,7 +333,7 @@ class _Chunking:
     def _cut(
         self, known: dict[tuple[int, SampleRows], int], slot: int, rows: SampleRows, start: int, count: int
     ) -> int:
-        """Return the slot of some samples of what the tail is given."""
+        """Return the slot of some samples of an input of the tail."""
         if (slot, rows) not in known:
             known[slot, rows] = self._new()
             ends = (start * rows.each, (start + count) * rows.each)
@@ -343,9 +343,9 @@ class _Chunking:
         return known[slot, rows]
 
     def _together(self, parts: Sequence[Mapping[int, int]]) -> set[int]:
-        """Append what puts values together that are read outside of the tail; return them.
+        """Append concatenations of values that are read outside of the tail; return their slots.
 
-        Their elements lie in the order of the dimensions then, as they may not have done before.
+        Their elements then lie in the order of the dimensions, which may differ from before.
         """
         kept = put_together(self.tail, self.length, keep=self.keep)
         relaid: set[int] = set()
@@ -361,7 +361,7 @@ class _Chunking:
         return relaid
 
     def _append(self, operator: Operator, relaid: set[int]) -> None:
-        """Append an operator as it is, but that a view of what may lie otherwise is a copy where it has to be."""
+        """Append an unchanged operator; a view of a value with another memory layout becomes a copy where necessary."""
         name = operator.name
         if name in _VIEWS and not relaid.isdisjoint(reads(operator)):
             name = "aten.reshape.default"
@@ -379,5 +379,5 @@ class _Chunking:
 
 
 def samples_of(samples: int, chunks: int) -> tuple[int, ...]:
-    """Return how many samples each chunk has; the first ones have what is over."""
+    """Return the number of samples of each chunk; the first ones have the remainder."""
     return tuple(samples // chunks + (place < samples % chunks) for place in range(chunks))

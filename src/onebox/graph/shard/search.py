@@ -1,10 +1,10 @@
 """Splitting within layers: the tapes of a stage become tapes of a group of ranks that share its parameters and work.
 
-Weights of products and convolutions are split by output or by input feature, so that features that one layer makes in
-shares are what the next one takes in shares (Krizhevsky, "One weird trick", 2014, for feature maps; Shoeybi et al.,
-"Megatron-LM", 2019, for pairs of columns and rows). What is split, and how, is found by comparing whole tapes: what the
-ranks send, what they compute, and what they hold. All ranks run the same steps; only shapes differ, where a dimension
-does not divide evenly. Every rank ends with the same bits wherever a value is whole.
+Weights of products and convolutions are split by output or by input feature, so that the next layer takes features in
+the same shares in which one layer makes them (Krizhevsky, "One weird trick", 2014, for feature maps; Shoeybi et al.,
+"Megatron-LM", 2019, for pairs of columns and rows). The splits are chosen by comparing whole tapes: the ranks' traffic,
+operations and memory. All ranks run the same steps; only shapes differ, where a dimension does not divide evenly. A
+whole value has the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from onebox.graph.shard.walk import ProgramSharder
 from onebox.wire import Operator, Program, SlotArgument, TensorSpec, specs_by_slot
 
 HELD = 4.0
-"""Default worth of a byte that a rank need not hold, in bytes that it sends: memory first. With it the convolutional
-nets of the tests are split from end to end; with 1 transformers are split in pairs of columns and rows alone, as in
-Megatron-LM, which sends about two thirds and holds a few hundredths more."""
+"""Default worth of a byte of memory saved on a rank, in bytes sent: memory first. With it the convolutional nets of the
+tests are split from end to end; with 1 transformers are split in pairs of columns and rows alone, as in Megatron-LM,
+which sends about two thirds and holds a few hundredths more."""
 
 FLOPS_PER_BYTE = 100.0
 """Default operations that a rank does while it sends a byte: 100 GFLOP/s behind a link of 1 GB/s."""
@@ -36,8 +36,8 @@ TRIALS = 100
 
 
 _STARTS = (0.25, 4.0)
-"""The search starts from the best of what looks cheapest operator by operator, at these multiples of the worth of a
-byte held too: what an operator saves by a split is seen at once, what later ones pay for it is not."""
+"""Multiples of the worth of a byte held at which the greedy initial split is computed, too: the saving of a split shows
+at its operator, its cost only at later ones."""
 
 
 class NamedTape(Protocol):
@@ -61,9 +61,9 @@ class AllReduce:
     """A collective: the sum of all ranks' ``source`` goes to ``target`` on each, the same bits on each.
 
     Args:
-        source: Slot; nobody reads it afterwards.
+        source: Slot; not read afterwards.
         target: Slot.
-        spec: What both hold.
+        spec: Spec of both.
     """
 
     source: int
@@ -73,14 +73,14 @@ class AllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather:
-    """A collective: all ranks' ``source``, one behind the other along a dimension, go to ``target`` on each.
+    """A collective: the concatenation of all ranks' ``source`` along a dimension goes to ``target`` on each.
 
     Args:
         source: Slot.
         target: Slot.
         dim: The dimension.
-        parts: What each rank has; sizes may differ along ``dim``.
-        spec: The whole.
+        parts: Spec of each rank's part; sizes may differ along ``dim``.
+        spec: Spec of the whole.
     """
 
     source: int
@@ -95,16 +95,16 @@ RankStep = Piece | AllReduce | AllGather
 
 @dataclass(frozen=True, kw_only=True)
 class RankTape:
-    """One tape as one rank runs it.
+    """One tape of one rank.
 
-    Slots are numbered over all steps of the tape; a :class:`Piece` says which of them its program's own inputs and
-    outputs are. Input ``i`` arrives in slot ``i``.
+    Slots are numbered over all steps of the tape; a :class:`Piece` maps them to its program's own inputs and outputs.
+    Input ``i`` arrives in slot ``i``.
 
     Args:
-        inputs: What each input is, ports as in the whole tape.
-        steps: What to run, in order; all ranks have the same kinds of steps in the same order.
+        inputs: Spec of each input, ports as in the whole tape.
+        steps: Programs and collectives in order; all ranks have the same kinds of steps in the same order.
         outputs: The slot of each output, ports as in the whole tape.
-        specs: What each output is.
+        specs: Spec of each output.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -118,15 +118,15 @@ class Sharded:
     """The tapes of a stage, shared by the ranks of a group.
 
     Args:
-        ranks: How many.
-        tapes: For each tape, in the order given, what each rank runs.
+        ranks: Number of ranks.
+        tapes: For each tape, in the order given, the tape of each rank.
         placements: Of each port of the tapes: parameters and their gradients, buffers and their updates, and values
             that one tape hands to another may be split; all others are whole.
-        wire_bytes: What one rank sends in a run of all tapes, rings assumed.
-        held_bytes: What the first rank, which has the most, holds of parameters and of values between tapes.
+        wire_bytes: Bytes that one rank sends in a run of all tapes, in rings.
+        held_bytes: Bytes of parameters and of values between tapes on the first rank, which has the most.
         whole_bytes: The same for one device alone.
-        work_share: The first rank's part of the operations of all products and convolutions; each rank's is one
-            over the number of ranks at best, and 1 where nothing is shared.
+        work_share: The first rank's part of the operations of all products and convolutions; each rank's is one over
+            the number of ranks at best, and 1 where nothing is shared.
     """
 
     ranks: int
@@ -152,24 +152,23 @@ def shard_tapes(
     """Share the tapes of a stage among ranks.
 
     A dimension is split if it has an element, or a head, for each rank; it need not divide evenly. Random operators
-    draw what one device alone would, as far as that depends on shapes, not on strides.
+    draw the numbers of a single device, as far as they depend on shapes, not on strides.
 
     Args:
-        tapes: In the order in which they run: forward, then backward or its halves. A port that one puts out and a
-            later one takes in stays within the stage and may be split.
+        tapes: In the order in which they run: forward, then backward or its halves. A port that is an output of one and
+            an input of a later one stays within the stage and may be split.
         ranks: At least two.
-        held: The worth of a byte less that a rank holds of parameters, gradients and values between tapes, in bytes
-            that it sends.
+        held: The worth of a byte of parameters, gradients or values between tapes saved on a rank, in bytes sent.
         flops_per_byte: Operations that a rank does while it sends a byte.
         minimum_bytes: Weights below this stay whole.
-        whole: Ports that must be whole though tapes of this stage alone seem to read them: other stages do too.
-        placements: Of parameters and buffers, where that is settled: those of the tapes for training, say, for the
-            tapes for evaluation. Other ports in it do not matter.
-        trials: How many times at most to split all tapes in another way and compare. The first way takes at each
-            operator what looks cheapest there.
+        whole: Ports that must be whole because other stages read them, too.
+        placements: Given placements of parameters and buffers: those of the training tapes for the evaluation tapes,
+            for example. Other ports are ignored.
+        trials: Maximum number of alternative splits of all tapes that are compared. The first one takes the cheapest
+            choice at each operator.
 
     Returns:
-        What each rank runs and holds.
+        The tapes and the placements of each rank.
 
     Raises:
         UsageError: There are fewer than two ranks, or a placement does not fit them or its tensor.
@@ -224,7 +223,7 @@ def _settled(tapes: Sequence[NamedTape], ranks: int, given: Mapping[Port, Placem
 
 
 def _between(tapes: Sequence[NamedTape]) -> frozenset[Port]:
-    """Return the ports of values that one tape puts out and a later one takes in."""
+    """Return the ports of values that are outputs of one tape and inputs of a later one."""
     found: set[Port] = set()
     made: set[Port] = set()
     for tape in tapes:
@@ -243,7 +242,7 @@ class _Trial:
 
 
 def _search(tapes: Sequence[NamedTape], group: ShardGroup, trials: int) -> _Trial:
-    """Improve one choice after the other, in the order in which they come up, until none of them gets better."""
+    """Improve one choice after the other, in the order in which they arise, until none gets better."""
     known = [analyze_program(tape.program) for tape in tapes]
     best = _try(tapes, known, group)
     for factor in _STARTS if trials else ():
@@ -279,9 +278,9 @@ def _held(tapes: Sequence[NamedTape], group: ShardGroup | None, carried: frozens
 
     Args:
         tapes: The tapes.
-        group: Which placements; ``None`` for one device.
+        group: The group with its placements; ``None`` for one device.
         carried: The values between tapes.
-        copies: How many times parameters count.
+        copies: Number of times that parameters count.
     """
     found: dict[Port, int] = {}
     for tape in tapes:
@@ -293,7 +292,7 @@ def _held(tapes: Sequence[NamedTape], group: ShardGroup | None, carried: frozens
 
 
 def _work_share(tapes: Sequence[NamedTape], walks: Sequence[ProgramSharder]) -> float:
-    """Return the part that the first rank has of what one device would compute; 1 where there are no products."""
+    """Return the first rank's part of the operations of one device; 1 without products."""
     alone = 0.0
     for tape in tapes:
         specs = specs_by_slot(tape.program)
@@ -304,7 +303,7 @@ def _work_share(tapes: Sequence[NamedTape], walks: Sequence[ProgramSharder]) -> 
 
 
 def _rank_tape(walk: ProgramSharder, rank: int) -> RankTape:
-    """Return what one rank runs: runs of operators between collectives are programs of their own."""
+    """Return the tape of one rank: operators between collectives are separate programs."""
     known = walk.spmd.locals
     steps = walk.spmd.needed(walk.outputs)
     operators: list[Operator] = []
@@ -335,7 +334,7 @@ def _rank_tape(walk: ProgramSharder, rank: int) -> RankTape:
 
 
 _COLLECTIVE = "collective"
-"""Stands for a collective while a tape is cut into pieces."""
+"""Placeholder of a collective while a tape is cut into pieces."""
 
 
 def _step(piece: Piece, collectives: Mapping[int, AllReduce | AllGather]) -> RankStep:

@@ -1,4 +1,4 @@
-"""Operators that are shared by other means than a letter of a rule.
+"""Operators that are split otherwise than along a letter of a rule.
 
 Splits and joins along a split dimension, normalisation of groups of channels, and dropout.
 """
@@ -12,9 +12,10 @@ from onebox.wire import DType, Many, Operator, OwnDevice, SlotArgument, Value, r
 
 
 def along_blocks(placing: PlacementState, operator: Operator) -> bool:
-    """Append an operator that takes a split dimension apart between blocks, or joins dimensions that are split alike.
+    """Append an operator that divides a split dimension between blocks, or joins dimensions that are split alike.
 
-    Queries, keys and values that are features of one tensor, split as three blocks, come apart without communication.
+    Queries, keys and values that are features of one tensor, split as three blocks, are separated without
+    communication.
 
     Returns:
         Whether this is such an operator.
@@ -29,7 +30,7 @@ def along_blocks(placing: PlacementState, operator: Operator) -> bool:
 
 
 def _split(placing: PlacementState, operator: Operator, native: Shard) -> bool:
-    """``(x, size or sizes, dim)``."""
+    """Append a split: ``(x, size or sizes, dim)``."""
     if _dim(placing, operator, 2) != native.dim:
         return False
     lengths = [0 if spec is None else spec.shape[native.dim] for spec in operator.specs]
@@ -48,7 +49,7 @@ def _split(placing: PlacementState, operator: Operator, native: Shard) -> bool:
 
 
 def _slice(placing: PlacementState, operator: Operator, native: Shard) -> bool:
-    """``(x, dim, start, end, step)``."""
+    """Append a slice: ``(x, dim, start, end, step)``."""
     if _dim(placing, operator, 1) != native.dim or len(operator.args) > 4:
         return False
     length = placing.specs[reads(operator)[0]].shape[native.dim]
@@ -66,7 +67,7 @@ def _slice(placing: PlacementState, operator: Operator, native: Shard) -> bool:
 
 
 def _bound(operator: Operator, position: int, length: int) -> int:
-    """Return where a slice starts or ends."""
+    """Return the start or the end of a slice."""
     value = operator.args[position] if position < len(operator.args) else None
     if not isinstance(value, int):
         return 0 if position == 2 else length
@@ -74,7 +75,7 @@ def _bound(operator: Operator, position: int, length: int) -> int:
 
 
 def _join(placing: PlacementState, operator: Operator, native: Shard) -> bool:
-    """``(tensors, dim)``: they are blocks of one dimension if each is split as the first is."""
+    """Append a concatenation ``(tensors, dim)``: blocks of one dimension if each is split as the first is."""
     slots = reads(operator)
     if _dim(placing, operator, 1) != native.dim:
         return False
@@ -137,7 +138,7 @@ def group_norm(placing: PlacementState, operator: Operator) -> bool:
     ``(x, weight, bias, samples, channels, pixels, groups, eps)`` to ``(y, mean, 1 / deviation)``.
 
     Returns:
-        Whether they have.
+        Whether every rank has whole groups.
     """
     shards = _groups(placing, operator, x=0, channels=4)
     if shards is None:
@@ -168,7 +169,7 @@ def group_norm_backward(placing: PlacementState, operator: Operator) -> bool:
 def _groups(
     placing: PlacementState, operator: Operator, *, x: int, channels: int
 ) -> tuple[Shard, Shard, Shard, dict[int, PerRank]] | None:
-    """Return the splits of x, of one number a channel and of one a group, and the counts of channels and groups."""
+    """Return the splits of x, of a tensor with one number a channel and of one with one a group, and both counts."""
     native = placing.native[reads(operator)[x]]
     every, groups = operator.args[channels], operator.args[channels + 2]
     assert isinstance(every, int)
@@ -193,4 +194,4 @@ SPECIAL = {
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
 }
-"""Which function shares which operator, if it can."""
+"""The special split function of each operator."""

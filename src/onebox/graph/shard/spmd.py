@@ -1,7 +1,7 @@
 """One tape for all ranks of a group: the same operators and collectives, with shapes that may differ by rank.
 
-Here a tape is put together step by step; what ranks hold is known by slot. Numbers of slots below those of the whole
-program are the program's own; copies that are placed otherwise get new ones.
+A tape is built step by step, with the ranks' specs of each slot. Slot numbers below the whole program's count are the
+program's own; copies with other placements get new ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from onebox.graph.shard.placements import Shard
 from onebox.wire import Many, MemoryFormat, Operator, SlotArgument, TensorSpec, Value
 
 Specs = tuple[TensorSpec, ...]
-"""What each rank holds in one slot."""
+"""The spec of each rank's part in one slot."""
 
 _PRODUCTS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
-"""Matrix products, and where their first matrix is."""
+"""Matrix products, and the index of their first matrix."""
 
 
 _VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default"})
@@ -35,7 +35,7 @@ SpmdArgument = Value | PerRank
 
 @dataclass(frozen=True)
 class LocalStep:
-    """An operator that every rank runs on what it holds."""
+    """An operator that every rank runs on its own parts."""
 
     name: str
     args: tuple[SpmdArgument, ...]
@@ -53,7 +53,7 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class ReduceStep:
-    """The sum of what all ranks hold in ``source`` goes to ``target`` on each."""
+    """The sum of all ranks' ``source`` goes to ``target`` on each."""
 
     source: int
     target: int
@@ -61,7 +61,7 @@ class ReduceStep:
 
 @dataclass(frozen=True)
 class GatherStep:
-    """What the ranks hold in ``source``, one behind the other along ``dim``, goes to ``target`` on each."""
+    """The concatenation of all ranks' ``source`` along ``dim`` goes to ``target`` on each."""
 
     source: int
     target: int
@@ -78,12 +78,12 @@ class Spmd:
     Args:
         ranks: Ranks of the group.
         slots: The next number of a slot.
-        locals: What each rank holds in each slot.
+        locals: The ranks' specs of each slot.
         steps: The tape.
-        wire_bytes: What one rank sends for its collectives, rings assumed.
+        wire_bytes: Bytes that one rank sends for its collectives, in rings.
         flops: Multiplications and additions of one rank's products.
-        relaid: Slots that may lie in memory otherwise than the whole program would have them: collectives put their
-            results in the order of the dimensions. Where a view is made of such, it is copied if need be.
+        relaid: Slots whose memory layout may differ from the whole program's: results of collectives are in the order
+            of the dimensions. Views of them are copied where necessary.
     """
 
     ranks: int
@@ -111,9 +111,9 @@ class Spmd:
         """Append an operator.
 
         Args:
-            name: Which.
+            name: Its name.
             args: Its arguments.
-            outs: For each output its slot and what each rank has of it.
+            outs: For each output its slot and the ranks' specs.
             reads: The slots that it reads.
             kwargs: More arguments.
             position: As in :class:`onebox.wire.Operator`.
@@ -142,12 +142,12 @@ class Spmd:
         """Append an all-gather; return the slot of the whole.
 
         Args:
-            source: What each rank has.
-            spec: The whole.
-            shard: How it is split.
+            source: The slot of the parts.
+            spec: Spec of the whole.
+            shard: The split.
         """
         dim = shard.dim
-        if shard.blocks > 1:  # rows of a block's share each, so that one gather along the rows makes blocks whole
+        if shard.blocks > 1:  # one gather along the rows of all blocks makes each block whole
             source = self._view(source, [_rows(s, dim, shard.blocks) for s in self.locals[source]])
             dim += 1
         target = self.new()
@@ -159,7 +159,7 @@ class Spmd:
         return target if shard.blocks == 1 else self._view(target, [spec] * self.ranks)
 
     def cut(self, source: int, spec: TensorSpec, shard: Shard, target: int) -> None:
-        """Append what makes each rank's own share, in memory of its own, out of the whole."""
+        """Append the operators that cut each rank's own share, in memory of its own, out of the whole."""
         dim = shard.dim
         if shard.blocks > 1:
             source = self._view(source, [_rows(spec, dim, shard.blocks)] * self.ranks)
@@ -197,11 +197,11 @@ class Spmd:
         return target
 
     def _first(self, slot: int) -> TensorSpec:
-        """Return what the first rank, which has the most, holds in a slot."""
+        """Return the spec of the first rank's part, the largest one, in a slot."""
         return self.locals[slot][0]
 
     def _may_be_relaid(self, name: str, reads: Sequence[int], kwargs: Mapping[str, Value]) -> bool:
-        """Tell whether what an operator makes lies as its arguments do, and one of them may lie otherwise."""
+        """Return whether an operator's output follows the layout of an argument that may differ from the program's."""
         if name in _PRODUCTS or kwargs.get("memory_format") == MemoryFormat("contiguous_format"):
             return False
         return not self.relaid.isdisjoint(reads)
@@ -216,7 +216,7 @@ def product_flops(
         name: The operator.
         args: Its arguments.
         outs: The slots of its outputs.
-        spec_of: Gives what a slot holds.
+        spec_of: Returns the spec of a slot.
     """
     if name in _PRODUCTS and outs[0] is not None:
         inner = spec_of(_slot(args[_PRODUCTS[name]])).shape[-1]
@@ -231,7 +231,7 @@ def product_flops(
 
 
 def _convolution(weight: TensorSpec, plane: TensorSpec) -> float:
-    """Each element of the weight meets each position of the output; of the input, if transposed."""
+    """Count two operations for each element of the weight at each position of the output, or transposed input."""
     return 2.0 * prod(weight.shape) * plane.shape[0] * prod(plane.shape[2:])
 
 
@@ -241,15 +241,15 @@ def _slot(value: SpmdArgument) -> int:
 
 
 def reduce_bytes(size: float, ranks: int) -> float:
-    """Return what each rank of a ring sends for an all-reduce (Patarasuk and Yuan, 2009)."""
+    """Return the bytes that each rank of a ring sends for an all-reduce (Patarasuk and Yuan, 2009)."""
     return 2.0 * size * (ranks - 1) / ranks
 
 
 def gather_bytes(size: float, ranks: int) -> float:
-    """Return what each rank of a ring sends for an all-gather of ``size`` bytes altogether."""
+    """Return the bytes that each rank of a ring sends for an all-gather of ``size`` bytes altogether."""
     return size * (ranks - 1) / ranks
 
 
 def _rows(spec: TensorSpec, dim: int, blocks: int) -> TensorSpec:
-    """Return a tensor with a dimension taken apart into blocks."""
+    """Return a tensor's spec with a dimension divided into blocks."""
     return TensorSpec(spec.dtype, (*spec.shape[:dim], blocks, spec.shape[dim] // blocks, *spec.shape[dim + 1 :]))

@@ -1,4 +1,4 @@
-"""What is where while a tape is split: the placements of its values, and how they are placed otherwise."""
+"""State of the split of a tape: the placements of its values, and changes of placement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from onebox.wire import Many, Operator, SlotArgument, TensorSpec, Value, reads
 
 
 class Choice(NamedTuple):
-    """How the ranks share one operator.
+    """The split of one operator.
 
     Args:
-        letter: The letter of its rule that they share; none: every rank computes the whole.
+        letter: The letter of its rule along which it is split; empty: every rank computes the whole.
         sizes: Elements of each rank, as in :class:`Shard`.
         blocks: Blocks, as in :class:`Shard`.
         scatter: Whether a sum of the ranks' terms is split along the output's features, rather than kept whole.
@@ -32,15 +32,15 @@ class Choice(NamedTuple):
 
 
 ChoiceKey = tuple[object, ...]
-"""What layers have in common that are split alike: the operator, its shapes and how its inputs are placed."""
+"""Key of layers that are split alike: the operator, its shapes and the placements of its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingObjective:
-    """What counts when ways to split are compared, all in bytes that one rank sends.
+    """Weights of the comparison of splits, all in bytes that one rank sends.
 
     Args:
-        held: The worth of one byte less of parameters, their gradients and saved values on a rank.
+        held: The worth of one byte of parameters, their gradients or saved values saved on a rank.
         flops_per_byte: Operations that a rank does while one byte travels.
         minimum_bytes: Weights below this stay whole.
     """
@@ -52,17 +52,17 @@ class ShardingObjective:
 
 @dataclass
 class ShardGroup:
-    """What the tapes of a stage share while they are split.
+    """State that the tapes of a stage share while they are split.
 
     Args:
         ranks: Ranks.
-        prices: See there.
-        choices: Choices that are made already; for others, what looks cheapest at the operator itself.
-        carried: Ports that one tape of the stage hands to another one, and nobody else reads.
-        settled: Placements of parameters and buffers that are given.
-        placements: Of every port that is decided.
-        met: Every choice that there was, with its alternatives.
-        taken: What was chosen.
+        prices: Weights of the comparison.
+        choices: Fixed choices; others are the cheapest at the operator itself.
+        carried: Ports that only pass values between tapes of the stage.
+        settled: Given placements of parameters and buffers.
+        placements: The placement of every decided port.
+        met: Every choice, with its alternatives.
+        taken: The chosen alternatives.
     """
 
     ranks: int
@@ -79,15 +79,15 @@ class ShardGroup:
         self.met, self.taken = {}, {}
 
     def others(self, key: ChoiceKey) -> list[Choice]:
-        """Return the alternatives to what was chosen."""
+        """Return the alternatives to the choice taken."""
         return [choice for choice in self.met[key] if choice != self.taken[key]]
 
     def with_choice(self, key: ChoiceKey, choice: Choice) -> ShardGroup:
-        """Return what a trial with one choice more starts from."""
+        """Return the initial state of a trial with one more fixed choice."""
         return replace(self, choices={**self.choices, key: choice})
 
     def final(self, port: Port) -> Placement:
-        """Return how a port is placed: gradients as their parameters, updates as their buffers."""
+        """Return the placement of a port: of gradients as their parameters, of updates as their buffers."""
         if port.kind == "gradient":
             port = Port("parameter", port.name)
         elif port.kind == "update":
@@ -96,13 +96,13 @@ class ShardGroup:
 
 
 class PlacementState(abc.ABC):
-    """The values of one tape, and the tape of all ranks that grows.
+    """The values of one tape, and the growing tape of all ranks.
 
     Args:
         tape: The tape.
         inputs: Ports of its inputs.
         outputs: Ports of its outputs.
-        group: Shared with the tapes before and behind.
+        group: State shared with the tapes before and after.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PlacementState(abc.ABC):
         self.goals = dict(self._wanted(outputs))
 
     def place(self, slot: int, placement: Placement) -> None:
-        """Note that a value is there, first of all so placed, in the slot of its own number."""
+        """Record the first placement of a value, in the slot of its own number."""
         self.native[slot] = placement
         self.versions[slot] = {placement: slot}
 
@@ -134,13 +134,13 @@ class PlacementState(abc.ABC):
         return slot
 
     def locals_of(self, spec: TensorSpec, placement: Placement) -> tuple[TensorSpec, ...]:
-        """Return what each rank holds of a value."""
+        """Return the spec of each rank's part of a value."""
         if not isinstance(placement, Shard):
             return (spec,) * self.group.ranks
         return tuple(local_spec(spec, placement, rank) for rank in range(self.group.ranks))
 
     def want(self, slot: int, placement: Placement) -> int:
-        """Return the local slot of a value that is placed so; place it so first if it is not."""
+        """Return the local slot of a value with a placement; append the conversion if necessary."""
         if self.native[slot] is None:
             self.settle(slot, placement)
         known = self.versions[slot]
@@ -157,7 +157,7 @@ class PlacementState(abc.ABC):
         return known[placement]
 
     def cost(self, slot: int, placement: Placement) -> float:
-        """Return what :meth:`want` would send."""
+        """Return the bytes that :meth:`want` would send."""
         native, known = self.native[slot], self.versions.get(slot, {})
         size = self.specs[slot].size_bytes
         if native is None or placement in known or REPLICATE in known:
@@ -165,7 +165,7 @@ class PlacementState(abc.ABC):
         return reduce_bytes(size, self.group.ranks) if native == PARTIAL else gather_bytes(size, self.group.ranks)
 
     def settle(self, slot: int, placement: Placement) -> None:
-        """Decide how a parameter or buffer (or a view of one) is placed: as its first reader wants it."""
+        """Decide the placement of a parameter or buffer (or a view of one): that of its first reader."""
         operator = self._deferred.pop(slot, None)
         if operator is None:
             port = self._ports[slot]
@@ -193,17 +193,17 @@ class PlacementState(abc.ABC):
         self.spmd.locals[slot] = self.locals_of(self.specs[slot], placement)
 
     def leave(self, slot: int, port: Port) -> int:
-        """Return the local slot of an output, placed as its port must be."""
+        """Return the local slot of an output, with the placement of its port."""
         if port in self.group.carried:
             native = self.native[slot]
             self.group.placements[port] = native if isinstance(native, Shard) else REPLICATE
         return self.want(slot, self.group.final(port))
 
     def _wanted(self, outputs: Sequence[Port]) -> Iterator[tuple[int, Shard]]:
-        """Give slots that should be split, because a gradient is a view of them and its parameter is split."""
+        """Yield slots that should be split because a gradient is a view of them and its parameter is split."""
         for output, port in zip(self.tape.program.outputs, outputs, strict=True):
             slot, placement = output, self.group.final(port)
-            while isinstance(placement, Shard):  # how a slot should be split for its view to be split right
+            while isinstance(placement, Shard):  # the split of a slot that makes the split of its view right
                 yield slot, placement
                 operator = self.tape.makers.get(slot)
                 if operator is None or operator.name not in FOLLOWS_WEIGHT:
@@ -212,7 +212,7 @@ class PlacementState(abc.ABC):
                 slot, placement = reads(operator)[0], before or REPLICATE
 
     def before(self, operator: Operator, shard: Shard) -> Shard | None:
-        """Return how the input of a view is split if its output is split so."""
+        """Return the split of a view's input for a split of its output."""
         before, after = self.specs[reads(operator)[0]].shape, operator.specs[0]
         assert after is not None
         if operator.name in RESHAPES:
@@ -220,12 +220,12 @@ class PlacementState(abc.ABC):
         return shard.at(order(operator, self.specs)[shard.dim]) if operator.name in MOVES else shard
 
     def sight(self, operator: Operator) -> AnalyzedOperator:
-        """Return what is known of an operator."""
+        """Return the properties of an operator."""
         return self.tape.sights.get(id(operator)) or analyze_operator(operator, self.specs)
 
     @abc.abstractmethod
     def operator(self, operator: Operator) -> None:
-        """Append one operator of the whole program, in whatever way it can be shared."""
+        """Append one operator of the whole program, split if possible."""
 
     def emit(
         self,
@@ -235,13 +235,13 @@ class PlacementState(abc.ABC):
         sizes: Mapping[int, int] | None = None,
         fixed: Mapping[int, PerRank] | None = None,
     ) -> None:
-        """Append an operator whose arguments are placed so and whose outputs then are.
+        """Append an operator with given placements of its arguments and outputs.
 
         Args:
             operator: As in the whole program.
             wanted: For each tensor that it reads, in order.
             made: For each output.
-            sizes: For arguments that are sizes, the output whose local shape they say.
+            sizes: For arguments that are sizes, the output whose local shape they are.
             fixed: Arguments that replace others.
         """
         local = [self.want(slot, p) for slot, p in zip(self.sight(operator).slots, wanted, strict=True)]

@@ -1,4 +1,4 @@
-"""The rules of ATen operators: which letters their dimensions have, as :mod:`onebox.graph.shard.rules` explains."""
+"""The rules of ATen operators: the letters of their dimensions, as explained in :mod:`onebox.graph.shard.rules`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onebox.wire import Many, Operator, SlotArgument, overload
 
 
 def rule_of(operator: Operator, specs: Specs) -> Rule | None:
-    """Return the rule of an operator, or ``None`` where only whole arguments will do.
+    """Return the rule of an operator, or ``None`` where its arguments must be whole.
 
     Args:
         operator: The operator.
-        specs: What each slot of its program holds.
+        specs: Specs of the program's slots.
     """
     found = _RULES.get(operator.name)
     if found is not None:
@@ -26,7 +26,7 @@ def rule_of(operator: Operator, specs: Specs) -> Rule | None:
 
 
 def _pointwise(operator: Operator, specs: Specs) -> Rule | None:
-    """Arguments are broadcast: their dimensions are aligned at the end, and those of one element are repeated."""
+    """Pointwise with broadcasting: dimensions are aligned at the end, and those of one element are repeated."""
     made = operator.specs[0]
     if made is None or any(isinstance(value, Many) for value in operator.args):
         return None
@@ -52,7 +52,7 @@ def _without(letters: str, dims: Sequence[int]) -> str:
 
 
 def _along(*inputs: int, dims: int, outputs: int = 1) -> Callable[[Operator, Specs], Rule]:
-    """All tensors have one shape; the dimensions that argument ``dims`` names stay whole."""
+    """Tensors of one shape; the dimensions that argument ``dims`` names stay whole."""
 
     def rule(operator: Operator, specs: Specs) -> Rule:
         letters = LETTERS[: len(shape(operator, inputs[0], specs))]
@@ -63,7 +63,7 @@ def _along(*inputs: int, dims: int, outputs: int = 1) -> Callable[[Operator, Spe
 
 
 def _reduce(sums: bool) -> Callable[[Operator, Specs], Rule]:
-    """``(x, dims, keepdim)``; without dimensions, all."""
+    """Reduction ``(x, dims, keepdim)``; over all dimensions without ``dims``."""
 
     def rule(operator: Operator, specs: Specs) -> Rule:
         letters = LETTERS[: len(shape(operator, 0, specs))]
@@ -79,7 +79,7 @@ def _reduce(sums: bool) -> Callable[[Operator, Specs], Rule]:
 
 
 def _product(left: str, right: str, out: str, *, bias: bool = False) -> Callable[[Operator, Specs], Rule]:
-    """A matrix product, with a bias before it or without; ``k`` is what it sums over."""
+    """Matrix product, with a bias before it or without; ``k`` is the dimension of the sum."""
 
     def rule(operator: Operator, specs: Specs) -> Rule:
         made = Output(out, "k")
@@ -95,7 +95,10 @@ def _product(left: str, right: str, out: str, *, bias: bool = False) -> Callable
 
 
 def _convolution(operator: Operator, specs: Specs) -> Rule | None:
-    """``(x, weight, bias, stride, padding, dilation, transposed, output padding, groups)``; i, o: channels in, out."""
+    """Convolution.
+
+    ``(x, weight, bias, stride, padding, dilation, transposed, output padding, groups)``; i, o: channels in, out.
+    """
     x, weight = shape(operator, 0, specs), shape(operator, 1, specs)
     rest = WHOLE * (len(x) - 2)
     if operator.args[8] != 1:
@@ -108,12 +111,15 @@ def _convolution(operator: Operator, specs: Specs) -> Rule | None:
 
 
 def _depthwise(operator: Operator, x: Sequence[int], weight: Sequence[int], transposed: int) -> bool:
-    """Tell whether a convolution is of each channel by itself."""
+    """Return whether a convolution treats each channel separately."""
     return operator.args[transposed + 2] == x[1] == weight[0] and weight[1] == 1 and not operator.args[transposed]
 
 
 def _convolution_backward(operator: Operator, specs: Specs) -> Rule | None:
-    """``(gradient, x, weight, bias sizes, stride, …, transposed, …, groups, mask)`` to gradients of x, weight, bias."""
+    """Gradient of a convolution.
+
+    ``(gradient, x, weight, bias sizes, stride, …, transposed, …, groups, mask)`` to gradients of x, weight, bias.
+    """
     x, weight = shape(operator, 1, specs), shape(operator, 2, specs)
     rest = WHOLE * (len(x) - 2)
     sizes = {3: 2} if operator.outs[2] is not None else {}
@@ -128,14 +134,17 @@ def _convolution_backward(operator: Operator, specs: Specs) -> Rule | None:
 
 
 def _batch_norm(operator: Operator, specs: Specs) -> Rule:
-    """``(x, weight, bias, mean, variance, …)`` to ``(y, …)``, all others one number a channel."""
+    """Batch norm: ``(x, weight, bias, mean, variance, …)`` to ``(y, …)``, all others one number a channel."""
     x = WHOLE + "c" + WHOLE * (len(shape(operator, 0, specs)) - 2)
     outputs = [Output(x), *(Output("c" if spec and spec.shape[0] else WHOLE) for spec in operator.specs[1:])]
     return Rule({0: x, 1: "c", 2: "c", 3: "c", 4: "c"}, outputs)
 
 
 def _batch_norm_backward(operator: Operator, specs: Specs) -> Rule:
-    """``(gradient, x, weight, running mean, running variance, mean, 1 / deviation, …)`` to three gradients."""
+    """Gradient of batch norm.
+
+    ``(gradient, x, weight, running mean, running variance, mean, 1 / deviation, …)`` to three gradients.
+    """
     x = WHOLE + "c" + WHOLE * (len(shape(operator, 0, specs)) - 2)
     inputs: dict[int | str, str] = {0: x, 1: x}
     for number in range(2, 7):
@@ -146,27 +155,30 @@ def _batch_norm_backward(operator: Operator, specs: Specs) -> Rule:
 
 
 def _layer_norm(operator: Operator, specs: Specs) -> Rule:
-    """``(x, normalised shape, weight, bias, …)`` to ``(y, mean, 1 / deviation)``."""
+    """Layer norm: ``(x, normalised shape, weight, bias, …)`` to ``(y, mean, 1 / deviation)``."""
     x, own = _leading(operator, 0, 1, specs)
     inner = WHOLE * own
     return Rule({0: x, 2: inner, 3: inner}, [Output(x), Output(x), Output(x)])
 
 
 def _layer_norm_backward(operator: Operator, specs: Specs) -> Rule:
-    """``(gradient, x, normalised shape, mean, 1 / deviation, weight, bias, mask)`` to three gradients."""
+    """Gradient of layer norm.
+
+    ``(gradient, x, normalised shape, mean, 1 / deviation, weight, bias, mask)`` to three gradients.
+    """
     x, own = _leading(operator, 0, 2, specs)
     inner, sums = WHOLE * own, x.replace(WHOLE, "")
     return Rule({0: x, 1: x, 3: x, 4: x, 5: inner, 6: inner}, [Output(x), Output(inner, sums), Output(inner, sums)])
 
 
 def _leading(operator: Operator, x: int, normalised: int, specs: Specs) -> tuple[str, int]:
-    """Return letters for the dimensions before the normalised ones, and how many those are."""
+    """Return the letters of the dimensions before the normalised ones, and their number."""
     rank, own = len(shape(operator, x, specs)), len(numbers(operator, normalised))
     return LETTERS[: rank - own] + WHOLE * own, own
 
 
 def _planes(*inputs: int, outputs: int = 1, spatial: int = 2, sizes: int | None = None) -> Callable[..., Rule]:
-    """Each plane (the last ``spatial`` dimensions) is computed by itself; argument ``sizes`` is the output's shape."""
+    """Separate planes (the last ``spatial`` dimensions); argument ``sizes`` is the output's shape."""
 
     def rule(operator: Operator, specs: Specs) -> Rule:
         rank = len(shape(operator, inputs[0], specs))
@@ -178,7 +190,7 @@ def _planes(*inputs: int, outputs: int = 1, spatial: int = 2, sizes: int | None 
 
 
 def _pad(operator: Operator, specs: Specs) -> Rule:
-    """``(x, padding)``: two numbers for each padded dimension, the last dimension first."""
+    """Padding ``(x, padding)``: two numbers for each padded dimension, the last dimension first."""
     letters = LETTERS[: len(shape(operator, 0, specs))]
     padded = range(-1, -1 - len(numbers(operator, 1)) // 2, -1)
     letters = _without(letters, list(padded))
@@ -186,19 +198,19 @@ def _pad(operator: Operator, specs: Specs) -> Rule:
 
 
 def _embedding(operator: Operator, specs: Specs) -> Rule:
-    """``(weight, indices)``: rows of the weight."""
+    """Embedding ``(weight, indices)``: rows of the weight."""
     index = LETTERS[: len(shape(operator, 1, specs))]
     return Rule({0: "-z", 1: index}, [Output(index + "z")])
 
 
 def _embedding_backward(operator: Operator, specs: Specs) -> Rule:
-    """``(gradient, indices, …)`` to the gradient of the weight."""
+    """Gradient of an embedding: ``(gradient, indices, …)`` to the gradient of the weight."""
     index = LETTERS[: len(shape(operator, 1, specs))]
     return Rule({0: index + "z", 1: index}, [Output("-z", index)])
 
 
 def _expand(operator: Operator, specs: Specs) -> Rule:
-    """``(x, sizes)``: dimensions of one element are repeated, others are put before."""
+    """Expansion ``(x, sizes)``: dimensions of one element are repeated, others are put before."""
     made = operator.specs[0]
     assert made is not None
     x = shape(operator, 0, specs)
@@ -207,7 +219,7 @@ def _expand(operator: Operator, specs: Specs) -> Rule:
 
 
 def _select(operator: Operator, specs: Specs) -> Rule:
-    """``(x, dim, …)`` to one or several tensors without that dimension."""
+    """Selection: ``(x, dim, …)`` to one or several tensors without that dimension."""
     letters = LETTERS[: len(shape(operator, 0, specs))]
     dim = (numbers(operator, 1) or [0])[0] % len(letters)
     left = letters[:dim] + letters[dim + 1 :]
@@ -215,13 +227,13 @@ def _select(operator: Operator, specs: Specs) -> Rule:
 
 
 def _split(operator: Operator, specs: Specs) -> Rule:
-    """``(x, sizes, dim)`` to several tensors that are behind each other along a dimension."""
+    """Split: ``(x, sizes, dim)`` to several tensors that are consecutive along a dimension."""
     letters = _without(LETTERS[: len(shape(operator, 0, specs))], numbers(operator, 2) or [0])
     return Rule({0: letters}, [Output(letters)] * len(operator.outs))
 
 
 def _select_backward(operator: Operator, specs: Specs) -> Rule:
-    """``(gradient, sizes, dim, index)``."""
+    """Gradient of a selection: ``(gradient, sizes, dim, index)``."""
     rank = len(shape(operator, 0, specs)) + 1
     dim = numbers(operator, 2)[0] % rank
     letters = LETTERS[:rank]
@@ -230,13 +242,13 @@ def _select_backward(operator: Operator, specs: Specs) -> Rule:
 
 
 def _slice_backward(operator: Operator, specs: Specs) -> Rule:
-    """``(gradient, sizes, dim, start, end, step)``."""
+    """Gradient of a slice: ``(gradient, sizes, dim, start, end, step)``."""
     letters = _without(LETTERS[: len(shape(operator, 0, specs))], numbers(operator, 2))
     return Rule({0: letters}, [Output(letters)], {1: 0})
 
 
 def _several(*, new: bool) -> Callable[[Operator, Specs], Rule | None]:
-    """``(tensors, dim)``: along an old dimension (cat) or a new one (stack)."""
+    """Concatenation ``(tensors, dim)``: along an old dimension (cat) or a new one (stack)."""
 
     def rule(operator: Operator, specs: Specs) -> Rule | None:
         value, made = operator.args[0], operator.specs[0]
@@ -253,7 +265,7 @@ def _several(*, new: bool) -> Callable[[Operator, Specs], Rule | None]:
 
 
 def _attention(*, backward: bool) -> Callable[[Operator, Specs], Rule | None]:
-    """Fused attention of each head by itself, if it draws no random numbers.
+    """Fused attention, which treats heads separately, if it draws no random numbers.
 
     ``(query, key, value, dropout, causal)`` to ``(out, logsumexp)``, or with the gradient before and both outputs
     behind the value, to three gradients.
@@ -286,7 +298,7 @@ _POINTWISE = frozenset(
         "softplus_backward", "hardsigmoid_backward", "logit_backward", "zeros_like", "ones_like", "full_like",
     )
 )  # fmt: skip
-"""Element-wise operators that PyTorch does not tag so."""
+"""Element-wise operators without PyTorch's pointwise tag."""
 
 _SOFTMAX = _along(0, dims=1)
 _SOFTMAX_BACKWARD = _along(0, 1, dims=2)

@@ -1,4 +1,4 @@
-"""Splitting one tape: operator by operator, the ranks share what they can, and every value gets a placement."""
+"""Splitting of one tape, operator by operator: each operator is split if possible, each value gets a placement."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from onebox.wire import Many, Operator, SlotArgument, TensorSpec, Value, reads
 
 
 class ProgramSharder(PlacementState):
-    """Splits one tape.
+    """The split of one tape.
 
     Args:
         tape: The tape.
         inputs: Ports of its inputs.
         outputs: Ports of its outputs.
-        group: Shared with the tapes before and behind.
+        group: State shared with the tapes before and after.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProgramSharder(PlacementState):
                 self.settle(slot, REPLICATE)
 
     def operator(self, operator: Operator) -> None:
-        """Append one operator of the whole program, in whatever way it can be shared."""
+        """Append one operator of the whole program, split if possible."""
         sight = self.sight(operator)
         natives = [self.native[slot] for slot in sight.slots]
         if operator.name in FOLLOWS_WEIGHT and natives == [None]:
@@ -66,7 +66,7 @@ class ProgramSharder(PlacementState):
             self._share(sight, sight.rule)
 
     def _keeps_terms(self, sight: AnalyzedOperator, natives: Sequence[Placement | None]) -> bool:
-        """Tell whether an operator can work on terms of a sum that nobody else reads."""
+        """Return whether an operator can work on terms of a sum that have no other readers."""
         operator, slots = sight.operator, sight.slots
         if not natives or any(native != PARTIAL for native in natives) or any(self.uses[slot] > 1 for slot in slots):
             return False
@@ -87,7 +87,7 @@ class ProgramSharder(PlacementState):
             self.emit(operator, [native], [placed], {1: 0} if operator.name in SAME_SIZES else {})
 
     def _whole(self, sight: AnalyzedOperator) -> None:
-        """Every rank runs it on whole arguments; of an argument that only names a type, any part will do."""
+        """Append an operator on whole arguments; of an argument that only determines a type, any part will do."""
         operator, slots = sight.operator, sight.slots
         if operator.name.startswith("aten.new_") and self.native[slots[0]] is not None:
             wanted = [self.native[slot] or REPLICATE for slot in slots]
@@ -96,7 +96,7 @@ class ProgramSharder(PlacementState):
         self.emit(operator, wanted, [REPLICATE] * len(operator.outs))
 
     def _share(self, sight: AnalyzedOperator, rule: Rule) -> None:
-        """Choose a letter of a rule that the ranks share, and append what that takes."""
+        """Choose a letter of a rule to split along, and append the operator with its collectives."""
         layer = any(self._is_weight(sight.operator, position) for position in rule.factors)
         choices = self._choices(sight, rule)
         best = min(choices, key=lambda choice: self._price(sight, rule, choice, layer)) if choices[1:] else choices[0]
@@ -114,7 +114,7 @@ class ProgramSharder(PlacementState):
             self._apply(sight, rule, best)
 
     def _choices(self, sight: AnalyzedOperator, rule: Rule) -> list[Choice]:
-        """Return how the ranks can share an operator, the whole on each first."""
+        """Return the possible splits of an operator, the unsplit one first."""
         operator = sight.operator
         found = [Choice()]
         for slot, names in zip(sight.slots, sight.letters, strict=True):
@@ -131,7 +131,7 @@ class ProgramSharder(PlacementState):
         return [choice for choice in dict.fromkeys(found) if self._fits(sight, rule, choice)]
 
     def _layer_choices(self, operator: Operator, rule: Rule, position: int, given: Sequence[Choice]) -> list[Choice]:
-        """Return ways to split a weight that is still to be placed, those of its product that are given among them."""
+        """Return the possible splits of a weight without a placement, including the given ones of its product."""
         slot = slot_of(operator, position)
         if self.specs[slot].size_bytes < self.group.prices.minimum_bytes:
             self.settle(slot, REPLICATE)
@@ -143,7 +143,7 @@ class ProgramSharder(PlacementState):
         return found + [choice._replace(scatter=True) for choice in terms]
 
     def _fits(self, sight: AnalyzedOperator, rule: Rule, choice: Choice) -> bool:
-        """Tell whether all dimensions of a letter can be split so."""
+        """Return whether all dimensions of a letter can be split in this way."""
         if not choice.letter:
             return True
         if choice.letter == WHOLE or (sight.operator.kwargs and rule.factors and choice.letter in rule.outputs[0].sums):
@@ -156,7 +156,7 @@ class ProgramSharder(PlacementState):
         return sizes == {choice.blocks * sum(choice.sizes)}
 
     def _splits(self, size: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return ways to split features that the views of the program suggest: heads stay whole, packed parts apart."""
+        """Return splits of features that the views of the program suggest: whole heads, separate packed parts."""
         found: dict[tuple[tuple[int, ...], int], None] = {}
         for run in sorted({size} | set(self.tape.cuts.get(size, ())), reverse=True):
             for unit in sorted({1} | set(self.tape.cuts.get(run, ()))):
@@ -170,7 +170,7 @@ class ProgramSharder(PlacementState):
         return isinstance(value, SlotArgument) and self.native[value.index] is None
 
     def _price(self, sight: AnalyzedOperator, rule: Rule, choice: Choice, layer: bool) -> float:
-        """Estimate what a choice costs at this operator; of a layer, what is held counts too."""
+        """Estimate the cost of a choice at this operator; for a layer including its memory."""
         ranks, prices, letter = self.group.ranks, self.group.prices, choice.letter or "none"
         share = 1.0 / ranks if choice.letter else 1.0
         total = share * sight.flops / prices.flops_per_byte
@@ -200,7 +200,7 @@ class ProgramSharder(PlacementState):
             self._scatter(sight.operator)
 
     def _scatter(self, operator: Operator) -> None:
-        """Keep of a sum just completed each rank's features: the last dimension of a matrix, channels of an image."""
+        """Keep of a completed sum only each rank's features: the last dimension of a matrix, channels of an image."""
         slot = operator.outs[0]
         assert slot is not None
         dim = 1 if operator.name == "aten.convolution.default" else len(self.specs[slot].shape) - 1

@@ -1,8 +1,8 @@
-"""How the training graph changes buffers (running statistics, counters), so that replicas can share the work exactly.
+"""Changes of buffers (running statistics, counters) in the training graph, so that replicas share the work exactly.
 
 Micro-batches update a buffer one after the other. Replicas that each run some of the micro-batches still end with the
 buffer of a single process when the update is affine in the buffer itself, ``new = decay * old + data``, with a constant
-decay: K updates give ``decay**K * old`` plus the data of each, decayed by how many came after it.
+decay: K updates give ``decay**K * old`` plus the data of each, decayed once for each later update.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class BufferUpdate:
-    """How one buffer changes with a micro-batch.
+    """The change of one buffer with a micro-batch.
 
     Args:
         name: The buffer.
-        kind: ``constant``: from its old value alone; ``affine``: ``decay * old`` plus something that depends on the
-            data; ``general``: anything else, or the loss reads the buffer.
+        kind: ``constant``: from its old value alone; ``affine``: ``decay * old`` plus a term that depends on the data;
+            ``general``: anything else, or the loss reads the buffer.
         decay: With ``affine``, the factor.
     """
 
@@ -62,7 +62,7 @@ def buffer_updates(joint: Joint) -> dict[str, BufferUpdate]:
 
 
 def _averages(dtype: torch.dtype) -> bool:
-    """Tell whether a type holds means."""
+    """Return whether a type can hold means."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -71,7 +71,7 @@ BufferReads = Mapping[fx.Node, frozenset[fx.Node]]
 
 
 def _buffers_read(graph: fx.Graph, buffers: frozenset[fx.Node]) -> BufferReads:
-    """Return which buffers each value depends on, knowing what training-mode batch norm reads."""
+    """Return the buffers that each value depends on, with the exact reads of training-mode batch norm."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         own = frozenset({node}) & buffers
@@ -88,7 +88,7 @@ def _arguments_read(node: fx.Node) -> list[fx.Node]:
 
 
 def _depends_only_on(node: fx.Node, source: fx.Node) -> bool:
-    """Tell whether a value depends on one graph input and nothing else, not on chance either."""
+    """Return whether a value depends on one graph input and on nothing else, random numbers included."""
     seen: set[fx.Node] = set()
     stack = [resolve(node)]
     while stack:
@@ -103,12 +103,12 @@ def _depends_only_on(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_batch_norm(node: fx.Node) -> bool:
-    """Tell whether a node is batch norm with batch statistics: (x, weight, bias, mean, var, True, momentum, eps)."""
+    """Return whether a node is batch norm with batch statistics: (x, weight, bias, mean, var, True, momentum, eps)."""
     return node.target is _aten._native_batch_norm_legit_functional.default and node.args[5] is True
 
 
 def _batch_norm_reads(node: fx.Node, output: int) -> list[fx.Node]:
-    """Return what one output of training-mode batch norm depends on: only 3 and 4 read the running statistics."""
+    """Return the inputs of one output of training-mode batch norm: only 3 and 4 read the running statistics."""
     skipped = {3: {4}, 4: {3}}.get(output, {3, 4})
     wanted = [argument for position, argument in enumerate(node.args) if position not in skipped]
     return [resolve(argument) for argument in wanted if isinstance(argument, fx.Node)]
@@ -135,7 +135,7 @@ def _decay(node: fx.Node, source: fx.Node, reads: BufferReads) -> float | None:
 
 
 def _linear(node: fx.Node) -> list[tuple[fx.Node, float]] | None:
-    """Return the values that a node adds up and their constant factors, or ``None`` if it does something else."""
+    """Return the values that a node adds up and their constant factors, or ``None`` for another operation."""
     first, second = (*node.args, None, None)[:2]
     if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and set(node.kwargs) <= {"alpha"}:
         sign = 1.0 if node.target is _aten.add.Tensor else -1.0

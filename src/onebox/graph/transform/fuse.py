@@ -1,11 +1,11 @@
-"""Fusing: activations that a model writes out become the one operator that computes them.
+"""Fusion: activations that a model writes out become single operators.
 
 Written out, GELU takes eight passes over memory, which keep four tensors for backward; as one operator it takes one
-pass and keeps its input. Which function a chain of pointwise operators computes is found by computing it: whatever the
-order in which it is written, it is GELU if it has GELU's values. Results differ by rounding, so it is done on request.
+pass and keeps its input. The function of a chain of pointwise operators is identified by its values: in whatever order
+it is written, it is GELU if it has GELU's values. Results differ by rounding, so it is done on request.
 
 The gradient of a chain, which autograd has written out as well, becomes the gradient of the operator: it is the same
-function if it has the same values. Everything else is ATen's to compute, operator by operator: workers do not compile.
+function if it has the same values. Everything else runs operator by operator: workers do not compile.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ _POINTWISE_GRADIENT = _POINTWISE | {_aten.tanh_backward.default, _aten.sigmoid_b
 """Operators that their gradients are written with."""
 
 _LAST = frozenset({_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar})
-"""Those with which they end."""
+"""Last operators of such chains."""
 
 _MOST = 14
-"""So many operators one is written with, at most."""
+"""Maximum number of operators in a chain."""
 
 _GRID = torch.linspace(-8, 8, 129, dtype=torch.float64)
 _FACTOR = torch.linspace(0.5, 2, 129, dtype=torch.float64)
-"""A gradient of some values."""
+"""The gradients at some values."""
 
 _AGREE = 1e-10
-"""By how much values may differ: constants are written with ten digits, as a rule."""
+"""Tolerance of values: constants are usually written with ten digits."""
 
 _KNOWN: tuple[tuple[Any, Mapping[str, Any], Tensor], ...] = (
     (_aten.gelu.default, {"approximate": "tanh"}, functional.gelu(_GRID, approximate="tanh")),
     (_aten.gelu.default, {}, functional.gelu(_GRID)),
     (_aten.silu.default, {}, functional.silu(_GRID)),
 )
-"""Operators, with their values."""
+"""Activations, with their values."""
 
 _BACKWARD = {_aten.gelu.default: _aten.gelu_backward.default, _aten.silu.default: _aten.silu_backward.default}
-"""Their gradients, which are functions of (gradient, source)."""
+"""Their gradients, functions of (gradient, source)."""
 
 
 def fused(joint: Joint) -> Joint:
-    """Return a graph in which operators compute the activations that are written out, and their gradients.
+    """Return a graph in which written-out activations, and their gradients, are single operators.
 
     Args:
-        joint: The graph, with or without gradients; it stays as it is.
+        joint: The graph, with or without gradients; it is not changed.
     """
     made = joint.copied()
     for node in reversed(list(made.graph.nodes)):
@@ -85,12 +85,12 @@ def fused(joint: Joint) -> Joint:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Tell whether a node computes gradients."""
+    """Return whether a node computes gradients."""
     return bool(node.meta.get("autograd_backward"))
 
 
 def _replace(graph: fx.Graph, node: fx.Node, found: _Found) -> None:
-    """Let an operator compute an activation, if its gradient can be the operator's, too."""
+    """Replace an activation by its operator, if its gradient can be the operator's, too."""
     gradient = _gradient(node, found)
     if gradient is None and any(map(is_backward, _readers(found.chain))):
         return
@@ -104,7 +104,7 @@ def _replace(graph: fx.Graph, node: fx.Node, found: _Found) -> None:
 
 
 def _replace_gradient(graph: fx.Graph, found: _Found, gradient: _Gradient) -> None:
-    """Let the operator's gradient take the place of all that a chain adds to the gradient of its source."""
+    """Replace a chain's part of the gradient of its source by the operator's gradient."""
     first, *others = gradient.parts
     with graph.inserting_before(first):
         made = graph.call_function(_BACKWARD[found.target], (gradient.given, found.source), dict(found.options))
@@ -119,7 +119,7 @@ def _replace_gradient(graph: fx.Graph, found: _Found, gradient: _Gradient) -> No
 
 
 def _readers(chain: Collection[fx.Node]) -> set[fx.Node]:
-    """Return who reads values within a chain, its last one left out."""
+    """Return the readers of values within a chain, except of its last one."""
     *within, _ = chain
     return {user for node in within for user in node.users if user not in set(chain)}
 
@@ -128,7 +128,7 @@ class _Found(NamedTuple):
     """An activation.
 
     Args:
-        source: Of which value.
+        source: Its input.
         target: The operator that computes it.
         options: Its options.
         chain: The nodes that it is written with, in order.
@@ -145,8 +145,8 @@ class _Gradient(NamedTuple):
 
     Args:
         given: The gradient of its end.
-        nodes: What is computed for it alone, in order.
-        parts: Those of them whose sum is what the chain adds to the gradient of its source.
+        nodes: The nodes computed for it alone, in order.
+        parts: Those of them whose sum is the chain's part of the gradient of its source.
     """
 
     given: fx.Node
@@ -155,7 +155,7 @@ class _Gradient(NamedTuple):
 
 
 def _gradient(node: fx.Node, found: _Found) -> _Gradient | None:
-    """Return the gradient of a chain; nothing where something else has a part in it."""
+    """Return the gradient of a chain; ``None`` where other nodes contribute to it."""
     numbers = {one.meta.get("seq_nr") for one in found.chain}
     kept = [user for one in found.chain for user in one.users if user.target is _aten.detach.default]
     own = {found.source, *found.chain, *kept}
@@ -185,19 +185,19 @@ def _gradient(node: fx.Node, found: _Found) -> _Gradient | None:
 
 
 def _accumulates(node: fx.Node) -> bool:
-    """Tell whether a node adds two gradients of one value."""
+    """Return whether a node adds two gradients of one value."""
     return node.target is _aten.add.Tensor and len(node.all_input_nodes) == len(node.args) == 2 and not node.kwargs
 
 
 def _after(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes behind a node, in the order of the graph."""
+    """Yield the nodes after a node, in the order of the graph."""
     while node.next.op != "root":
         node = node.next
         yield node
 
 
 def _activation(node: fx.Node) -> _Found | None:
-    """Return of what a node is an activation, and of which kind."""
+    """Return the activation that a node computes, or ``None``."""
     if node.target not in _LAST or not node.users:
         return None
     for source in _sources(node):
@@ -212,7 +212,7 @@ def _activation(node: fx.Node) -> _Found | None:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a node may be an activation of: all that it depends on by pointwise operators, the nearest first."""
+    """Yield the possible inputs of a node as an activation: its pointwise dependencies, the nearest first."""
     seen: dict[fx.Node, None] = {node: None}
     for one in (queue := [node]):
         if one is not node:
@@ -223,7 +223,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _between(source: fx.Node, node: fx.Node) -> list[fx.Node] | None:
-    """Return the pointwise operators from one node to another, in order; nothing where others have a part in it."""
+    """Return the pointwise operators from one node to another, in order; ``None`` where other nodes contribute."""
     found: dict[fx.Node, None] = {}
 
     def visit(one: fx.Node) -> bool:
@@ -255,7 +255,7 @@ def _values(given: Mapping[fx.Node, Tensor], chain: Iterable[fx.Node]) -> dict[f
 
 
 def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Take out the nodes of some that nobody reads any more.
+    """Erase those of some nodes that have no readers left.
 
     Args:
         graph: The graph.

@@ -1,8 +1,8 @@
-"""Backward in halves: operators that give the gradients of inputs and of parameters at once become two.
+"""Backward in halves: operators that give the gradients of inputs and of parameters at once are split in two.
 
-So that the gradient of the inputs, which other stages wait for, does not wait for that of the parameters (zero-bubble
-schedules, arXiv 2401.10241). Convolutions are such operators; products of matrices come as two already. Norms give both
-in one pass over the data, and stay whole.
+So the gradient of the inputs, which other stages wait for, does not wait for that of the parameters (zero-bubble
+schedules, arXiv 2401.10241). Convolutions are such operators; matrix products come as two already. Norms give both in
+one pass over the data, and stay whole.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import fx
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _MASK = 10
-"""Place of ``output_mask`` among the arguments: which of the gradients of input, weight and bias are wanted."""
+"""Index of ``output_mask`` among the arguments: the wanted gradients out of input, weight and bias."""
 
 
 def split_backward_convolutions(graph: fx.Graph) -> None:
-    """Let one call of a convolution's backward give the gradient of its input, and another those of its parameters."""
+    """Split each backward of a convolution into one call for its input's gradient, and one for its parameters'."""
     for node in list(graph.find_nodes(op="call_function", target=_CONVOLUTION)):
         mask: list[bool] = list(node.args[_MASK])
         if not mask[0] or not any(mask[1:]):

@@ -1,13 +1,13 @@
-"""Precision: a graph whose products are computed in bfloat16 in some of its stages, and everything else in float32.
+"""Mixed precision: a graph whose products are in bfloat16 in some of its stages, and everything else in float32.
 
-In such a stage products of matrices and convolutions, forward and backward, read bfloat16 and make bfloat16, summing in
-float32 as the libraries do; what they make is widened for whatever else reads it. A value is rounded once in a stage,
-however many products read it or views of it. A parameter is an input in bfloat16 of its own, which is made of it once a
-step. Batch norms of what products have made read and make bfloat16, too: they compute in float32, with weights and
-statistics of float32. Operators that only choose among elements (relu, max pooling, concatenation and their gradients)
-commute with widening: they are computed in bfloat16 where all that they read has been widened, to the same bits.
+In such a stage matrix products and convolutions, forward and backward, read and make bfloat16, summing in float32 as
+the libraries do; their outputs are widened for all other readers. A value is rounded once in a stage, however many
+products read it or views of it. A parameter in bfloat16 is an input of its own, made of the parameter once a step.
+Batch norms of products' outputs read and make bfloat16, too: they compute in float32, with weights and statistics of
+float32. Operators that only choose among elements (relu, max pooling, concatenation and their gradients) commute with
+widening: they are computed in bfloat16 where all their inputs have been widened, to the same bits.
 
-Widening is exact, so phases make widened values again, as they do with views: what is kept or travels is the bfloat16.
+Widening is exact, so phases recompute widened values, as they do views: the bfloat16 value is kept or sent.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _NORMS: Mapping[Any, tuple[int, ...]] = {
     _aten._native_batch_norm_legit_no_training.default: (0,),
     _aten.native_batch_norm_backward.default: (1, 0),
 }
-"""Batch norms: the places of the arguments that are rounded, where the first of them has been widened."""
+"""Batch norms, with the indices of the arguments that are rounded where the first of them has been widened."""
 
 
 def _backward_of_apart(node: fx.Node) -> bool:
-    """Tell whether the windows of a max pooling do not overlap, so that its gradient sums nothing."""
+    """Return whether the windows of a max pooling do not overlap, so that its gradient needs no sums."""
     kernel, stride, dilation = (list(node.args[place]) for place in (2, 3, 5))  # type: ignore[arg-type]
     return (not stride or kernel == stride) and set(dilation) <= {1}
 
@@ -67,7 +67,7 @@ _CHOOSING: Mapping[Any, Callable[[fx.Node], bool]] = {
     _aten.relu.default: lambda _: True,
     _aten.threshold_backward.default: lambda node: node.args[2] in (0, 0.0),
 }
-"""Operators each of whose elements is one of those that they read, or 0; and when they are that."""
+"""Operators each of whose elements is one of their inputs', or 0, with the condition for that."""
 
 
 def to_mixed_precision(
@@ -104,7 +104,7 @@ class _Narrowing:
         self._widened: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> tuple[Joint, Segments]:
-        """Copy the graph."""
+        """Return the copy of the graph, and the segments of its nodes."""
         for node in self._joint.graph.nodes:
             self._new[node] = self._copied(node)
         names = [port for _, port in self._joint.inputs]
@@ -137,10 +137,10 @@ class _Narrowing:
         return copy
 
     def _given(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return what a node reads in float32.
+        """Return the float32 argument of a node.
 
-        The gradient of relu looks at signs alone: in bfloat16, where products have that kept anyway. What is positive
-        stays so by rounding, unless it is at most 2^-134.
+        The gradient of relu depends on signs alone, so it reads bfloat16 where products have that value anyway.
+        Positive values stay positive by rounding, unless they are at most 2^-134.
         """
         wide = self._new[source]
         if reader.target is _aten.threshold_backward.default and self._is_narrow(reader):
@@ -149,7 +149,7 @@ class _Narrowing:
                 return self._widen(rounded, reader)
         return wide
 
-    # ---- what is in bfloat16
+    # ---- nodes in bfloat16
 
     def _is_narrow(self, node: fx.Node) -> bool:
         return self._place[self._segments.of[node]] in self._stages
@@ -166,7 +166,7 @@ class _Narrowing:
         return types == {_WIDE}
 
     def _chooses(self, node: fx.Node) -> bool:
-        """Tell whether a node only chooses among elements that have been widened."""
+        """Return whether a node only chooses among elements that have been widened."""
         fits = _CHOOSING.get(node.target)
         if fits is None or not self._is_narrow(node) or not fits(node):
             return False
@@ -174,20 +174,20 @@ class _Narrowing:
         return bool(sources) and all(root_of(source) in self._widened for source in sources)
 
     def _normalises(self, node: fx.Node) -> bool:
-        """Tell whether a node is a batch norm of something that has been widened, or the gradient of one."""
+        """Return whether a node is a batch norm of a widened value, or the gradient of one."""
         if node.target not in _NORMS or not self._is_narrow(node):
             return False
         source: Any = node.args[_NORMS[node.target][0]]
         return root_of(self._new[source]) in self._widened
 
     def _normalised(self, node: fx.Node) -> fx.Node:
-        """Return a batch norm that reads bfloat16, and makes that first."""
+        """Return a batch norm that reads bfloat16, and whose first output is bfloat16."""
         stage = self._place[self._segments.of[node]]
         args: list[Any] = list(map_arg(node.args, self._new.__getitem__))
         for place in _NORMS[node.target]:
             args[place] = self._round(args[place], stage, node)
         made = self._emit(node.target, tuple(args), node.kwargs, node)
-        first, *rest = node.meta["val"]  # what the tracer takes for bfloat16, too, is of float32
+        first, *rest = node.meta["val"]  # these are float32, where the tracer says bfloat16
         made.meta["val"] = (None if first is None else made.meta["val"][0], *rest)
         return made
 
@@ -202,7 +202,7 @@ class _Narrowing:
         return map_arg(node.args, given), map_arg(node.kwargs, given)
 
     def _round(self, wide: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
-        """Return a value in bfloat16, rounded where that is done once for all views of it."""
+        """Return a value in bfloat16, rounded at the base that all its views share."""
         wide = canonical(wide)
         if wide in self._widened:
             return self._widened[wide]
@@ -222,12 +222,12 @@ class _Narrowing:
         return self._emit(_aten._to_copy.default, (wide,), {"dtype": _NARROW}, reader)
 
     def _is_round(self, wide: fx.Node) -> bool:
-        """Tell whether a value in bfloat16 is there anyway."""
+        """Return whether a value exists in bfloat16 anyway."""
         port = self._inputs.get(wide)
         return wide in self._widened or (port is not None and port.kind == "parameter")
 
     def _parameter(self, wide: fx.Node) -> fx.Node:
-        """Return the input that is a parameter in bfloat16; all stages share it."""
+        """Return the input for a parameter in bfloat16; all stages share it."""
         own = Port("rounded", self._inputs[wide].name)
         for node, known in self._inputs.items():
             if known == own:
@@ -238,7 +238,7 @@ class _Narrowing:
         return node
 
     def _widen(self, narrow: fx.Node, node: fx.Node) -> fx.Node:
-        """Return what was made in bfloat16 in the type that a node of the graph had."""
+        """Return a value made in bfloat16 in the type of the original node."""
         wide = self._emit(_aten._to_copy.default, (narrow,), {"dtype": node.meta["val"].dtype}, node)
         self._widened[wide] = narrow
         return wide
@@ -256,7 +256,7 @@ class _Narrowing:
 
 
 _OWN = frozenset({"val", "tensor_meta", "is_gradient_acc"})
-"""What is said of one node alone."""
+"""Metadata that belongs to one node alone."""
 
 
 def _floating(node: fx.Node) -> list[fx.Node]:

@@ -1,8 +1,8 @@
-"""A lower bound of a layout's step, cheap enough to rank thousands of layouts before any is simulated. Pure.
+"""A lower bound of a layout's step time, cheap enough to rank thousands of layouts before any is simulated. Pure.
 
-Whatever the order of actions, a device cannot begin before a micro-batch has come through the stages before its first,
-cannot end before it has done all its work, and the step goes on until the last gradient has gone back through the
-stages before. The same holds for a link and its messages. The largest of these sums bounds the step.
+In any order of actions, a device begins only after a micro-batch has come through the stages before its first and ends
+only after all its work, and the step lasts until the last gradient has gone back through the stages before. The same
+holds for a link and its messages. The largest of these sums bounds the step.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import PlanWork
 
 SPLIT = frozenset({"zb-h1", "zbv", "auto"})
-"""Schedules that may compute the two halves of a backward apart."""
+"""Schedules that may split a backward into input and weight gradient."""
 
 
 def lower_bound(work: PlanWork, routes: Routes, sizes: Sequence[float], *, split: bool) -> float:
-    """Return seconds that a step takes at least.
+    """Return a lower bound of the seconds of a step.
 
     Args:
-        work: What the stages cost.
-        routes: Who computes what.
+        work: Costs of the stages.
+        routes: Routes of the micro-batches.
         sizes: Micro-batches' sizes as fractions.
         split: Whether the schedule may compute a weight gradient later than the input gradient.
     """
@@ -29,13 +29,13 @@ def lower_bound(work: PlanWork, routes: Routes, sizes: Sequence[float], *, split
 
 
 def least_period(work: PlanWork, routes: Routes, sizes: Sequence[float]) -> float:
-    """Return seconds that a step takes at least where steps follow one another and none waits for another's end.
+    """Return a lower bound of the seconds of a step in a pipeline that never runs empty.
 
-    No device does more in a step than there is time for, no link carries more, and no device sums more.
+    It is the largest load of any device, link or gradient sum in one step.
 
     Args:
-        work: What the stages cost.
-        routes: Who computes what.
+        work: Costs of the stages.
+        routes: Routes of the micro-batches.
         sizes: Micro-batches' sizes as fractions.
     """
     spent: dict[int, float] = {}
@@ -85,7 +85,7 @@ class _Bound:
     def _paths(self) -> tuple[list[float], list[float]]:
         head = [0.0] * len(self.work.stages)
         tail = [0.0] * len(self.work.stages)
-        # Edges are ordered by source, and lead to later stages: what a source's path needs is known when it is used.
+        # Edges are ordered by source and lead to later stages, so a source's path is complete when it is used.
         for edge in sorted(self.work.edges, key=lambda edge: edge.target):
             a, b = edge.source, edge.target
             way = self._hop(a, b, edge.forward_bytes)
@@ -103,11 +103,11 @@ class _Bound:
         return max(self._devices(), self._links(), self._replicas())
 
     def _devices(self) -> float:
-        """Bound by what each device does."""
+        """Return the bound of the devices' loads."""
         ahead: dict[int, float] = {}
         behind: dict[int, float] = {}
-        whole: dict[int, float] = {}  # all of its work
-        gradients: dict[int, float] = {}  # without what may be done after the last gradient has been sent back
+        whole: dict[int, float] = {}  # all work of each device
+        gradients: dict[int, float] = {}  # without the work that may follow the last gradient sent back
         updates: dict[int, float] = {}
         call = self.work.call_s
         for stage, cost in enumerate(self.work.stages):
@@ -123,7 +123,7 @@ class _Bound:
         return max(ahead[d] + max(whole[d] + updates[d], gradients[d] + behind[d]) for d in whole)
 
     def _links(self) -> float:
-        """Bound by what each link carries; only where both ends are one device."""
+        """Return the bound of the links' loads; only edges between stages of one device each count."""
         carried: dict[tuple[int, int], list[float]] = {}
         total = sum(self.sizes)
         for edge in self.work.edges:
@@ -153,7 +153,7 @@ class _Bound:
         found[0], found[1], found[2] = min(found[0], before), found[1] + spent, min(found[2], after)
 
     def _replicas(self) -> float:
-        """Bound by stages whose replicas sum their gradients after the last one."""
+        """Return the bound of stages whose replicas sum their gradients after the last one."""
         most = 0.0
         for stage, (cost, devices) in enumerate(zip(self.work.stages, self.devices, strict=True)):
             if len(devices) == 1:
@@ -169,7 +169,7 @@ class _Bound:
 
 
 def _loads(row: Sequence[tuple[int, ...]], sizes: Sequence[float]) -> dict[int, tuple[int, float]]:
-    """Return how many micro-batches of a stage each device computes, and their sizes in all."""
+    """Return for each device the number of micro-batches of a stage that it computes, and their total size."""
     first = row[0][0]
     if row.count(row[0]) == len(row):
         return {first: (len(row), sum(sizes))}
@@ -183,7 +183,7 @@ def _loads(row: Sequence[tuple[int, ...]], sizes: Sequence[float]) -> dict[int, 
 def _turns(
     sources: Sequence[tuple[int, ...]], targets: Sequence[tuple[int, ...]], sizes: Sequence[float]
 ) -> Iterable[tuple[tuple[int, int], float]]:
-    """Return which device gives values to which, and the sizes of the micro-batches for which it does, in all."""
+    """Yield the pairs of devices that exchange values, with the total size of the micro-batches concerned."""
     if sources.count(sources[0]) == len(sources) and targets.count(targets[0]) == len(targets):
         return (((sources[0][0], targets[0][0]), sum(sizes)),)
     found: dict[tuple[int, int], float] = {}
@@ -193,11 +193,11 @@ def _turns(
 
 
 def least_bytes(work: PlanWork, routes: Routes, versions: int = 1) -> dict[int, int]:
-    """Return the memory that each device needs at least, whatever the schedule.
+    """Return the least memory of each device under any schedule.
 
     Args:
-        work: What the stages cost.
-        routes: Who computes what.
+        work: Costs of the stages.
+        routes: Routes of the micro-batches.
         versions: Versions of the weights.
     """
     held: dict[int, int] = {}

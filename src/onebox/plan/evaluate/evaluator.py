@@ -1,4 +1,4 @@
-"""Judges layouts by simulation, remembers what it has seen, and says when enough has been tried."""
+"""Evaluator of layouts: simulates each once, keeps the results, and enforces the limits of a search."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from onebox.plan.simulate.steady_state import simulate_steady_state
 from onebox.plan.simulate.step import Simulation, simulate
 
 _BOUND_EFFORT = 20
-"""What a bound costs for each stage and each further replica, in actions simulated."""
+"""Cost of a bound for each stage and each further replica, in simulated actions."""
 
 
 _ENDLESS = 30
-"""What the simulation of steps that follow one another costs, in actions simulated, for each action of a step."""
+"""Cost of a steady-state simulation for each action of a step, in simulated actions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostedLayout:
-    """A layout with its costs: all that a schedule is made and timed with.
+    """A layout with its costs: the input of scheduling and simulation.
 
     Args:
         micro_batches: The parts of the batch.
-        work: What its stages cost.
-        routes: Who computes what.
+        work: Costs of its stages.
+        routes: Routes of the micro-batches.
         sizes: Micro-batches' sizes as fractions.
     """
 
@@ -50,20 +50,20 @@ class CostedLayout:
 
     @property
     def actions(self) -> int:
-        """About how many actions a schedule has."""
+        """Approximate number of actions of a schedule."""
         return 2 * len(self.routes) * len(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEvaluation:
-    """What a layout turned out to be.
+    """The evaluation of a layout.
 
     Args:
         layout: The layout.
-        case: With its costs.
+        case: The layout with its costs.
         schedule: The order of its actions.
-        simulation: What that leads to.
-        in_flight: How many micro-batches its stages have in flight, where not as many as the schedule's rule says.
+        simulation: The simulation of that order.
+        in_flight: Micro-batches in flight of each stage, where they differ from the schedule's rule.
     """
 
     layout: StageLayout
@@ -74,23 +74,23 @@ class LayoutEvaluation:
 
     @property
     def over_bytes(self) -> int:
-        """Bytes that its devices lack, in all."""
+        """Total missing bytes of its devices."""
         return sum(self.simulation.over_bytes.values())
 
     @property
     def rank(self) -> tuple[int, float]:
-        """Less is better: first what fits, then what is quick."""
+        """Sort key, less is better: first layouts that fit, then quick ones."""
         return self.over_bytes, self.simulation.step_s
 
 
 class Evaluator:
-    """Judges layouts of one problem.
+    """Evaluator of the layouts of one problem.
 
     Args:
-        problem: What it is about.
-        effort: How many actions it may simulate.
-        expired: Whether time is up.
-        required: Whether a plan that fits is looked for even if time is up.
+        problem: The planning problem.
+        effort: Maximum number of simulated actions.
+        expired: Returns whether the time limit has passed.
+        required: Whether to go on past the time limit until a plan fits.
     """
 
     def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool], required: bool = True) -> None:
@@ -113,12 +113,12 @@ class Evaluator:
 
     @cached_property
     def kinds(self) -> dict[int, tuple[object, ...]]:
-        """What each device has in common with those that may take its place."""
+        """A key for each device, equal for interchangeable ones."""
         return {device.number: kind(device) for device in self.problem.devices}
 
     @cached_property
     def uneven(self) -> bool:
-        """Whether some devices of a kind are nearer to each other than others, so that it matters who sits where."""
+        """Return whether devices of a kind differ in their distances, so that their placement matters."""
         classes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         for number, own in self.kinds.items():
             classes.setdefault(own, []).append((number,))
@@ -126,20 +126,20 @@ class Evaluator:
 
     @property
     def spent(self) -> bool:
-        """Whether effort or time are used up."""
+        """Return whether effort or time is used up."""
         return self.left <= 0 or self.expired()
 
     @property
     def enough(self) -> bool:
-        """Whether time is up, and there is a plan that fits if there has to be one."""
+        """Return whether time is up, and a plan that fits was found if one is required."""
         return self.expired() and (not self._required or (self.best is not None and not self.best.over_bytes))
 
     def allows(self, layout: StageLayout) -> bool:
-        """Return whether the problem allows a layout to be chosen; trivial ones are judged all the same."""
+        """Return whether the problem allows a layout as the result; trivial ones are evaluated in any case."""
         return not self.refusal(layout)
 
     def refusal(self, layout: StageLayout) -> str:
-        """Return why the problem does not allow a layout; nothing if it does."""
+        """Return the reason why the problem does not allow a layout; empty if it does."""
         problem = self.problem
         if not problem.replicable and any(len(part.devices) > 1 for part in layout.parts):
             return "replicas are not allowed"
@@ -186,7 +186,7 @@ class Evaluator:
         return self._rows[key]
 
     def bound(self, layout: StageLayout) -> float:
-        """Return seconds that a layout's step takes at least; infinite if it can't fit."""
+        """Return a lower bound of the seconds of a layout's step; infinite if it cannot fit."""
         split, late = layout.schedule in SPLIT, layout.schedule == ASYNC
         key = (layout.parts, layout.micro_batch, layout.update, split, late)
         if key not in self._bounds:
@@ -207,7 +207,7 @@ class Evaluator:
 
         Args:
             layout: The layout.
-            schedule: The order of its actions; ``None`` is the one that its schedule's name stands for.
+            schedule: The order of its actions; ``None`` is that of its schedule's name.
         """
         known = self.verdicts.get(layout)
         if known is not None and schedule is None:
@@ -230,7 +230,7 @@ class Evaluator:
         return verdict
 
     def first_better(self, layouts: Iterable[StageLayout], than: LayoutEvaluation) -> LayoutEvaluation | None:
-        """Return the first layout that is better than another, or ``None``; bounds spare most simulations."""
+        """Return the first layout that is better than another, or ``None``; bounds avoid most simulations."""
         for layout in layouts:
             if self.spent:
                 return None
@@ -248,7 +248,7 @@ class Evaluator:
         return simulate_steady_state(order, case.routes, case.work, case.sizes, versions=versions, detail=False)
 
     def _named(self, name: str, case: CostedLayout, in_flight: tuple[int, ...]) -> Schedule:
-        """Return a schedule by name; it depends on routes and edges alone, which many layouts have in common."""
+        """Return a named schedule; it is cached, as it depends only on routes and edges, which many layouts share."""
         edges = tuple((edge.source, edge.target) for edge in case.work.edges)
         key = (name, case.routes, edges, in_flight)
         if key not in self._schedules:

@@ -1,4 +1,4 @@
-"""Says what misses how much memory, and what would help. Pure."""
+"""Infeasibility: the memory that a layout's devices lack, and remedies. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Shortfall:
     """A device that lacks memory.
 
     Args:
-        stage: The stage that takes most of it.
+        stage: The stage with most of the device's bytes.
         device: The device.
-        missing_bytes: What it lacks.
-        capacity_bytes: What it has.
+        missing_bytes: Missing memory.
+        capacity_bytes: Memory of the device.
     """
 
     stage: int
@@ -32,11 +32,11 @@ class Shortfall:
 
 
 def shortfalls(problem: Problem, verdict: LayoutEvaluation) -> tuple[Shortfall, ...]:
-    """Return what each device lacks, most first.
+    """Return the missing memory of each device, most first.
 
     Args:
-        problem: What it is about.
-        verdict: A layout, judged.
+        problem: The planning problem.
+        verdict: An evaluated layout.
     """
     found = []
     stages = verdict.case.work.stages
@@ -55,7 +55,7 @@ def shortfalls(problem: Problem, verdict: LayoutEvaluation) -> tuple[Shortfall, 
 
 
 def infeasible_error(judge: Evaluator) -> PlanError:
-    """Return the error that says that nothing fits: what came closest, and what would help."""
+    """Return the error that no plan fits, with the closest one and remedies."""
     problem = judge.problem
     allowed = [verdict for verdict in judge.verdicts.values() if judge.allows(verdict.layout)]
     closest = min(allowed or judge.verdicts.values(), key=lambda verdict: verdict.rank)
@@ -74,14 +74,14 @@ def infeasible_error(judge: Evaluator) -> PlanError:
 
 
 def _policies(verdict: LayoutEvaluation) -> str:
-    """Say how many stages of a layout are recomputed, offloaded and swapped."""
+    """Describe how many stages of a layout are recomputed, offloaded and swapped."""
     policies = [part.policy for part in verdict.layout.parts]
     found = [f"{policies.count(policy)} of them {name}" for policy, name in POLICY_WORDS.items() if policy in policies]
     return f", {' and '.join(found)}," if found else ""
 
 
 def _smaller(problem: Problem, verdict: LayoutEvaluation) -> str:
-    """Return how small a micro-batch would do; nothing where state alone is too much."""
+    """Describe the size of a micro-batch that would fit; empty where the state alone is too large."""
     size = verdict.layout.micro_batch
     if size is None or size == 1:
         return ""
@@ -100,7 +100,7 @@ def _smaller(problem: Problem, verdict: LayoutEvaluation) -> str:
 
 
 def _total(problem: Problem) -> str:
-    """Return how the state of the whole model compares with all memory."""
+    """Describe the state of the whole model relative to all memory."""
     state = sum(segment.state_bytes for segment in problem.segments) + sum(tie.state_bytes for tie in problem.ties)
     if len(problem.capacity_bytes) < len(problem.devices):
         return ""

@@ -1,16 +1,16 @@
 """Cuts of a chain of segments for uneven devices and links, by dynamic programming. Pure.
 
-For a bottleneck time T, stages are laid from the last segment to the first. A state is how many devices of each class
-are used and the stage laid last; of all ways to reach it the one that got furthest is kept, since each stage takes as
+For a bottleneck time T, stages are laid from the last segment to the first. A state is the number of used devices of
+each class and the stage laid last; of all ways to reach it the one that got furthest is kept, since each stage takes as
 many segments as T, its memory and its links allow. T is found by bisection. Going backward, the number of stages behind
 is known, and with it the micro-batches that 1F1B keeps in flight. Where there are more states than the beam is wide,
 those are kept whose remaining devices have most time to spare for the remaining segments; otherwise the result is exact
 but for ties between devices of a class.
 
-What is placed are units: single devices, or several that are replicas of whatever stage they get. Units of a class are
-laid in the order of their numbers, over the links that they have there; or, where they are to be seated afterwards
-(:mod:`onebox.plan.evaluate.placement`), as if the best link between two classes were between any two units of theirs.
-One bad link within a class then does not keep stages from its devices.
+Stages are placed on units: single devices, or several that become replicas of one stage. Units of a class are laid in
+the order of their numbers, over the links that they have there; or, where their placement is refined afterwards
+(:mod:`onebox.plan.evaluate.placement`), as if the best link between two classes were between any two of their units.
+One bad link within a class then does not exclude its devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PRECISION = 0.01
 """Relative precision of the bisection; the local search that follows moves whole segments anyway."""
 
 _SPREAD = (1.0, 1.05, 1.2, 1.5, 2.0)
-"""Multiples of the best T that are laid out too: a larger T needs fewer stages, which a short step may prefer."""
+"""Multiples of the best T that are laid out, too: a larger T needs fewer stages, which may suit a short step."""
 
 
 class _Laid(NamedTuple):
@@ -44,7 +44,7 @@ class _Laid(NamedTuple):
     Args:
         start: Its first segment.
         devices: Its devices.
-        end: Where it ends; the stage behind it begins there.
+        end: Its end; the stage behind it begins there.
         behind: The stage behind it.
     """
 
@@ -55,29 +55,29 @@ class _Laid(NamedTuple):
 
 
 _UNLIKE = 1.5
-"""Links of which one carries so many times as much as another are not alike; measurements scatter by less."""
+"""Ratio of bandwidths from which links count as different; measurements scatter by less."""
 
 _MORE = 1
-"""How many stages more than the fewest possible ones are laid out for a T."""
+"""Maximum number of stages beyond the fewest possible ones for a T."""
 
 _States = dict[tuple[tuple[int, ...], int], _Laid | None]
-"""By how many devices of each class are used, and the class used last: the stage laid last."""
+"""The number of used devices of each class, and the class used last: the stage laid last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionLimits:
-    """What the stages must keep to.
+    """Constraints of the stages.
 
     Args:
         units: Classes of units that are alike; each unit is the devices that hold a stage as its replicas.
         samples: Samples of a micro-batch.
         count: Micro-batches of a step.
-        in_flight: Most micro-batches that a stage holds; 1F1B's own number of stages from here to the last if less.
-        joined: So many units of a class may hold a stage together.
-        stages: Most stages.
+        in_flight: Maximum micro-batches that a stage holds; 1F1B's own number of stages from here to the last if less.
+        joined: Allowed numbers of units of a class that hold a stage together.
+        stages: Maximum number of stages.
         beam: States that are kept for each number of stages.
         versions: Versions of the weights that a device holds.
-        unseated: Whether the units of a class are seated afterwards.
+        unseated: Whether the placement of a class's units is refined afterwards.
     """
 
     samples: int
@@ -97,7 +97,7 @@ def partitions(costs: CostModel, order: Sequence[int], limits: PartitionLimits) 
     Args:
         costs: Costs of the segments.
         order: The segments, in an order in which values go from earlier to later ones.
-        limits: What the stages must keep to.
+        limits: Constraints of the stages.
 
     Returns:
         Stages in order of the chain, for each T and number of stages; empty if none fits.
@@ -124,11 +124,11 @@ def partitions(costs: CostModel, order: Sequence[int], limits: PartitionLimits) 
 
 
 def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> list[list[tuple[int, ...]]]:
-    """Group units whose devices are of the same types, speeds and memories, and near to each other.
+    """Group units whose devices have the same types, speeds and memories, and are near to each other.
 
     Args:
         units: The devices of each unit.
-        near: Which devices are near to each other; without it all are.
+        near: Groups of devices that are near to each other; empty if all are.
 
     Returns:
         For each class the numbers of its units' devices.
@@ -136,7 +136,8 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> l
     place = {device: turn for turn, group in enumerate(near) for device in group}
     groups: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for unit in units:
-        # Groups of devices may stand for one another wherever they are; single ones are told apart by where they are.
+        # Units of several devices are interchangeable wherever they are; single devices are distinguished by their
+        # location.
         where = place.get(unit[0].number, 0) if len(unit) == 1 else 0
         key = (where, *sorted((device.type, device.speed, device.capacity_bytes or 0) for device in unit))
         groups.setdefault(key, []).append(tuple(device.number for device in unit))
@@ -144,14 +145,14 @@ def alike(units: Sequence[tuple[DeviceSpec, ...]], near: DeviceGroups = ()) -> l
 
 
 _Way = tuple[float, float]
-"""Bytes a second there and back."""
+"""Bytes per second there and back."""
 
 
 def ways_between(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[set[_Way]]]:
-    """Return for each two classes what the links carry between a device of the one and one of the other.
+    """Return for each pair of classes the bandwidths between a device of one and a device of the other.
 
     Args:
-        links: What each link carries.
+        links: The links.
         classes: Units, as for :class:`PartitionLimits`.
     """
     bps = links.bandwidth_bps
@@ -164,7 +165,7 @@ def ways_between(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> 
 
 
 def numbered_matters(links: Links, classes: Sequence[Sequence[tuple[int, ...]]]) -> bool:
-    """Return whether some links between two classes carry much more than others, so that it matters who sits where."""
+    """Return whether links between two classes differ much in bandwidth, so that the placement of units matters."""
     for found in (found for row in ways_between(links, classes) for found in row if found):
         for side in range(2):
             carried = [way[side] for way in found]
@@ -193,7 +194,7 @@ class _Chain:
         self._memory: dict[int, list[list[int]]] = {}
 
     def _common(self, ways: set[_Way]) -> list[_Way]:
-        """Return what links between two classes carry if it is the same for all, or taken to be; else nothing."""
+        """Return the bandwidth between two classes if it is the same for all, or taken to be; else an empty list."""
         if self.limits.unplaced and ways:
             return [(max(there for there, _ in ways), max(back for _, back in ways))]
         return list(ways) if len(ways) == 1 else []
@@ -206,7 +207,7 @@ class _Chain:
         return tuple(power / sum(powers) for power in powers)
 
     def _times(self, unit: tuple[int, ...]) -> list[float]:
-        """Return prefix sums of a micro-batch's seconds on a unit, as if each segment waited for the slowest device."""
+        """Return prefix sums of a micro-batch's seconds on a unit, with the slowest device's time of each segment."""
         turns = apportion(self.limits.count, self._shares(unit))
         rows = []
         for number, turn in zip(unit, turns, strict=True):
@@ -217,13 +218,13 @@ class _Chain:
         return [0.0, *np.cumsum(np.max(rows, axis=0)).tolist()]
 
     def _power(self, times: list[float]) -> float:
-        """Return how much quicker than the first class another one is, at the segment where it is so most."""
+        """Return the largest speed ratio of a class to the first class at any segment."""
         nominal, other = np.diff(self.times[0]), np.diff(times)
         some = other > 0
         return float((nominal[some] / other[some]).max()) if some.any() else 1.0
 
     def _crossing(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes of values and of gradients that cross each cut, and of values kept by who receives them."""
+        """Return the bytes of values and of gradients that cross each cut, and of values kept by their receivers."""
         place = {index: position for position, index in enumerate(self.order)}
         sums = np.zeros((3, self.length + 2), np.int64)
         for value in self.costs.problem.values:
@@ -237,7 +238,7 @@ class _Chain:
         return forward, backward, kept
 
     def memory(self, in_flight: int) -> list[list[int]]:
-        """Return ``[end][start]``, the bytes of a stage with so many micro-batches in flight."""
+        """Return ``[end][start]``, the bytes of a stage with a number of micro-batches in flight."""
         if in_flight not in self._memory:
             samples, more = self.limits.samples, self.limits.versions - 1
             sizes = [self.costs.sizes((index,)) for index in self.order]
@@ -253,12 +254,12 @@ class _Chain:
         return self._memory[in_flight]
 
     def least_s(self) -> float:
-        """Return a T below which nothing can be."""
+        """Return a lower bound of T."""
         power = sum(power * len(members) for power, members in zip(self.powers, self.classes, strict=True))
         return max(self.times[0][-1] / power, 1e-12)
 
     def most_s(self) -> float:
-        """Return a T above which no more is possible."""
+        """Return a T above which a larger one gains nothing."""
         cuts = max(*self.forward, *self.backward)
         rows = self.links.bandwidth_bps
         numbers = [device.number for device in self.costs.problem.devices]
@@ -317,7 +318,7 @@ class _Chain:
         behind: int,
         extents: dict[tuple[int, int, int, int], int],
     ) -> _Laid | None:
-        """Lay one more stage before the last one, as long as it may be."""
+        """Lay one more stage before the last one, within the constraints."""
         turns = -(-self.limits.count // joined)
         depth = min(turns, self.limits.in_flight, behind + 1)
         key = (number, end, turns, depth)
@@ -326,7 +327,7 @@ class _Chain:
         return _Laid(extents[key], devices, end, last) if extents[key] < end else None
 
     def _extent(self, number: int, end: int, allowed_s: float, depth: int) -> int:
-        """Return the first segment of the longest stage that ends somewhere and fits a class of devices."""
+        """Return the first segment of the longest stage with a given end that fits a class of devices."""
         times = self.times[number]
         start = bisect_left(times, times[end] - allowed_s * (1 + 1e-12))
         room = self.room[number]
@@ -339,15 +340,15 @@ class _Chain:
     def _end(
         self, bottleneck_s: float, number: int, devices: tuple[int, ...], after: int, last: _Laid | None
     ) -> int | None:
-        """Return where a stage before the last one may end, so that a link carries in time what crosses there."""
+        """Return the latest end of a stage before the last one such that a link carries its crossing values in time."""
         if last is None:
             return self.length
-        share = max(len(devices), len(last.devices))  # so many pairs of replicas carry it side by side
+        share = max(len(devices), len(last.devices))  # number of replica pairs that carry it side by side
         ways = self.ways[number][after]
         if not ways:
             bps = self.links.bandwidth_bps
             ways = [(bps[a][b], bps[b][a]) for a in devices for b in last.devices]
-        for end in range(last.start, last.end):  # the stage behind may begin later, where less crosses
+        for end in range(last.start, last.end):  # the stage behind may begin later, at a smaller cut
             there, back = self.forward[end], self.backward[end]
             for one, other in ways:
                 if there <= bottleneck_s * share * one and back <= bottleneck_s * share * other:
@@ -355,7 +356,7 @@ class _Chain:
         return None
 
     def _keep(self, bottleneck_s: float, level: _States) -> _States:
-        """Return the states from which to go on: those with most time to spare, as many as the beam is wide."""
+        """Return the states to continue with: those with most time to spare, up to the beam width."""
         nominal, powers = self.times[0], self.powers
         whole = sum(power * len(members) for power, members in zip(powers, self.classes, strict=True))
         found = []
@@ -363,7 +364,7 @@ class _Chain:
             assert laid is not None
             left = whole - sum(map(mul, powers, used))
             lack = nominal[laid.start] - bottleneck_s * left
-            if laid.start > 0 and lack <= 1e-9 * whole * bottleneck_s:  # with less no way leads to the beginning
+            if laid.start > 0 and lack <= 1e-9 * whole * bottleneck_s:  # with less no path leads to the beginning
                 found.append((lack, turn, (used, number), laid))
         return {state: laid for _, _, state, laid in sorted(found)[: self.limits.beam]}
 
@@ -371,7 +372,7 @@ class _Chain:
         """Return the stages of a complete layout."""
         found, start = [], 0
         while laid is not None:
-            segments = self.order[start : laid.end]  # a stage begins later than it could where less crosses there
+            segments = self.order[start : laid.end]  # a stage may begin later than possible, at a smaller cut
             found.append(LayoutStage(segments, laid.devices, self._shares(laid.devices)))
             start, laid = laid.end, laid.behind
         return tuple(found)

@@ -1,12 +1,11 @@
-"""Which of several like devices gets which place of a layout: those that exchange most sit closest. Pure.
+"""Placement: the assignment of like devices to the stages of a layout, with those that exchange most closest. Pure.
 
-Cuts and kinds of devices are given; what is looked for is an order of the devices of each kind. A surrogate of the
-simulator tells which is better: with 1F1B a stage holds no more micro-batches than there are stages from it to the
-last, so a micro-batch's way from a stage to the end and back, computing and transfers, divided by that number, is a
-bound of the time between two micro-batches; so is what the busiest link carries of each. Local search swaps two
-devices, and turns round or shifts by one the devices of a row of stages, as with tours (Lin, Computer solutions of
-the traveling salesman problem, 1965); it begins at the layout's own order and at that in which devices hang on
-hosts and switches, forward and backward.
+Cuts and kinds of devices are given; the result is an order of the devices of each kind. A surrogate of the simulator
+ranks orders: with 1F1B a stage holds no more micro-batches than there are stages from it to the last, so a
+micro-batch's path from a stage to the end and back, computing and transfers, divided by that number, is a bound of the
+time between two micro-batches; so is the busiest link's time for each. Local search swaps two devices, and reverses or
+shifts by one the devices of a row of stages, as with tours (Lin, Computer solutions of the traveling salesman problem,
+1965); it begins at the layout's own order and at the order of hosts and switches, forward and backward.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from onebox.plan.model.plan import ASYNC
 from onebox.plan.model.problem import Problem
 
 _EFFORT, _SUM_EFFORT = 1, 12
-"""What a surrogate costs for each stage, and for each device that sums gradients with others, in actions simulated."""
+"""Cost of a surrogate for each stage, and for each device that sums gradients with others, in simulated actions."""
 
 _MOST = 1 / 16
-"""The part of the whole effort that seating one layout may take."""
+"""Part of the whole effort that the placement of one layout may take."""
 
 _FILLING = 0.01
-"""What a second of the way through the pipeline counts where it is filled once only."""
+"""Weight of a second of the pipeline's fill time where it is filled only once."""
 
 _WORTH = 1 - 1e-6
-"""A change is one only if it is better by more than what rounding makes of equal things."""
+"""Minimum relative improvement of a change, above rounding."""
 
 
 def placed(judge: Evaluator, layout: StageLayout, *, quickly: bool = False) -> StageLayout:
-    """Return a layout with its devices, and unused ones of their kinds, where they have the least to wait for.
+    """Return a layout with the best placement of its devices and of unused ones of their kinds.
 
     Args:
-        judge: Knows what the layout costs.
+        judge: Computes the layout's costs.
         layout: The layout.
         quickly: Whether to begin at the best of the orders only, and not at each.
     """
@@ -55,7 +54,7 @@ class _Seats:
     """The places of a layout: its devices, in the order in which its stages name them first, then the unused ones.
 
     Args:
-        judge: Knows what the layout costs.
+        judge: Computes the layout's costs.
         layout: The layout.
     """
 
@@ -86,11 +85,11 @@ class _Seats:
         self._limit = judge.left - judge.effort * _MOST
 
     def cost(self, order: Sequence[int]) -> float:
-        """Return about how long a step takes with a device for each seat, seconds.
+        """Return the approximate seconds of a step with a device for each place.
 
-        Where steps follow one another without an end, that is what the busiest device, link or sum takes, since as many
-        micro-batches are in flight as it takes to hide how long messages are under way; and hardly what it takes to
-        fill the pipeline, which tells of two that are as quick the one that needs fewer in flight.
+        In the steady state that is the time of the busiest device, link or sum, since enough micro-batches are in
+        flight to hide the latency of messages; the time to fill the pipeline has a small weight, which prefers, of two
+        equally quick orders, the one that needs fewer in flight.
         """
         links, last = self._links, len(self._busy)
         loads: dict[tuple[int, int], float] = {}
@@ -115,7 +114,7 @@ class _Seats:
         return max(self._floor, cycle_s) * self._count + round_s + sum(rings)
 
     def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        """Follow improving changes, one after the other, until none is one; return where that ends, and its cost."""
+        """Follow improving changes until there are none; return the final cost and order."""
         value, turn, tried = self.cost(order), 0, 0
         judge = self._judge
         while tried < len(self._changes) and judge.left > self._limit and not judge.expired():
@@ -128,7 +127,7 @@ class _Seats:
         return value, order
 
     def _permutations(self) -> Iterator[tuple[int, ...]]:
-        """Yield for each change from which seat the device of each seat comes."""
+        """Yield for each change the place from which the device of each place comes."""
         seats = tuple(range(len(self.own)))
         for a, b in self.movable:
             yield (*seats[:a], b, *seats[a + 1 : b], a, *seats[b + 1 :])
@@ -140,7 +139,7 @@ class _Seats:
                 yield (*seats[:a], *other, *seats[b + 1 :])
 
     def by_tree(self, *, backward: bool = False) -> tuple[int, ...]:
-        """Return an order in which, kind by kind, devices of a host come one after the other, and so do hosts."""
+        """Return an order in which, kind by kind, the devices of a host are adjacent, and the hosts of a switch."""
         places = [{device: turn for turn, group in enumerate(level) for device in group} for level in self._judge.near]
         left: dict[object, list[int]] = {}
         rank = sorted(self.own, key=lambda device: (*(place[device] for place in places[::-1]), device))
@@ -149,15 +148,15 @@ class _Seats:
         return tuple(left[kind].pop(0) for kind in self._kinds)
 
     def moved(self, order: Sequence[int]) -> StageLayout:
-        """Return the layout with a device for each seat."""
+        """Return the layout with a device for each place."""
         now = dict(zip(self.own, order, strict=True))
         parts = (part._replace(devices=tuple(now[device] for device in part.devices)) for part in self._layout.parts)
         return self._layout._replace(parts=tuple(parts))
 
 
 _Edge = tuple[int, list[tuple[int, int, float]], int, int]
-"""The stage that makes values, the seats between which they go with their part of all micro-batches, bytes there and
-back."""
+"""The source stage of values, the pairs of places between which they go with their part of all micro-batches, bytes
+there and back."""
 
 
 def _edges(case: CostedLayout, place: dict[int, int]) -> list[_Edge]:
@@ -174,7 +173,7 @@ def _edges(case: CostedLayout, place: dict[int, int]) -> list[_Edge]:
 
 
 def _busy(case: CostedLayout, layout: StageLayout, problem: Problem) -> tuple[list[tuple[float, int]], float]:
-    """Return the seconds of a micro-batch in each stage with its number of replicas, and the busiest device's."""
+    """Return each stage's seconds of a micro-batch and number of replicas, and the busiest device's seconds."""
     spent: dict[int, float] = {}
     stages = []
     for part, work in zip(layout.parts, case.work.stages, strict=True):

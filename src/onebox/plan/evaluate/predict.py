@@ -1,4 +1,4 @@
-"""What a plan is expected to cost: the simulator, asked about a plan of a problem."""
+"""Prediction of a plan's step time and memory by simulation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def predict(
 
     Args:
         problem: Segments, values, devices, links.
-        plan: The plan; what it predicts itself is not looked at. Of an asynchronous one a step is one among many.
-        overlap: Whether sums and updates of a step go on under the next one; then a step is one among many, too.
-        leaving: Edges of which parts leave early, by their stages; nothing else of them matters.
+        plan: The plan; its own prediction is ignored. An asynchronous one is simulated in its steady state.
+        overlap: Whether sums and updates of a step overlap with the next one; then the step is one of the steady state,
+            too.
+        leaving: Edges, by their stages, whose parts leave early; their other fields are ignored.
 
     Returns:
-        The prediction that belongs into the plan, and the simulation with every action and message.
+        The prediction to store in the plan, and the simulation with every action and message.
 
     Raises:
-        UsageError: The plan is none for this problem.
+        UsageError: The plan does not match the problem.
     """
     problem = replace(problem, sharded=plan.optimizer == "sharded")
     work, sizes = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
@@ -50,7 +51,7 @@ def predict(
 
 
 def with_parts(work: PlanWork, leaving: Sequence[Edge]) -> PlanWork:
-    """Return work of which parts leave as some edges say."""
+    """Return the work with the parts of some edges."""
     said = {(edge.source, edge.target): edge for edge in leaving}
     edges = tuple(
         replace(edge, forward_parts=found.forward_parts, backward_parts=found.backward_parts)
@@ -62,13 +63,13 @@ def with_parts(work: PlanWork, leaving: Sequence[Edge]) -> PlanWork:
 
 
 def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[float]) -> Schedule:
-    """Return the schedule that a plan names or spells out; of an asynchronous one, its steady window.
+    """Return the schedule that a plan names or contains; of an asynchronous one, its steady window.
 
     Args:
         plan: The plan.
-        routes: Who computes what.
-        work: What its stages cost; matters to ``auto`` only.
-        sizes: Micro-batches' sizes as fractions; matter to ``auto`` only.
+        routes: Routes of the micro-batches.
+        work: Costs of its stages; used by ``auto`` only.
+        sizes: Micro-batches' sizes as fractions; used by ``auto`` only.
     """
     if plan.schedule == "table":
         return Schedule.parse(plan.table)
@@ -81,7 +82,7 @@ def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[floa
 
 
 def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation) -> Prediction:
-    """Return what a simulation says in the words of a plan; of a stage's replicas the slowest counts."""
+    """Return a simulation as a plan's prediction; the times of a stage are those of its slowest replica."""
     return Prediction(
         batch=batch,
         step_s=simulation.step_s,

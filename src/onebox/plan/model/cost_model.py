@@ -1,4 +1,4 @@
-"""What stages cost, summed up from their segments. Pure; sums are remembered, as planning asks for the same again."""
+"""Costs of stages, summed up from their segments. Pure; sums are cached, as planning needs the same ones repeatedly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CrossingBytes(NamedTuple):
         kept: Received from another device, and needed by the stage's backward.
         received: Received from another device.
         given: Given to later stages on the stage's own device.
-        lent: Of what is given, by the last stage that reads it, what that one's backward reads, too.
+        lent: Of the given bytes, by the last stage that reads them, those that its backward reads, too.
     """
 
     kept: int
@@ -64,7 +64,7 @@ class CostModel:
     """Costs of a problem's segments.
 
     Args:
-        problem: What it is about.
+        problem: The planning problem.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -117,7 +117,7 @@ class CostModel:
         if segments not in self._bytes:
             rows = self._sizes[list(segments)]
             parameter, state, optimizer, saved, late = rows[:, :5].sum(axis=0).tolist()
-            # While a segment runs, later ones have made nothing yet, or have given it back.
+            # While a segment runs, later ones have not allocated anything yet, or have freed it.
             later = saved - np.cumsum(rows[:, 3])
             forward, backward = (max(0, int((rows[:, column] - later).max())) for column in (5, 6))
             held = [self.problem.ties[number] for number in self.ties(segments)]
@@ -129,7 +129,7 @@ class CostModel:
         return self._bytes[segments]
 
     def power(self, number: int, samples: int) -> float:
-        """Return how many micro-batches of the whole model a device computes in a second.
+        """Return the throughput of a device in micro-batches of the whole model per second.
 
         Args:
             number: The device.
@@ -140,14 +140,14 @@ class CostModel:
         return device.speed / max(sum(fixed + each * samples for fixed, each in whole[:3]), 1e-12)
 
     def ties(self, segments: tuple[int, ...]) -> set[int]:
-        """Return the numbers of the ties that some segments have a part in."""
+        """Return the numbers of the ties that include any of some segments."""
         return {number for index in segments for number in self._ties[index]}
 
     def edges(self, parts: Sequence[LayoutStage], samples: int) -> tuple[tuple[Edge, ...], list[CrossingBytes]]:
-        """Return the values between stages, and for each stage what crosses its ends.
+        """Return the values between stages, and the crossing bytes of each stage.
 
         Args:
-            parts: The stages. A value that two of them have on the same device is there once.
+            parts: The stages. A value that two of them have on the same device is counted once.
             samples: Samples of a micro-batch.
         """
         where = owners(tuple(parts), len(self.problem.segments))
@@ -177,13 +177,13 @@ class CostModel:
         return tuple(edges), [CrossingBytes(*sizes) for sizes in zip(kept, received, given, read, strict=True)]
 
     def _crossing(self, where: Sequence[int]) -> list[SegmentValue]:
-        """Return the values that some stage gives to another one: few of them, as a rule."""
+        """Return the values that cross between stages, usually few."""
         stage = np.array(where, np.int64)
         crossing = stage[self._ends[0]] != stage[self._ends[1]]
         return [self.problem.values[number] for number in np.unique(self._ends[2][crossing]).tolist()]
 
     def work(self, layout: StageLayout, parts: Sequence[MicroBatch]) -> tuple[PlanWork, list[float]]:
-        """Return what the stages of a layout cost, and the micro-batches' sizes as fractions of the largest.
+        """Return the costs of a layout's stages, and the micro-batches' sizes as fractions of the largest.
 
         Args:
             layout: The stages.
@@ -215,7 +215,7 @@ class CostModel:
         crossing: CrossingBytes,
         crowded: Mapping[str, float],
     ) -> StageWork:
-        """Return what a stage costs: a layout has most stages in common with the one that it is a change of."""
+        """Return the costs of a stage from the cache: neighbouring layouts have most stages in common."""
         tied, again = self._tied_s(layout, stage), self._again(layout, stage)
         sizes = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
         key = (
@@ -247,21 +247,21 @@ class CostModel:
             device = self.problem.device[number]
             speed = device.speed / (crowded.get(device.host, 1.0) if device.processor else 1.0)
             found = by_type[device.type]
-            # A replica with one micro-batch of its own size: the fixed parts must not shrink with it.
+            # A replica with one micro-batch of its own size: its fixed costs must not shrink with its size.
             own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
             for place, (fixed, each) in enumerate(found[:3]):
                 times[place][number] = (fixed + each * own) * (largest / own) / speed
             times[3][number] = found.update_s / speed / sharing + tied
-            if on_host:  # gradients go there, parameters come back
+            if on_host:  # gradients go to the host, parameters come back
                 times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps) / sharing
-            if streamed:  # away between two backwards
+            if streamed:  # on the host between two backwards
                 times[1][number] += 2 * streamed / device.host_bps
-            if part.policy == "recompute":  # the whole backward is in its first half
+            if part.policy == "recompute":  # the whole backward counts as its first half
                 fixed, each = self.seconds(again)[device.type][0] if again else (0.0, 0.0)
                 times[1][number] += (fixed + each * own) * (largest / own) / speed + times[2][number]
                 times[2][number] = 0.0
         held = _held(part.policy, stage, sizes, largest, crossing)
-        held["backward_work_bytes"] += 2 * streamed  # those of this micro-batch, and those that they are added to
+        held["backward_work_bytes"] += 2 * streamed  # this micro-batch's gradients, and the sums that they are added to
         return StageWork(
             forward_s=times[0],
             input_s=times[1],
@@ -273,12 +273,12 @@ class CostModel:
         )
 
     def streamed_bytes(self, part: LayoutStage, *, on_host: bool) -> int:
-        """Return the bytes of the gradients of a stage that are with the host's optimizer, and not on the device."""
+        """Return the bytes of a stage's gradients that the host's optimizer holds, instead of the device."""
         alone = len(part.devices) == 1 and not self.ties(part.segments)
         return self.sizes(part.segments).parameter if part.policy == "swap" and on_host and alone else 0
 
     def crowding(self, used: Collection[int]) -> dict[str, float]:
-        """Return by how much processors are slower than they were measured, by host, while only some devices work.
+        """Return the slowdown of each host's processors relative to their measurement, while only some devices work.
 
         Args:
             used: The devices that work; see :class:`~onebox.plan.Problem` for the formula.
@@ -292,9 +292,10 @@ class CostModel:
         return found
 
     def spared(self, index: int, behind: Collection[int]) -> bool:
-        """Tell whether all that a segment's backward reads of what it makes is read by the backward of others, too.
+        """Return whether every tensor saved for a segment's backward is also saved for the backward of the next stage.
 
-        Then a recomputed stage that it ends has it from them, and does not compute the segment again.
+        A recomputed stage that ends with such a segment takes the tensors from there, and does not recompute the
+        segment.
 
         Args:
             index: The segment.
@@ -304,7 +305,7 @@ class CostModel:
         return self.problem.segments[index].saved_bytes <= sum(read)
 
     def _again(self, layout: StageLayout, stage: int) -> tuple[int, ...]:
-        """Return the segments that a stage, if it is recomputed, computes again."""
+        """Return the segments that a stage recomputes under ``recompute``."""
         part = layout.parts[stage]
         after = layout.parts[stage + 1] if stage + 1 < len(layout.parts) else None
         if after is None or (after.devices, after.shares) != (part.devices, part.shares):
@@ -312,7 +313,7 @@ class CostModel:
         return part.segments[:-1] if self.spared(part.segments[-1], after.segments) else part.segments
 
     def _tied_s(self, layout: StageLayout, stage: int) -> float:
-        """Return how long a stage takes to sum the gradients of its tied parameters with the other stages."""
+        """Return the seconds in which a stage sums the gradients of its tied parameters with the other stages."""
         total = 0.0
         for number in self.ties(layout.parts[stage].segments):
             tie = self.problem.ties[number]
@@ -325,12 +326,12 @@ class CostModel:
 def _held(
     policy: ActivationPolicy, stage: int, sizes: SegmentSizes, samples: int, crossing: CrossingBytes
 ) -> dict[str, Any]:
-    """Return what a stage holds of a micro-batch, and needs beyond that, by the names of :class:`StageWork`."""
+    """Return the memory of a stage for a micro-batch, by the names of :class:`StageWork`."""
     saved, late = sizes.saved * samples, sizes.late * samples
     forward, backward = sizes.forward_work * samples, sizes.backward_work * samples
     offloaded: tuple[OffloadedBytes, ...] = ()
     if policy == "recompute":
-        # Only what crosses its end stays. In forward one segment's values are there at a time, in backward all.
+        # Only what crosses its end stays. In forward one segment's values are there at a time, in backward all of them.
         made, saved, late = saved, crossing.received + crossing.given, 0
         forward = max(0, sizes.again * samples - crossing.given)
         backward = max(0, made + backward - crossing.given)
@@ -352,23 +353,23 @@ def _held(
 
 
 def _own(shares: Sequence[float], turn: int, micro_batches: Sequence[MicroBatch]) -> int:
-    """Return the size of a replica's one micro-batch; replicas with a share too small for a sample have none."""
+    """Return the size of a replica's one micro-batch, 0 for a share smaller than a sample."""
     batch = sum(part.size for part in micro_batches)
     return max(1, apportion(batch, shares)[turn])
 
 
 def stage_work(problem: Problem, plan: Plan) -> PlanWork:
-    """Return what the stages of a plan cost.
+    """Return the costs of a plan's stages.
 
     Times, bytes and edges are for a micro-batch of the plan's size, or where the plan sets none for the largest share
-    of a replica. A parameter that stages share is held by each of them, and each one's update takes as long as the sum
-    of its gradients over them, too.
+    of a replica. A parameter that stages share is held by each of them, and each one's update includes the sum of its
+    gradients over them.
 
     Args:
         problem: Segments, values, devices, links.
         plan: The plan.
 
     Raises:
-        UsageError: The plan is none for this problem.
+        UsageError: The plan does not match the problem.
     """
     return CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))[0]

@@ -1,4 +1,4 @@
-"""Where a problem's devices are: which are near to each other, and which may take each other's place. Pure."""
+"""Proximity and interchangeability of a problem's devices. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from onebox.cost import DeviceGroups, near_groups
 from onebox.plan.model.problem import DeviceSpec, Problem
 
 _LIKE = 0.05
-"""Speeds and memories that differ by less than about this part are those of like devices."""
+"""Relative difference up to which speeds and memories count as equal."""
 
 
 def near(problem: Problem) -> tuple[DeviceGroups, ...]:
-    """Return the groups of a problem's devices that are near to each other: hosts, and the switches that they hang on.
+    """Return the groups of a problem's devices that are near to each other: those of a host, and of a switch.
 
     Args:
-        problem: Its links tell; names of hosts do not, since links may be emulated within one.
+        problem: The problem. Groups follow from its links, not from the names of hosts, since links may be emulated
+            within one.
     """
     numbers = sorted(device.number for device in problem.devices)
 
@@ -27,8 +28,8 @@ def near(problem: Problem) -> tuple[DeviceGroups, ...]:
 
 
 def kind(device: DeviceSpec) -> tuple[object, ...]:
-    """Return what devices have in common that may take each other's place, links aside."""
-    host = device.host if device.processor else ""  # whose cores it shares
+    """Return a key of a device that is equal for interchangeable ones, links aside."""
+    host = device.host if device.processor else ""  # the host whose cores it shares
     return device.type, _rounded(device.speed), _rounded(device.capacity_bytes or 0), host
 
 

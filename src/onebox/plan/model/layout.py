@@ -18,7 +18,7 @@ class LayoutStage(NamedTuple):
         segments: Indices of its segments, in the order of the chain that was cut.
         devices: Numbers of its devices, one a replica.
         shares: Each replica's share of the batch.
-        policy: What becomes of its activations until its backward.
+        policy: Its activation policy.
     """
 
     segments: tuple[int, ...]
@@ -28,14 +28,13 @@ class LayoutStage(NamedTuple):
 
 
 class StageLayout(NamedTuple):
-    """Stages, where they are, and how they are run.
+    """Stages with their placement, micro-batches and schedule.
 
     Args:
         parts: The stages, in an order in which values of forward go from earlier to later ones.
         micro_batch: Samples of a micro-batch; ``None`` makes each replica's share one.
         schedule: Name of the schedule.
-        update: Where the optimizer's state is, and its step is computed; ``None`` is the first of what the problem
-            allows.
+        update: Place of the optimizer's state and step; ``None`` is the first that the problem allows.
     """
 
     parts: tuple[LayoutStage, ...]
@@ -45,18 +44,18 @@ class StageLayout(NamedTuple):
 
     @property
     def places(self) -> int:
-        """How many times a device has a stage."""
+        """Number of pairs of stage and device."""
         return sum(len(part.devices) for part in self.parts)
 
     @property
     def blocks(self) -> int:
-        """How many stages there are for a schedule: consecutive ones with the same replicas are one."""
+        """Number of stages of the schedule: consecutive ones with the same replicas count once."""
         places = [(part.devices, part.shares) for part in self.parts]
         return 1 + sum(one != other for one, other in pairwise(places))
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is paid for memory: all activations are kept, and the optimizer is where it is best."""
+        """Return whether no time is traded for memory: all activations are kept, the optimizer at its first place."""
         return self.update is None and all(part.policy == "keep" for part in self.parts)
 
 
@@ -91,8 +90,8 @@ def layout_of(problem: Problem, plan: Plan) -> StageLayout:
     """Return a plan as a layout.
 
     Raises:
-        UsageError: It names other segments or devices than the problem's, leaves segments out, puts a consumer of a
-            value before its source, or splits layers.
+        UsageError: It names unknown segments or devices, leaves segments out, puts a consumer of a value before its
+            source, or splits layers.
     """
     names = [name for stage in plan.stages for name in stage.segments]
     unknown = [name for name in names if name not in problem.index]

@@ -1,4 +1,4 @@
-"""The plan: which devices compute which part of the model, for which micro-batches, in which order."""
+"""The plan: stages, their devices, micro-batches and schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onebox.plan.model.shares import apportion, deal
 from onebox.plan.model.stage import POLICY_WORDS, OptimizerStateLayout, PlanPart, Stage, Sync, UpdateAt, quoted
 
 ASYNC = "async-1f1b"
-"""The schedule that does not end with a step: gradients are applied one step late."""
+"""The schedule that never runs empty: gradients are applied one step late."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto")
 """Names of exact schedules; ``table`` stands for one that the plan spells out."""
@@ -30,7 +30,7 @@ class MicroBatch:
     Args:
         index: Its number within the batch.
         start: Its first sample.
-        size: How many samples.
+        size: Number of samples.
     """
 
     index: int
@@ -39,16 +39,16 @@ class MicroBatch:
 
 
 class Prediction(PlanPart, frozen=True):
-    """What a planner expected of a plan.
+    """The planner's prediction of a plan.
 
     Args:
-        batch: Samples of the batch that it is for.
+        batch: Samples of the batch.
         step_s: Seconds of a step.
-        bubble: Part of the devices' time in which they have nothing to do, from 0 to 1.
+        bubble: Idle part of the devices' time, from 0 to 1.
         peak_bytes: Memory of each device of the plan, in the order of its devices.
         stages_s: For each stage, seconds of forward, input gradient and weight gradient of one micro-batch, on the
             slowest of its replicas.
-        replicas_s: For each stage and each of its replicas likewise; empty where all are alike.
+        replicas_s: The same for each stage and each of its replicas; empty where all are alike.
     """
 
     batch: int
@@ -68,15 +68,15 @@ class Plan(PlanPart, frozen=True):
             only a plan of one stage may do.
         schedule: One of :data:`SCHEDULES`, ``table``, or :data:`ASYNC`, which needs ``staleness=1`` of the trainer.
         table: With ``table``, the rows of :class:`~onebox.plan.Schedule`.
-        sync: Where gradients are averaged: worker to ``workers``, or at the ``client``, which only a plan of one stage
-            may do.
-        update: Where the optimizer's state is, and its step is computed.
-        optimizer: Whether all replicas have the optimizer's state, or share it out among them.
-        in_flight: With :data:`ASYNC`, how many micro-batches each replica of each stage has between forward and
-            backward, where that is not what the schedule's rule says; 0 stands for the rule.
-        memory_bytes: For each device, in the order of :attr:`devices`, the most bytes that it was made for, 0 for all
-            that the device has; empty for no such limits. A trainer refuses a step that needs more.
-        predicted: What the planner expected.
+        sync: Place where gradients are averaged: ``workers``, or the ``client``, which only a plan of one stage may
+            use.
+        update: Place of the optimizer's state and step.
+        optimizer: Whether all replicas have the whole optimizer's state, or shard it.
+        in_flight: With :data:`ASYNC`, the micro-batches in flight of each replica of each stage, where they differ from
+            the schedule's rule; 0 stands for the rule.
+        memory_bytes: For each device, in the order of :attr:`devices`, its memory limit, 0 for all that the device has;
+            empty without limits. A trainer refuses a step that needs more.
+        predicted: The planner's prediction.
         format: Version of the file.
     """
 
@@ -173,35 +173,35 @@ class Plan(PlanPart, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether the plan is one stage, the whole model, each replica on one device."""
+        """Return whether the plan is one stage, the whole model, each replica on one device."""
         return len(self.stages) == 1 and not self.stages[0].segments and not self.split
 
     @property
     def split(self) -> bool:
-        """Whether some stage's layers are split over several devices."""
+        """Return whether some stage's layers are split over several devices."""
         return any(len(replica) > 1 for stage in self.stages for replica in stage.replicas)
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices that have a part in it, each once, in the order of the stages."""
+        """Its devices, each once, in the order of the stages."""
         every = (device for stage in self.stages for replica in stage.replicas for device in replica)
         return tuple(dict.fromkeys(every))
 
     @property
     def channels_last(self) -> frozenset[int]:
-        """The stages whose convolutions have channels last in memory."""
+        """The stages whose convolutions use channels-last memory format."""
         return frozenset(stage for stage, found in enumerate(self.stages) if found.channels_last)
 
     @property
     def narrow(self) -> frozenset[int]:
-        """The stages whose products are of bfloat16."""
+        """The stages whose matrix products and convolutions are in bfloat16."""
         return frozenset(stage for stage, found in enumerate(self.stages) if found.precision == "bf16")
 
     def micro_batches(self, batch: int) -> tuple[MicroBatch, ...]:
         """Cut a batch into micro-batches.
 
         Args:
-            batch: Samples.
+            batch: Number of samples.
 
         Returns:
             The micro-batches, in the order of their samples.
@@ -218,7 +218,7 @@ class Plan(PlanPart, frozen=True):
         )
 
     def routes(self, batch: int) -> Routes:
-        """Return which devices compute which micro-batch of a batch, for each stage."""
+        """Return the routes of a batch's micro-batches: the devices of each, for each stage."""
         count = len(self.micro_batches(batch))
         found = []
         for stage in self.stages:
@@ -230,13 +230,13 @@ class Plan(PlanPart, frozen=True):
         return tuple(found)
 
     def describe(self) -> str:
-        """Return one line for a person."""
+        """Return a one-line description."""
         cut = "one micro-batch each" if self.micro_batch is None else f"micro-batches of {self.micro_batch}"
         narrow = [f"{len(self.narrow)} of bf16"] if self.narrow else []
         return ", ".join((self._where(cut), *self._memory(), *narrow))
 
     def _memory(self) -> list[str]:
-        """Return what is said of policies and of the optimizer's place, where these are not the usual ones."""
+        """Describe activation policies and the optimizer's place, where they are not the defaults."""
         told = Counter(stage.policy for stage in self.stages if stage.policy != "keep")
         said = [f"{count} {POLICY_WORDS[policy]}" for policy, count in told.items()]
         if self.optimizer == "sharded":
@@ -266,7 +266,7 @@ class Plan(PlanPart, frozen=True):
         """Read the text of a plan file.
 
         Raises:
-            UsageError: It is none; the message says where.
+            UsageError: It is not a valid plan file; the message names the place.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -280,7 +280,7 @@ class Plan(PlanPart, frozen=True):
         """Read a plan file.
 
         Raises:
-            UsageError: It cannot be read, or is none.
+            UsageError: It cannot be read, or is not a valid plan file.
         """
         try:
             text = Path(path).read_bytes()
@@ -294,7 +294,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _told_once(places: Sequence[str]) -> str:
-    """Say where stages are: each place once, with the spans of its stages where any has several."""
+    """Describe the places of stages: each place once, with the spans of its stages where any has several."""
     where: dict[str, list[int]] = {}
     for stage, place in enumerate(places):
         where.setdefault(place, []).append(stage)
@@ -304,7 +304,7 @@ def _told_once(places: Sequence[str]) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Say ascending numbers: consecutive ones by the first and the last."""
+    """Format ascending numbers: consecutive ones by the first and the last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -1,4 +1,4 @@
-"""What a planner is given: segments of a model, values between them, devices, links, and what is allowed. Pure data."""
+"""Input of the planner: segments of a model, values between them, devices, links, and the allowed plans. Pure data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from onebox.plan.policies.policy_costs import ACTIVATION_POLICIES, ChainPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeTime:
-    """Seconds of a computation as a straight line over its samples.
+    """Seconds of a computation as a linear function of its samples.
 
     Args:
-        fixed_s: Seconds that it takes however few the samples.
-        sample_s: Seconds that each sample adds.
+        fixed_s: Fixed seconds.
+        sample_s: Seconds per sample.
     """
 
     fixed_s: float = 0.0
@@ -39,10 +39,10 @@ class ComputeTime:
         """Fit the line to measurements by least squares of the relative errors; neither part comes out negative.
 
         Args:
-            measured: Seconds by number of samples; one measurement counts as all per sample.
+            measured: Seconds by number of samples; a single measurement is taken as proportional to the samples.
 
         Raises:
-            UsageError: There is none, or one isn't positive.
+            UsageError: There are no measurements, or one is not positive.
         """
         if not measured or any(samples < 1 or not 0 < seconds < float("inf") for samples, seconds in measured.items()):
             raise UsageError(f"times {dict(measured)}: at least one is needed, of positive samples and seconds")
@@ -68,12 +68,12 @@ class Segment:
     """A part of the model that is never cut.
 
     Args:
-        name: Its name, by which plans list it.
+        name: Its name in plans.
         forward_s: Time of forward, by type of device.
         input_s: Time of the gradient of its inputs.
         weight_s: Time of the gradients of its parameters.
-        update_s: Seconds of its optimizer step, by type of device; a type that isn't there takes none.
-        parameter_bytes: Its parameters, as many as the gradients that replicas sum. Tied ones stand in :class:`Tie`.
+        update_s: Seconds of its optimizer step, by type of device; 0 for missing types.
+        parameter_bytes: Its parameters, without tied ones (:class:`Tie`); equal to the gradients that replicas sum.
         state_bytes: Parameters, gradients, optimizer state and buffers: held always.
         optimizer_bytes: Of these, the optimizer's state, which may be on the host.
         saved_bytes: Of the tensors that it makes, those that a backward needs later; for each sample.
@@ -104,8 +104,8 @@ class SegmentValue:
         source: Index of the segment that makes it.
         consumers: Indices of the segments that use it, all later.
         forward_bytes: Its bytes for each sample.
-        backward_bytes: Bytes of its gradient for each sample; 0 where it has none.
-        kept: Whether its consumers' backward needs it: then each stage that receives it holds a copy that long.
+        backward_bytes: Bytes of its gradient for each sample; 0 without a gradient.
+        kept: Whether its consumers' backward needs it, so that each receiving stage holds a copy until then.
     """
 
     source: int
@@ -133,10 +133,11 @@ class Tie:
 
 
 HOST_BPS = 4e9
-"""What is assumed of the way to a host's memory where nothing has been measured: a core that copies, two ways."""
+"""Assumed bandwidth between a device and its host's memory where none was measured: a core that copies in both
+directions."""
 
 HOST_UPDATE_S = 5e-10
-"""Seconds for each byte of parameters that is assumed of an optimizer's step on the host: six passes at 12 GB/s."""
+"""Assumed seconds of an optimizer's step on the host per byte of parameters: six passes at 12 GB/s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +146,14 @@ class DeviceSpec:
 
     Args:
         number: Its number in the pool.
-        type: What the times of segments are known by, such as ``cpu`` or the name of a GPU.
+        type: Key of the segments' times, such as ``cpu`` or the name of a GPU.
         host: Its host.
-        capacity_bytes: Its memory; ``None`` is without limit.
-        speed: Times of its type are divided by this: less than 1 for one that is throttled.
-        host_bps: Bytes a second to the memory of its host, and as many back.
-        host_update_s: Seconds of an optimizer's step on its host, for each byte of parameters; copies aside.
-        processor: Whether it is a share of its host's own processor, on which a part of a model of another device of
-            that host may be computed.
+        capacity_bytes: Its memory; ``None`` is unlimited.
+        speed: Divisor of its type's times: less than 1 for a throttled device.
+        host_bps: Bytes per second to its host's memory, and back.
+        host_update_s: Seconds of an optimizer's step on its host, per byte of parameters, without copies.
+        processor: Whether it is a share of its host's own processor, which may compute a part of the stage of another
+            device of that host.
         threads: Cores of its host that its worker keeps busy while it computes.
     """
 
@@ -169,36 +170,36 @@ class DeviceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """All that a planner needs to know.
+    """A planning problem.
 
     Args:
         segments: In an order in which values go from earlier to later ones.
-        devices: Those that may be used.
+        devices: The available devices.
         links: Links between them.
         batch: Samples of a step.
         micro_batches: Allowed samples of a micro-batch.
-        values: What goes between segments.
+        values: Values between segments.
         ties: Parameters that several segments share.
         call_s: Seconds that each action costs a device beside its work.
         schedules: Allowed schedules, out of :data:`~onebox.plan.SCHEDULES`.
         replicable: Whether a stage may have several replicas.
-        max_stages: At most so many stages, consecutive ones with the same replicas counted once; ``None`` is without
-            limit.
-        max_devices: At most so many devices; ``None`` is without limit.
+        max_stages: Maximum number of stages, consecutive ones with the same replicas counted once; ``None`` is
+            unlimited.
+        max_devices: Maximum number of devices; ``None`` is unlimited.
         free_shares: Whether a plan of one stage may make each replica's share one micro-batch, of any size up to the
             largest allowed one.
-        policies: What may become of activations; ``cpu`` stands for a part of a device's stage on its host's processor.
-        cores: Of a host, by its name, the cores that its workers share; one that isn't there has enough. Times were
-            measured with all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a
-            processor's times in the plan are what was measured, times
-            `max(1, (u + p) / cores) / max(1, t / cores)` with `p` from ``preparing``.
-        preparing: Of a host, by its name, the cores that the preparation of batches keeps busy there.
-        updates: Where the optimizer's state may be, first where it is if nothing speaks for another place.
-        staleness: How many steps late gradients may be applied: 0, or 1, with which ``schedules`` may have
+        policies: Allowed activation policies; ``cpu`` stands for a part of a device's stage on its host's processor.
+        cores: By name of a host, the cores that its workers share; a missing host has enough. Times were measured with
+            all workers at work. With `t` threads of all of them and `u` of those that a plan uses, a processor's times
+            in the plan are the measured ones times `max(1, (u + p) / cores) / max(1, t / cores)` with `p` from
+            ``preparing``.
+        preparing: By name of a host, the cores that the preparation of batches keeps busy there.
+        updates: Allowed places of the optimizer's state, the preferred one first.
+        staleness: Steps by which gradients may be late: 0, or 1, with which ``schedules`` may have
             :data:`~onebox.plan.ASYNC`.
-        versions: How many versions of its weights a device has where they are; what the treatment of late gradients
-            remembers of each weight counts as one.
-        sharded: Whether the replicas of a stage share out what the optimizer remembers, instead of each having it all.
+        versions: Weight versions on a device for each place of the state; what the correction of late gradients stores
+            for each weight counts as one.
+        sharded: Whether the replicas of a stage shard the optimizer's state, instead of each having all of it.
     """
 
     segments: tuple[Segment, ...]

@@ -1,4 +1,4 @@
-"""Schedules: for each device, its actions in order. Pure data; who makes, checks and times them is beside this file."""
+"""Schedules: for each device, its actions in order. Pure data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ACTION = re.compile(r"(\d+)([FIWB])(-?\d+)")
 
 
 class Action(NamedTuple):
-    """One thing that a device does; ``2F0`` is the forward of stage 2 on micro-batch 0.
+    """One action of a device; ``2F0`` is the forward of stage 2 on micro-batch 0.
 
     Args:
-        kind: What of it.
+        kind: Forward or gradients.
         stage: The stage.
-        micro_batch: The micro-batch; in a window a negative one is of the step before, -1 its last one.
+        micro_batch: The micro-batch; in a window a negative one belongs to the step before, -1 is its last.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class Action(NamedTuple):
         """Read an action.
 
         Raises:
-            UsageError: The text is none.
+            UsageError: The text is not an action.
         """
         match = _ACTION.fullmatch(text)
         if match is None:
@@ -63,10 +63,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, lines: tuple[str, ...] | list[str]) -> Schedule:
-        """Read a table; empty lines and lines that begin with ``#`` are passed over.
+        """Read a table; empty lines and lines that begin with ``#`` are ignored.
 
         Raises:
-            UsageError: It is none.
+            UsageError: It is not a valid table.
         """
         rows: dict[int, tuple[Action, ...]] = {}
         for line in lines:

@@ -1,4 +1,4 @@
-"""How a batch is shared out over devices. Pure."""
+"""Apportionment of a batch to devices. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from onebox.errors import UsageError
 
 ALIKE = 1.15
-"""Devices whose speeds differ by less than this factor get equal shares: it is the noise of a short measurement."""
+"""Factor of speeds within which devices get equal shares: the noise of a short measurement."""
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Share out whole units in proportion to weights, by largest remainders.
+    """Apportion whole units in proportion to weights, by largest remainders.
 
     Args:
         total: Units, such as samples or micro-batches.
@@ -30,7 +30,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     if not weights or any(not 0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise UsageError(f"shares {list(weights)}: allowed are finite numbers from 0 up, not all 0")
     largest = max(weights)
-    parts = [weight / largest for weight in weights]  # so that no sum or product overflows
+    parts = [weight / largest for weight in weights]  # avoids overflow of sums and products
     exact = [total * part / sum(parts) for part in parts]
     units = [int(unit) for unit in exact]
     order = sorted(range(len(weights)), key=lambda index: (units[index] - exact[index], index))
@@ -40,7 +40,7 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
-    """Turn measured speeds into shares that add up to 1; speeds that are alike count as equal.
+    """Convert measured speeds to shares that add up to 1; similar speeds count as equal.
 
     Args:
         speeds: Samples per second of each device, positive.
@@ -51,7 +51,7 @@ def shares_from_speeds(speeds: Sequence[float]) -> list[float]:
 
 
 def deal(count: int, weights: Sequence[float]) -> list[int]:
-    """Deal units one by one to receivers, so that at any time each has about its part.
+    """Assign units one by one to receivers, so that at any time each has about its part.
 
     Args:
         count: Units.

@@ -1,4 +1,4 @@
-"""A stage of a plan: which part of the model it is, who computes it, and how."""
+"""A stage of a plan: its part of the model, its devices, and its settings."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from onebox.plan.model.shares import apportion
 Sync = Literal["workers", "client"]
 
 ActivationPolicy = Literal["keep", "recompute", "offload", "swap"]
-"""What becomes of the activations of a stage until its backward: they stay on the device; they are dropped, and made
-again from the stage's inputs by its backward; or they go to the host's memory and come back, by ``offload`` beside what
-the device computes, by ``swap`` while it waits, so that nothing of them is there in between. The two other policies
-that a part of a model may have are its place: a stage on a CPU worker, or on another device."""
+"""Activation policy of a stage: activations stay on the device until its backward; they are dropped, and recomputed
+from the stage's inputs by its backward; or they are copied to the host's memory and back, by ``offload`` while the
+device computes, by ``swap`` while it waits, so that none of them is there in between. The two other policies of a part
+of a model are placements: a stage on a CPU worker, or on another device."""
 
 POLICY_WORDS: Mapping[ActivationPolicy, str] = {"recompute": "recomputed", "offload": "offloaded", "swap": "swapped"}
-"""How policies are told of stages, where they are not the usual one."""
+"""Descriptions of activation policies other than the default."""
 
 StagePrecision = Literal["fp32", "bf16"]
-"""Of a stage's products of matrices and convolutions."""
+"""Precision of a stage's matrix products and convolutions."""
 
 UpdateAt = Literal["device", "host"]
-"""Where the optimizer's state is, and its step is computed."""
+"""Place of the optimizer's state and step."""
 
 OptimizerStateLayout = Literal["replicated", "sharded"]
-"""Whether each holder of a parameter has what the optimizer remembers of it and steps it, or one of them does."""
+"""Distribution of a parameter's optimizer state and update: on each of its holders, or on only one of them."""
 
 
 class PlanPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what stands in a plan file."""
+    """Base of the objects in a plan file."""
 
 
 class Stage(PlanPart, frozen=True):
-    """A part of the model, and who computes it.
+    """A part of the model, with its devices and settings.
 
     Args:
         segments: Names of its segments; empty in a plan of one stage, which is the whole model.
         replicas: For each replica its devices, by their numbers in the pool; several split its layers.
-        shares: Each replica's share of the batch; they add up to something positive.
-        policy: What becomes of its activations until its backward. Another one than ``keep`` is for plans of several
-            stages, which may be on one device: a single stage goes back right after forward, and would gain nothing.
-        channels_last: Whether its convolutions have channels last in memory, which sums in another order; on CPUs that
-            is faster, as a rule.
-        precision: ``bf16`` where its products of matrices and its convolutions are to be of bfloat16, forward and
-            backward, and everything else of float32; ``None`` for what the whole run has.
+        shares: Each replica's share of the batch, with a positive sum.
+        policy: Its activation policy. Policies other than ``keep`` are for plans of several stages, which may be on one
+            device: the backward of a single stage follows its forward at once, so that it would gain nothing.
+        channels_last: Whether its convolutions use channels-last memory format, which sums in another order and is
+            usually faster on CPUs.
+        precision: ``bf16`` for matrix products and convolutions in bfloat16, forward and backward, and everything else
+            in float32; ``None`` for the precision of the run.
     """
 
     replicas: tuple[tuple[int, ...], ...]
@@ -76,15 +76,15 @@ class Stage(PlanPart, frozen=True):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """What is said of how it is computed, where that is not the usual way."""
+        """Descriptions of its settings other than the defaults."""
         return (*(["channels last"] if self.channels_last else []), *([self.precision] if self.precision else []))
 
     @property
     def ranks(self) -> int:
-        """Over how many devices its layers are split."""
+        """Number of devices over which its layers are split."""
         return len(self.replicas[0])
 
 
 def quoted(literal: Any) -> str:
-    """Return what a literal type allows, for a message."""
+    """Format the allowed values of a literal type for a message."""
     return ", ".join(map(repr, get_args(literal)))

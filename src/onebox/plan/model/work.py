@@ -1,4 +1,4 @@
-"""What a plan's stages cost: the numbers that schedules are made and timed with. Pure data."""
+"""Costs of a plan's stages: the input of scheduling and simulation. Pure data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from onebox.cost import AllReduceAlgorithm, all_reduce_algorithms, choose_all_re
 
 
 class OffloadedBytes(NamedTuple):
-    """What a stage makes that is in the host's memory until a backward reads it.
+    """Activations of a stage that are in the host's memory until a backward reads them.
 
-    It leaves while the action after the last forward that reads it runs, and comes back while the action before the
-    first backward that reads it runs; or the device waits for both.
+    They are copied out during the action after the last forward that reads them, and back during the action before the
+    first backward that reads them; or the device waits for both copies.
 
     Args:
-        reader: The stage whose forward reads it last, and whose backward first; often the stage itself.
-        size_bytes: How much it is.
+        reader: The stage whose forward reads them last, and whose backward first; often the stage itself.
+        size_bytes: Their bytes.
         waited: Whether the device waits.
     """
 
@@ -28,7 +28,7 @@ class OffloadedBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """What a stage costs, for one micro-batch of the plan's size.
+    """Costs of a stage, for one micro-batch of the plan's size.
 
     Args:
         forward_s: Seconds of forward on each device that may hold the stage.
@@ -38,7 +38,7 @@ class StageWork:
         state_bytes: Parameters, buffers, optimizer state and gradients, held always.
         gradient_bytes: Gradients that its replicas sum, once a step.
         saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
-        offloaded: Held as these are, but that they are in the host's memory in between.
+        offloaded: Held likewise, but in the host's memory in between.
         late_bytes: Held from the start of the input gradient to the end of the weight gradient.
         forward_work_bytes: Needed beyond those while forward runs.
         backward_work_bytes: Needed beyond those while a gradient runs.
@@ -58,12 +58,12 @@ class StageWork:
 
     @property
     def offloaded_bytes(self) -> int:
-        """All that is in the host's memory for a while."""
+        """Total offloaded bytes."""
         return sum(part.size_bytes for part in self.offloaded)
 
 
 class MessageChunk(NamedTuple):
-    """When a part of what an action gives to another stage leaves.
+    """Departure of a part of a value.
 
     Args:
         time: The share of the action's time after which it is there, from 0 to 1.
@@ -83,7 +83,7 @@ class Edge:
         target: The stage whose forward (or only backward) uses them; later than ``source``.
         forward_bytes: Bytes from source to target.
         backward_bytes: Bytes of gradients from target to source.
-        forward_parts: Which parts of the values leave when, in order; empty where all leave at the end of forward.
+        forward_parts: Parts of the values with their departures, in order; empty where all leave at the end of forward.
         backward_parts: Likewise of gradients, at the end of the action that makes them.
     """
 
@@ -111,13 +111,13 @@ class Links:
     )
 
     def seconds(self, source: int, target: int, size_bytes: int) -> float:
-        """Return how long a message takes; nothing within a device."""
+        """Return the seconds of a message; 0 within a device."""
         if source == target:
             return 0.0
         return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
 
     def all_reduce_algorithm(self, devices: Sequence[int], size_bytes: int) -> AllReduceAlgorithm:
-        """Return how some devices best sum up what each has: in one ring, or in each host first.
+        """Return the best way for some devices to sum their values: in one ring, or in each host first.
 
         Args:
             devices: The devices.
@@ -129,7 +129,7 @@ class Links:
         return choose_all_reduce(self._ways[key], size_bytes)
 
     def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
-        """Return how long replicas take to sum their gradients: in one ring, or in each host first.
+        """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.
 
         Where replicas are several devices each, that is a ring of which the slowest link between two replicas sets the
         pace (see :mod:`onebox.cost.collectives`).
@@ -151,7 +151,7 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanWork:
-    """What the stages of a plan cost.
+    """Costs of a plan's stages and links.
 
     Args:
         stages: Each stage, in an order in which forward edges ascend.
@@ -159,8 +159,7 @@ class PlanWork:
         links: Links between the devices.
         capacity_bytes: Memory of each device that has a limit.
         call_s: Seconds that each action costs a device beside its work.
-        host_bps: Bytes a second from a device to its host's memory, and as many back; one that isn't there takes no
-            time.
+        host_bps: Bytes per second from a device to its host's memory, and back; copies of missing devices take no time.
     """
 
     stages: tuple[StageWork, ...]

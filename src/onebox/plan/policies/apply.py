@@ -1,4 +1,4 @@
-"""Layouts with policies: a device's stage, cut into spans that fit its memory; and the policies to be beaten. Pure."""
+"""Application of activation policies: stages cut into spans that fit a device's memory; and baseline policies. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from onebox.plan.schedules.named import warm_up
 from onebox.plan.simulate.instance import instance_of
 
 _MOST_LINKS = 64
-"""Longer chains are joined where least crosses, until they are so long."""
+"""Maximum number of links of a chain; longer ones are joined at the smallest boundaries."""
 
 _FEW = 24
-"""Of so many segments, any number of the first ones may be on the CPU; of more, eighths."""
+"""Number of segments up to which any number of the first ones may be on the CPU; above it, eighths."""
 
 _TRIES = 4
-"""So often spans are chosen for less memory, because a stage takes more than its links say one by one."""
+"""Maximum number of retries with less memory, when a stage takes more than its links say one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class Chain:
     """A stage as a chain.
 
     Args:
-        costs: What its links cost.
+        costs: Costs of its links.
         links: The segments of each link.
         part: The stage.
-        processor: The device that computes what the host's processor may; ``None`` if there is none.
+        processor: The device that computes ``cpu`` spans; ``None`` if there is none.
     """
 
     costs: ChainCosts
@@ -56,9 +56,9 @@ class Chain:
 
 
 def processor_of(problem: Problem, device: int) -> int | None:
-    """Return the processor beside a device of the same host, if there is one.
+    """Return the processor beside a device of the same host, or ``None``.
 
-    For a device that is a share of the processor itself, but with a budget, it is a share with more memory.
+    For a device that is itself a share of the processor, but with a memory limit, it is a share with more memory.
     """
     own = problem.device[device]
 
@@ -76,7 +76,7 @@ def chain_of(costs: CostModel, part: LayoutStage, samples: int, in_flight: int =
 
     Args:
         costs: Costs of the segments.
-        part: The stage, on one device or on replicas, of which the first stands for all.
+        part: The stage, on one device or on replicas, represented by the first.
         samples: Samples of a micro-batch.
         in_flight: Micro-batches that the device holds at once.
     """
@@ -118,7 +118,7 @@ def chain_of(costs: CostModel, part: LayoutStage, samples: int, in_flight: int =
 
 
 def _links(costs: CostModel, part: LayoutStage) -> tuple[tuple[int, ...], ...]:
-    """Join the segments of a stage to as many links as are to be chosen from: those first that save least."""
+    """Join the segments of a stage into at most the maximum number of links, those that save least first."""
     links: list[tuple[int, ...]] = [(index,) for index in part.segments]
     while len(links) > _MOST_LINKS:
         sizes = [costs.sizes(one).saved for one in links]
@@ -128,7 +128,7 @@ def _links(costs: CostModel, part: LayoutStage) -> tuple[tuple[int, ...], ...]:
 
 
 def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
-    """Return the bytes of values that cross the end of each link, and of those from elsewhere; for each sample."""
+    """Return the bytes per sample of values that cross the end of each link, and of those from elsewhere."""
     where = {index: place for place, link in enumerate(links) for index in link}
     forward, into = [0] * len(links), 0
     for value in problem.values:
@@ -144,12 +144,12 @@ def _crossing(problem: Problem, links: Sequence[tuple[int, ...]]) -> tuple[list[
 
 
 def apply_policies(judge: Evaluator, base: StageLayout, update: UpdateAt) -> LayoutEvaluation | None:
-    """Return a layout with the policies that make it fit, judged; nothing where none do.
+    """Return the evaluation of a layout with the activation policies that make it fit, or ``None``.
 
     Args:
-        judge: Judges it.
+        judge: Evaluates it.
         base: A layout without policies, of one stage a device.
-        update: Where the optimizer's state is.
+        update: Place of the optimizer's state.
     """
     if base.micro_batch is None or _several(base):
         return None
@@ -172,11 +172,10 @@ def apply_policies(judge: Evaluator, base: StageLayout, update: UpdateAt) -> Lay
 
 
 def least_memory_layout(judge: Evaluator, device: int, samples: int) -> LayoutEvaluation:
-    """Judge the whole model on a device with the policies under which it takes about the least memory there is to
-    reach.
+    """Evaluate the whole model on a device under the activation policies with about the least memory.
 
     Args:
-        judge: Judges it.
+        judge: Evaluates it.
         device: The device.
         samples: Samples of a micro-batch.
     """
@@ -194,7 +193,7 @@ def least_memory_layout(judge: Evaluator, device: int, samples: int) -> LayoutEv
 
 
 def _several(layout: StageLayout) -> bool:
-    """Tell whether a device has several stages."""
+    """Return whether a device has several stages."""
     devices = [device for part in layout.parts for device in part.devices]
     return len(set(devices)) < len(devices)
 
@@ -217,7 +216,7 @@ def _chains(judge: Evaluator, layout: StageLayout) -> list[Chain]:
 
 
 def _fitted(judge: Evaluator, base: StageLayout, chains: Sequence[Chain], less: dict[int, int]) -> StageLayout | None:
-    """Return a layout whose stages are cut into spans, each within what its device has left."""
+    """Return a layout whose stages are cut into spans, each within the device's remaining memory."""
     problem, case = judge.problem, judge.case(base)
     parts: list[LayoutStage] = []
     for chain, work in zip(chains, case.work.stages, strict=True):
@@ -229,7 +228,8 @@ def _fitted(judge: Evaluator, base: StageLayout, chains: Sequence[Chain], less: 
         room = min(caps) - work.state_bytes
         spans = choose_policies(chain.costs, room, allowed)
         if spans is None and (base.update or problem.updates[0]) == "host" and "swap" in allowed:
-            # Gradients of what is swapped do not lie there; those of what is not are missed, and found by judging.
+            # Gradients of swapped stages are not on the device; the others' are missing here, and appear in the
+            # evaluation.
             away = judge.costs.streamed_bytes(chain.part._replace(policy="swap"), on_host=True)
             spans = choose_policies(chain.costs, room + away, ("keep", "swap"))
         if spans is None:
@@ -242,11 +242,11 @@ BaselinePolicy = Callable[[Chain], list[PolicySpan]]
 
 
 def baseline_policies(problem: Problem, device: int) -> Iterator[tuple[str, BaselinePolicy]]:
-    """Yield the policies that need no planner, for the whole model on one device, each by what it is called.
+    """Yield the baseline policies for the whole model on one device, each with its name.
 
-    They are: each segment computed again; segments computed again in spans of the root of their number, which takes
-    least memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded, or swapped; and, where
-    a processor is beside the device, the first segments on it, as many as in turn one eighth to seven eighths.
+    They are: each segment recomputed; segments recomputed in spans of the root of their number, which takes least
+    memory where all are alike (Chen et al. 2016, arXiv:1604.06174); everything offloaded, or swapped; and, where there
+    is a processor beside the device, the first one to seven eighths of the segments on it.
     """
     if "recompute" in problem.policies:
         yield "recompute all, each segment", lambda chain: _even(chain, 1, "recompute")
@@ -267,7 +267,7 @@ def _root(chain: Chain) -> int:
 
 
 def _even(chain: Chain, length: int, policy: ChainPolicy) -> list[PolicySpan]:
-    """Return even spans of one policy; the last one, which goes back right after its forward, is kept."""
+    """Return even spans of one policy; the last one, whose backward follows its forward at once, is kept."""
     count = len(chain.links)
     starts = list(range(0, count, length))
     return [

@@ -1,4 +1,4 @@
-"""Why each stage of a plan has its policy: what it saves, what that costs, and what the others would. Pure."""
+"""Explanation of each stage's activation policy: the memory saved, its cost, and that of the alternatives. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onebox.sizes import size_text
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReason:
-    """What the policy of a stage means, on the first of its replicas.
+    """The effects of a stage's activation policy, on the first of its replicas.
 
     Args:
         stage: Its number.
         device: The device.
-        policy: What becomes of its activations; ``cpu`` is a stage on a processor between stages of another device.
-        segments: How many segments it has.
-        activation_bytes: What its forward makes for a backward, for one micro-batch.
-        saved_bytes: Of these, what is not on the device between forward and backward.
+        policy: Its activation policy; ``cpu`` is a stage on a processor between stages of another device.
+        segments: Number of segments.
+        activation_bytes: Activations saved for a backward, for one micro-batch.
+        saved_bytes: Of these, those not on the device between forward and backward.
         paid_s: Seconds that this adds to a step.
-        again_s: Seconds that it adds, or would add, to a step to compute it again.
-        wait_s: Seconds that a step waits, or would wait, for copies to the host and back that do not hide.
-        text: All that in a few words.
+        again_s: Seconds that recomputation adds, or would add, to a step.
+        wait_s: Seconds that a step waits, or would wait, for copies to the host and back that are not hidden.
+        text: A short description.
     """
 
     stage: int
@@ -44,24 +44,24 @@ class PolicyReason:
 
 
 def explain_policies(problem: Problem, plan: Plan) -> tuple[PolicyReason, ...]:
-    """Return why each stage of a plan has its policy.
+    """Return the explanation of each stage's activation policy.
 
     Args:
-        problem: What the plan was made from.
+        problem: The problem that the plan was made for.
         plan: The plan.
 
     Raises:
-        UsageError: The plan is none for this problem.
+        UsageError: The plan does not match the problem.
     """
     known = _Reasons(problem, plan)
     return tuple(known.of(stage) for stage in range(len(plan.stages)))
 
 
 class _Reasons:
-    """What a plan's stages cost under other policies.
+    """Costs of a plan's stages under the alternative policies.
 
     Args:
-        problem: What the plan was made from.
+        problem: The problem that the plan was made for.
         plan: The plan.
     """
 
@@ -78,7 +78,7 @@ class _Reasons:
         ]
 
     def of(self, stage: int) -> PolicyReason:
-        """Return why a stage has its policy."""
+        """Return the explanation of a stage's activation policy."""
         part, work, turns = self._layout.parts[stage], self._work.stages[stage], self._turns[stage]
         device = part.devices[0]
         made = self._costs.sizes(part.segments).saved * self._samples
@@ -106,7 +106,7 @@ class _Reasons:
         )
 
     def _beside(self, stage: int) -> int | None:
-        """Return the device of the plan for which a processor beside it computes a stage, if that is so."""
+        """Return the device for which a processor beside it computes a stage, or ``None``."""
         own = self._layout.parts[stage].devices[0]
         for part in self._layout.parts:
             if processor_of(self._problem, part.devices[0]) == own:
@@ -114,7 +114,7 @@ class _Reasons:
         return None
 
     def _slower_s(self, stage: int) -> float:
-        """Return what a stage on a processor takes longer than on the device beside it; nothing if none is."""
+        """Return the extra seconds of a stage on a processor over the device beside it; 0 without such a device."""
         beside = self._beside(stage)
         if beside is None:
             return 0.0
@@ -125,12 +125,12 @@ class _Reasons:
         return work.forward_s[own] + work.input_s[own] + work.weight_s[own] - there
 
     def _wait_s(self, stage: int, size_bytes: int, *, hidden: bool) -> float:
-        """Return what of copies to the host and back does not hide under what the device does next and last.
+        """Return the seconds of copies to the host and back that the device's next and last actions do not hide.
 
         Args:
             stage: The stage.
-            size_bytes: Of each copy.
-            hidden: Whether anything may hide.
+            size_bytes: Bytes of each copy.
+            hidden: Whether copies may be hidden at all.
         """
         device = self._layout.parts[stage].devices[0]
         transfer = size_bytes / self._problem.device[device].host_bps
@@ -143,7 +143,7 @@ class _Reasons:
 
 
 def _text(policy: str, *, saved: int, made: int, again_s: float, wait_s: float, paid_s: float) -> str:
-    """Say in a few words why."""
+    """Describe the reason in a few words."""
     again, copy = f"{_time(again_s)} to make again", f"the copies would wait {_time(wait_s)}"
     if policy == "recompute":
         return f"{again}, {size_text(saved)} less; {copy}"

@@ -1,5 +1,5 @@
-"""What spans of a chain cost and hold under each policy, in the model that :mod:`onebox.plan.policies.solver`
-describes. Pure."""
+"""Costs and memory of a chain's spans under each activation policy, in the model of :mod:`onebox.plan.policies.solver`.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OFFLOADING_POLICIES: frozenset[ChainPolicy] = frozenset({"offload", "swap"})
 """The policies of spans of one link whose values go to the host's memory."""
 
 NEIGHBOUR_STATES = range(5)
-"""What matters of the two spans before another one to what that needs: neither is of the policies in
+"""State of the two spans before a span, as far as it affects that span's memory: neither has a policy in
 :data:`OFFLOADING_POLICIES`; the one before it is offloaded, and the one before that is not, or is; it is swapped, and
 the one before that is not offloaded, or is."""
 _NEITHER, _OFFLOADED, _BOTH, _SWAPPED, _BEHIND_OFFLOADED = NEIGHBOUR_STATES
@@ -34,8 +34,8 @@ class ChainLink(NamedTuple):
         backward_work_bytes: Needed beyond those while backward runs, gradients included.
         cpu_forward_s: Seconds of forward on the host's processor; ``None`` if it cannot be there.
         cpu_backward_s: Seconds of backward there.
-        spared: Whether all that its backward reads of what it makes is read by the next one's backward, too: at the end
-            of a span it is not made again.
+        spared: Whether every tensor saved for its backward is also saved for the backward of the next link: at the end
+            of a span it is not recomputed.
     """
 
     forward_s: float
@@ -50,12 +50,12 @@ class ChainLink(NamedTuple):
 
 
 class PolicySpan(NamedTuple):
-    """Consecutive links with one policy.
+    """Consecutive links with one activation policy.
 
     Args:
         start: The first link.
         end: The link after the last one.
-        policy: What becomes of what they make.
+        policy: The policy.
     """
 
     start: int
@@ -65,15 +65,15 @@ class PolicySpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainCosts:
-    """A chain with what is the same for all its links.
+    """A chain with the costs that all its links share.
 
     Args:
         links: In the order of forward.
-        host_bps: Bytes a second to the host, and as many back.
+        host_bps: Bytes per second to the host, and back.
         in_flight: Micro-batches that the device holds at once.
         call_s: Seconds that a span costs beside its work: an action forward and one back.
-        input_bytes: What crosses into the first link from elsewhere.
-        cpu_bps: Bytes a second to what computes on the host's processor, and as many back.
+        input_bytes: Bytes that cross into the first link.
+        cpu_bps: Bytes per second to the host's processor for ``cpu`` spans, and back.
     """
 
     links: tuple[ChainLink, ...]
@@ -85,12 +85,12 @@ class ChainCosts:
 
 
 class SpanCosts(NamedTuple):
-    """What a span with a policy costs.
+    """Costs of a span under an activation policy.
 
     Args:
-        price_s: Seconds beyond those of the plain chain, waits aside.
+        price_s: Seconds beyond those of the plain chain, without waits.
         kept_bytes: Held from its forward to its backward.
-        need_bytes: Most that it needs beyond what is held before it.
+        need_bytes: Peak bytes beyond those held before it.
         forward_s: Seconds of its forward: the window of a transfer to the host.
         backward_s: Seconds of its backward: the window of a transfer back.
     """
@@ -103,11 +103,11 @@ class SpanCosts(NamedTuple):
 
 
 class PolicyCosts:
-    """What each span of a chain costs under each policy.
+    """Costs of each span of a chain under each activation policy.
 
     Args:
         chain: The chain.
-        allowed: The policies that may be chosen.
+        allowed: The allowed activation policies.
     """
 
     def __init__(self, chain: ChainCosts, allowed: Collection[ChainPolicy] = ACTIVATION_POLICIES) -> None:
@@ -136,7 +136,7 @@ class PolicyCosts:
                 yield PolicySpan(start, end, "cpu")
 
     def of(self, span: PolicySpan) -> SpanCosts:
-        """Return what a span costs."""
+        """Return the costs of a span."""
         if span not in self._known:
             self._known[span] = self._price(span)
         return self._known[span]
@@ -153,7 +153,7 @@ class PolicyCosts:
             for place in range(start, end)
         )
         if policy == "recompute":
-            # In forward, a link has its input from within the span, and gives it up when it is through.
+            # In forward, a link has its input from within the span, and frees it at its end.
             ahead = max(
                 links[place].saved_bytes
                 + links[place].forward_work_bytes
@@ -177,10 +177,10 @@ class PolicyCosts:
         return SpanCosts(call_s + waits_s, kept, max(ahead, back), forward, backward)
 
     def waits_s(self, span: PolicySpan, before: int) -> float:
-        """Return what does not hide under a span of the transfers of an offloaded one before it.
+        """Return the seconds of an offloaded span's transfers that the next span does not hide.
 
         Args:
-            span: The span.
+            span: The next span.
             before: As for :meth:`pending_bytes`.
         """
         if before not in (_OFFLOADED, _BOTH):
@@ -190,15 +190,15 @@ class PolicyCosts:
         return max(0.0, transfer_s - window.forward_s) + max(0.0, transfer_s - window.backward_s)
 
     def lent_bytes(self, link: int) -> int:
-        """Return what the span after an offloaded link reads of it."""
+        """Return the bytes of an offloaded link that the next span reads."""
         return min(self.chain.links[link].saved_bytes, self.chain.links[link].boundary_bytes)
 
     def pending_bytes(self, start: int, before: int) -> int:
-        """Return what spans that are away still hold during the forward, and again during the backward, of a span.
+        """Return the bytes that offloaded spans still hold during the forward and the backward of a span.
 
         Args:
-            start: Where the span starts.
-            before: What is before it: one of :data:`NEIGHBOUR_STATES`.
+            start: Start of the span.
+            before: State before it: one of :data:`NEIGHBOUR_STATES`.
         """
         if before in (_OFFLOADED, _BOTH):
             pending = self.chain.links[start - 1].saved_bytes
@@ -207,7 +207,7 @@ class PolicyCosts:
         return pending + (self.lent_bytes(start - 2) if before in (_BOTH, _BEHIND_OFFLOADED) else 0)
 
     def kept_bytes(self, span: PolicySpan, before: int) -> int:
-        """Return what is held for the backward once a span's forward is through, beside what was before.
+        """Return the bytes held for the backward after a span's forward, beyond those held before.
 
         Args:
             span: The span.
@@ -218,12 +218,12 @@ class PolicyCosts:
 
 
 class ChainOutcome(NamedTuple):
-    """What spans lead to.
+    """Totals of a chain's spans.
 
     Args:
         extra_s: Seconds of a micro-batch beyond those of the plain chain.
-        peak_bytes: Most bytes beside what is always there.
-        held_bytes: What a micro-batch holds between its forward and its backward.
+        peak_bytes: Peak bytes beyond the permanent ones.
+        held_bytes: Bytes that a micro-batch holds between its forward and its backward.
     """
 
     extra_s: float
@@ -232,10 +232,10 @@ class ChainOutcome(NamedTuple):
 
 
 def chain_outcome(prices: PolicyCosts, spans: Sequence[PolicySpan]) -> ChainOutcome:
-    """Return what spans lead to, without rounding.
+    """Return the totals of spans, without rounding.
 
     Args:
-        prices: What spans cost.
+        prices: Costs of spans.
         spans: Spans of the whole chain, in order.
     """
     held = peak = beside = 0
@@ -254,7 +254,7 @@ def _sums(values: Iterator[float]) -> list[float]:
 
 
 def next_neighbour_state(before: int, span: PolicySpan) -> int:
-    """Return what is before the end of a span, of :data:`NEIGHBOUR_STATES`, by what is before its start."""
+    """Return the state after a span, one of :data:`NEIGHBOUR_STATES`, from the state before it."""
     offloaded = before in (_OFFLOADED, _BOTH)
     if span.policy == "offload":
         return _BOTH if offloaded else _OFFLOADED

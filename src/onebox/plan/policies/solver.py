@@ -1,31 +1,30 @@
-"""The choice of policies: what becomes of a chain's activations on one device, so that a step is quickest under a
-budget.
+"""The choice of activation policies for a chain on one device, so that a step is quickest under a memory budget.
 
-A chain of links, in the order of forward, is cut into spans, and each span gets a policy:
+A chain of links, in the order of forward, is cut into spans, and each span gets an activation policy:
 
 - ``keep``: what its backward needs stays on the device;
-- ``recompute``: only what crosses its end stays; its backward makes the rest again, which takes its forward once more,
-  but for a last link of which nothing else is needed;
+- ``recompute``: only what crosses its end stays; its backward recomputes the rest, which takes its forward once more,
+  except a last link of which nothing else is needed;
 - ``offload``: what its backward needs goes to the host while the next span computes forward, and comes back while that
-  span computes backward; what of either transfer does not hide there is waited for. Such a span is one link: a longer
-  one would only hold more for longer;
-- ``swap``: the same, but that both transfers are waited for, and nothing of it is there meanwhile;
+  span computes backward; the device waits for the part of either transfer that this does not hide. Such a span is one
+  link: a longer one would only hold more for longer;
+- ``swap``: the same, but the device waits for both transfers, and holds nothing of it in between;
 - ``cpu``: the host's processor computes it. Values and gradients that cross its ends travel, and nothing hides that:
-  with several micro-batches others compute meanwhile, which the simulator knows, and this model does not.
+  with several micro-batches other ones compute meanwhile, which the simulator models and this model does not.
 
-With `h` the bytes that earlier spans hold until their backward, and `p` what a span that is offloaded just before it
-still holds during its forward (and holds again during its backward), a span needs, beside its inputs, in forward
-`h + p +` what it makes `+` work, and in backward `h + p +` all that its backward reads `+` work. Of an offloaded span,
-what crosses its end goes a span later than the rest, and comes back a span earlier, because the next span reads it,
-too; where that is not offloaded, it stays. Every other micro-batch in flight holds what the whole chain holds. A call
-is the price of each further span.
+With `h` the bytes that earlier spans hold until their backward, and `p` the bytes that a span offloaded just before it
+still holds during its forward (and again during its backward), a span needs, beside its inputs, in forward `h + p +`
+what it makes `+` work, and in backward `h + p +` all that its backward reads `+` work. Of an offloaded span, what
+crosses its end goes a span later than the rest, and comes back a span earlier, because the next span reads it, too;
+where that is not offloaded, it stays. Every other micro-batch in flight holds as much as the whole chain holds. Each
+further span costs a call.
 
-The program is exact for this model but for the rounding of held bytes up to whole buckets. Its states are (end of
-the span, what of the two links before it is away, bytes held); a test compares it with the same model as an integer
+The program is exact for this model except that held bytes are rounded up to whole buckets. Its states are (end of the
+span, what of the two links before it is away, bytes held); a test compares it with the same model as an integer
 program.
 
-Where the parts come from: segments that are computed again, Chen et al. 2016 (arXiv:1604.06174); dynamic programming
-over (position, memory) on chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020
+Sources: recomputed segments, Chen et al. 2016 (arXiv:1604.06174); dynamic programming over (position, memory) on
+chains, Beaumont et al. 2019 (arXiv:1911.13214, "Rotor"), and with offloading too 2020
 (doi:10.1007/978-3-030-57675-2_10); the window in which a transfer hides, Rhu et al. 2016 (arXiv:1602.08124, "vDNN") and
 Peng et al. 2020 (doi:10.1145/3373376.3378505, "Capuchin"); integer programs as the exact answer, Jain et al. 2020
 (arXiv:1910.02653, "Checkmate") and Schuler et al. 2022 (doi:10.1145/3568956, "XEngine").
@@ -52,7 +51,7 @@ from onebox.plan.policies.policy_costs import (
 _BUCKETS = 1500
 
 _GUESSES = 12
-"""So many totals of what a micro-batch in flight may hold are tried."""
+"""Number of trial totals for the bytes that a micro-batch in flight may hold."""
 
 
 def choose_policies(
@@ -62,13 +61,13 @@ def choose_policies(
     *,
     buckets: int = _BUCKETS,
 ) -> tuple[PolicySpan, ...] | None:
-    """Return the spans with which a micro-batch takes least time under a budget, or nothing where none fits.
+    """Return the spans under which a micro-batch takes the least time within a budget, or ``None`` where none fits.
 
     Args:
         chain: The chain.
-        budget_bytes: What the device has beside what is always there.
-        allowed: The policies that may be chosen.
-        buckets: Into so many the budget is divided; held bytes are rounded up to whole ones.
+        budget_bytes: Memory of the device beyond what it always holds.
+        allowed: The allowed activation policies.
+        buckets: Number of buckets of the budget; held bytes are rounded up to whole ones.
 
     Example:
         >>> links = tuple(Link(1.0, 2.0, 100, 10) for _ in range(4))
@@ -97,11 +96,11 @@ def choose_policies(
 def least_budget(
     chain: ChainCosts, allowed: Collection[ChainPolicy] = ACTIVATION_POLICIES, *, within: float = 0.005
 ) -> int:
-    """Return about the least budget under which a chain can be computed.
+    """Return approximately the least budget under which a chain can be computed.
 
     Args:
         chain: The chain.
-        allowed: The policies that may be chosen.
+        allowed: The allowed activation policies.
         within: Relative precision.
     """
     high = (
@@ -118,7 +117,7 @@ def least_budget(
 
 
 def _totals(in_flight: int, budget: int) -> list[int]:
-    """Return what a micro-batch in flight may hold, as guesses of which each gives a budget to the one that runs."""
+    """Return trial totals of the bytes that a micro-batch in flight may hold; each leaves another budget."""
     if in_flight == 1:
         return [budget]
     return [budget * turn // (_GUESSES * in_flight) for turn in range(_GUESSES + 1)]
@@ -128,10 +127,10 @@ class _Program:
     """The dynamic program for one budget.
 
     Args:
-        prices: What spans cost.
+        prices: Costs of spans.
         budget: Most bytes of the micro-batch that runs.
-        most: Most bytes that it may hold when its forward is through.
-        buckets: Into so many the budget is divided.
+        most: Most bytes that it may hold after its forward.
+        buckets: Number of buckets of the budget.
     """
 
     def __init__(self, prices: PolicyCosts, budget: int, most: int, buckets: int) -> None:
@@ -147,7 +146,7 @@ class _Program:
         self.steps: list[tuple[PolicySpan, int, int]] = []
 
     def solve(self) -> tuple[PolicySpan, ...] | None:
-        """Return the best spans, or nothing."""
+        """Return the best spans, or ``None``."""
         if self.budget <= 0:
             return None
         for start in range(self.count):
@@ -161,7 +160,7 @@ class _Program:
         return self._back(int(final.argmin()))
 
     def _take(self, span: PolicySpan, beside: int) -> None:
-        """Extend everything that ends where a span starts by that span."""
+        """Extend every state that ends at a span's start by that span."""
         prices, start = self.prices, span.start
         if (start, beside) not in self.reached:
             return

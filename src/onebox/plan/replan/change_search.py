@@ -1,4 +1,4 @@
-"""What could be done about devices and links that are not as planned: other cuts, places, shares, orders. Pure."""
+"""Search for changes of plan when devices or links are not as planned: cuts, placements, shares, orders. Pure."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from onebox.plan.replan.step_times import StepTimes
 from onebox.plan.search.result import NAMED_BIAS
 
 _STEPS = (1, 2, 4)
-"""How many segments a cut is moved by."""
+"""Numbers of segments by which a cut is moved."""
 
 _STARTS = 3
-"""From so many of the best proposals local search begins."""
+"""Number of best proposals from which local search begins."""
 
 _AS_GOOD = 1.02
-"""What takes no longer than its bound by this factor is not compared with others of a higher bound."""
+"""Factor over its bound within which a proposal is not compared with others of a higher bound."""
 
 _LEAST = 1e-3
-"""A change that saves less than this part of a step is not followed."""
+"""Part of a step below which a saving is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeTerms:
-    """What a change costs and may not do.
+    """Costs and limits of a change.
 
     Args:
-        horizon: Steps over which the cost has to come back.
-        pause_s: Seconds that any change costs.
+        horizon: Steps over which its cost has to be recovered.
+        pause_s: Fixed cost of any change in seconds.
         budget_actions: Actions that may be simulated.
-        barred: Tells of something that a decision would change whether it may not, for now.
+        barred: Returns whether a single change is barred for now.
     """
 
     horizon: int
@@ -50,12 +50,12 @@ class ChangeTerms:
 
 
 class ChangeSearch:
-    """Looks for the best change of a plan.
+    """Search for the best change of a plan.
 
     Args:
-        problem: Devices and links as they are believed to be.
-        plan: The plan that is in force.
-        terms: What a change costs and may not do.
+        problem: Devices and links as estimated.
+        plan: The plan in force.
+        terms: Costs and limits of a change.
     """
 
     def __init__(self, problem: Problem, plan: Plan, terms: ChangeTerms) -> None:
@@ -70,14 +70,14 @@ class ChangeSearch:
 
     @property
     def before_s(self) -> float:
-        """Seconds that a step is expected to take if nothing is done."""
+        """Expected seconds of a step without a change."""
         return self._before.step_s
 
     def best(self, others: Iterable[Plan]) -> ProposedChange:
-        """Return the change that pays best, or none at all.
+        """Return the change that pays best, or the present plan.
 
         Args:
-            others: Plans that may be gone back to, such as the first one.
+            others: Plans that may be restored, such as the first one.
         """
         same = self._now.schedule
         starts = [layout_of(self._problem, plan)._replace(schedule=same) for plan in others]
@@ -86,25 +86,25 @@ class ChangeSearch:
         for layout in starts[:_STARTS]:
             ends.append(self._climb(layout))
             if ends[-1] == layout:
-                break  # what the quickest cuts or a plan before led to is the best around
+                break  # the quickest cuts or an earlier plan led to the best one nearby
         ordered = [self._ordered(self._now)]
         for layout in self._worth((*ends, *starts)):
             ordered.append(self._ordered(layout))
             if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
-                break  # what the others take is known, or at least as much
+                break  # the step times of the others are known, or at least as long
         least_s = min(map(self._worth_s, ordered))
         best = (one for one in ordered if self._worth_s(one) <= least_s * NEARLY)
         return min(best, key=lambda one: (sum(one.moved.values()), self._worth_s(one)))
 
     def _worth_s(self, proposal: ProposedChange) -> float:
-        """Return the seconds of a step, with its part of the cost."""
+        """Return the seconds of a step, including its part of the cost."""
         return proposal.step_s + proposal.cost_s / self._terms.horizon
 
     def _worth(self, found: Iterable[StageLayout]) -> list[StageLayout]:
-        """Return the layouts that are worth a closer look, in the order in which they are.
+        """Return the layouts that are worth simulating, in order of their value.
 
-        Of those that are about as good as the best, what moves less comes first, with devices that may stand in for
-        each other where least moves; then come the best of the others.
+        Of those that are about as good as the best, the ones that move less come first, with like devices assigned so
+        that least moves; then the best of the others.
         """
         known = [one for one in dict.fromkeys(found) if one != self._now and self._value(one) < math.inf]
         least_s = min(map(self._value, known), default=0.0)
@@ -117,12 +117,12 @@ class ChangeSearch:
         return [*near[:_STARTS], *others[:_STARTS]]
 
     def _kind(self, device: int) -> tuple[float, int | None]:
-        """Return what devices have in common that may stand in for each other."""
+        """Return a key of a device that is equal for interchangeable ones."""
         power = self._judge.costs.power(device, self._now.micro_batch or 1)
         return round(math.log(power) / math.log(NEARLY)), self._problem.device[device].capacity_bytes
 
     def _proposed(self) -> Iterator[StageLayout]:
-        """Yield what dynamic programming proposes, where each device has one stage and all are of a kind."""
+        """Yield the proposals of dynamic programming, where each device has one stage and all stages are alike."""
         parts, now = self._now.parts, self._now
         devices = [device for part in parts for device in part.devices]
         alike = len(self._formats) == 1 and all(part.policy == "keep" for part in parts)
@@ -136,7 +136,7 @@ class ChangeSearch:
         yield from self._shared(now)
 
     def _resized(self) -> Iterator[StageLayout]:
-        """Yield the layout with a stage less, so that its devices are idle, or one more, on a device that was idle."""
+        """Yield layouts with a stage less, which leaves its devices idle, or one more, on an idle device."""
         parts = self._now.parts
         for index, part in enumerate(parts) if len(parts) > 2 else ():
             taker = index - 1 if index else 1
@@ -154,7 +154,7 @@ class ChangeSearch:
                     yield self._now._replace(parts=(*parts[:index], *less, *parts[index + 1 :]))
 
     def _placed(self) -> list[StageLayout]:
-        """Return the layouts with two devices exchanged that a bound says most of, their cuts adapted to that."""
+        """Return the layouts with two devices exchanged, and cuts adapted, that have the best bounds."""
         found = list(self._exchanged(self._now))
         share = self._judge.left // (4 * max(1, len(found)))
         found = [self._descend(layout, share) for layout in found]
@@ -172,7 +172,7 @@ class ChangeSearch:
         return at
 
     def _climb(self, at: StageLayout) -> StageLayout:
-        """Follow the first change that pays, again and again, while effort is left."""
+        """Follow the first change that pays repeatedly while effort is left."""
         value = self._value(at)
         while not self._pace.spent:
             changes = ((self._value(layout), layout) for layout in self._near(at) if self._promises(layout, value))
@@ -183,7 +183,7 @@ class ChangeSearch:
         return at
 
     def _promises(self, layout: StageLayout, value: float) -> bool:
-        """Tell whether a layout may be worth more than that; a bound spares most simulations."""
+        """Return whether a layout's bound is better than a value; this avoids most simulations."""
         return not self._pace.spent and (layout in self._known or self._pace.bound_s(layout) < value * (1 - _LEAST))
 
     def _near(self, layout: StageLayout) -> Iterator[StageLayout]:
@@ -193,11 +193,11 @@ class ChangeSearch:
         yield from self._exchanged(layout)
 
     def _cut(self, layout: StageLayout) -> Iterator[StageLayout]:
-        """Yield layouts with another cut between neighbours, or a row of cuts moved together."""
+        """Yield layouts with another cut between neighbours, or several consecutive cuts moved together."""
         parts, stages = layout.parts, self._plan.stages
         for index, (one, other) in enumerate(pairwise(parts)):
             if len(self._formats) > 1 and stages[index].formats != stages[index + 1].formats:
-                continue  # a segment would be computed in another way
+                continue  # a segment's format or policy would change
             chain = one.segments + other.segments
             for step in _STEPS:
                 for cut in (len(one.segments) - step, len(one.segments) + step):
@@ -208,7 +208,7 @@ class ChangeSearch:
             yield from _rolled(layout)
 
     def _exchanged(self, layout: StageLayout) -> Iterator[StageLayout]:
-        """Yield layouts in which two devices have changed places, where these do not have the same stages, or none."""
+        """Yield layouts in which two devices with different stages, or one of them idle, have changed places."""
         stages = {device: [part.segments for part in layout.parts if device in part.devices] for device in self._every}
         for a, b in combinations(self._every, 2):
             if stages[a] != stages[b]:
@@ -237,7 +237,7 @@ class ChangeSearch:
                 yield tuple(turn - (n == a) + (n == b) + 0.0 for n, turn in enumerate(turns))
 
     def _ordered(self, layout: StageLayout) -> ProposedChange:
-        """Return a layout in the order of actions that is best for it: its own unless another is plainly better."""
+        """Return a proposal with the best order of actions: the layout's own unless another is clearly better."""
         best = self._proposal(layout, None)
         own = self._plan.schedule
         if own == ASYNC and layout == self._now:
@@ -252,7 +252,7 @@ class ChangeSearch:
         return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
 
     def _deeper(self, now: ProposedChange) -> ProposedChange:
-        """Return the plan as it is with other numbers of micro-batches in flight, if that is plainly better."""
+        """Return the present plan with other numbers of micro-batches in flight, if that is clearly better."""
         in_flight = self._pace.in_flight(self._now)
         if in_flight == self._plan.in_flight or self._barred(self._now):
             return now
@@ -264,7 +264,7 @@ class ChangeSearch:
         return now._replace(step_s=step_s, cost_s=pause_s, simulation=found.simulation, in_flight=in_flight)
 
     def _proposal(self, layout: StageLayout, table: Schedule | None) -> ProposedChange:
-        """Return what a layout costs and brings; in an order of its own or, where there is none, the plan's."""
+        """Return the proposal of a layout, in its own order or, without one, in the plan's."""
         (moved, cost_s), changed = self._cost(layout), table is not None or layout != self._now
         simulation = self._pace.step(layout, table)
         over_bytes, before_bytes = (sum(one.over_bytes.values()) for one in (simulation, self._before))
@@ -276,9 +276,9 @@ class ChangeSearch:
         return ProposedChange(layout, table or self._pace.order(layout), step_s, cost_s, moved, simulation, in_flight)
 
     def _value(self, layout: StageLayout) -> float:
-        """Return seconds that a step takes, with its part of the cost; infinite where it may not be.
+        """Return the seconds of a step, including its part of the cost; infinite for a layout that is not allowed.
 
-        Of a pipeline that never runs empty it is the bound: simulating that takes ten times as long.
+        For a pipeline that never runs empty it is the bound: simulation takes ten times as long.
         """
         if layout not in self._known:
             try:
@@ -290,11 +290,11 @@ class ChangeSearch:
         return self._known[layout]
 
     def _barred(self, layout: StageLayout) -> bool:
-        """Tell whether something may not be tried for now."""
+        """Return whether a layout contains a barred change."""
         return any(map(self._terms.barred, edits_of(self._now, layout)))
 
     def _cost(self, layout: StageLayout) -> tuple[dict[tuple[int, int], int], float]:
-        """Return the bytes that go over each link for a change, and the seconds that it takes."""
+        """Return the bytes that a change moves over each link, and its seconds."""
         if layout == self._now:
             return {}, 0.0
         moved = self._moved.links(layout)

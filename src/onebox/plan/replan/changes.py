@@ -1,4 +1,4 @@
-"""Changes of a plan: what they are, and the plan that they lead to. Pure."""
+"""Changes of a plan: their description, and the plans that they lead to. Pure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from onebox.plan.replan.decisions import ReplanKind
 from onebox.plan.simulate.step import Simulation
 
 PlanEdit = tuple[str, int, int]
-"""What a decision changes: a kind of thing, which one, and what it becomes; see :func:`edits_of`."""
+"""A single change of a decision: its kind, the object, and the new value; see :func:`edits_of`."""
 
 
 class ProposedChange(NamedTuple):
-    """Something that could be done.
+    """A possible change.
 
     Args:
-        layout: The stages from then on.
-        table: The order of actions; ``None`` where the schedule's name says it.
-        step_s: Seconds that a step is expected to take.
-        cost_s: Seconds that it costs once.
-        moved: Bytes that go over each link.
-        simulation: Of a step.
-        in_flight: Micro-batches in flight, where the plan is to say so.
+        layout: The stages after it.
+        table: The order of actions; ``None`` where the schedule's name determines it.
+        step_s: Expected seconds of a step.
+        cost_s: One-time cost in seconds.
+        moved: Bytes moved over each link.
+        simulation: Simulation of a step.
+        in_flight: Micro-batches in flight, where the plan is to set them.
     """
 
     layout: StageLayout
@@ -44,7 +44,7 @@ class ProposedChange(NamedTuple):
 
 
 def replan_kind_of(before: StageLayout, after: StageLayout) -> ReplanKind:
-    """Return what kind of decision leads from one layout to another."""
+    """Return the kind of decision that leads from one layout to another."""
     places = [[(part.segments, part.devices) for part in layout.parts] for layout in (before, after)]
     if places[0] != places[1]:
         return "recut"
@@ -52,7 +52,7 @@ def replan_kind_of(before: StageLayout, after: StageLayout) -> ReplanKind:
 
 
 def edits_of(before: StageLayout, after: StageLayout) -> frozenset[PlanEdit]:
-    """Return what a decision changes: segments that come to devices, shares of stages, the order of actions."""
+    """Return the single changes of a decision: segments on devices, shares of stages, the order of actions."""
     kind = replan_kind_of(before, after)
     if kind == "recut":
         had, has = holders(before), holders(after)
@@ -64,15 +64,15 @@ def edits_of(before: StageLayout, after: StageLayout) -> frozenset[PlanEdit]:
 
 
 def changed_plan(plan: Plan, problem: Problem, proposal: ProposedChange) -> Plan:
-    """Return a plan with what is proposed; formats of stages stay, limits of memory go with the devices.
+    """Return the plan with a proposal applied; stages keep their formats, devices their memory limits.
 
-    What it predicts of a step is what is believed now; what it predicts of stages is for the devices as they were when
+    Its prediction of a step uses the present estimates; its predictions of stages are for the devices as they were when
     the problem was made, as in the plan before.
 
     Args:
-        plan: The plan that is in force.
-        problem: What the first plan was made for.
-        proposal: What is proposed.
+        plan: The plan in force.
+        problem: The problem that the first plan was made for.
+        proposal: The proposal.
     """
     layout = proposal.layout
     stages = tuple(
@@ -105,7 +105,7 @@ def changed_plan(plan: Plan, problem: Problem, proposal: ProposedChange) -> Plan
 
 
 def _forms(plan: Plan, stages: int) -> tuple[Stage, ...]:
-    """Return the stages whose formats those of a changed plan have; all are alike where their number changes."""
+    """Return the stages whose formats a changed plan takes over; where their number changes, all are alike."""
     return plan.stages if len(plan.stages) == stages else plan.stages[:1] * stages
 
 

@@ -1,10 +1,10 @@
-"""The run-time scheduler: measurements of steps in, decisions out. Pure: no clock, no device.
+"""The re-plan controller: measurements of steps in, decisions out. Pure: no clock, no device.
 
-What each device and link is believed to take follows what was measured only when that has plainly changed
-(:mod:`onebox.plan.replan.change_detection`). Then the plan and changes of it are simulated with what is believed now
+The estimate of each device and link moves only when its measurements have clearly changed
+(:mod:`onebox.plan.replan.change_detection`). Then the plan and changes of it are simulated with the present estimates
 (:mod:`onebox.plan.replan.change_search`), and the best change is decided on if it saves enough of a step for long
-enough to pay for itself. A few steps later it is judged by what steps take in fact: what made them slower is taken
-back, and for a while not tried again.
+enough to pay for itself. A few steps later it is evaluated by the measured step times: a change that made steps slower
+is undone, and not tried again for a while.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from onebox.plan.replan.estimates import RateChange, RateEstimator
 from onebox.plan.replan.measurements import StepMeasurement, together
 
 _PROBE = 200
-"""Steps without use after which what was slow is believed to be as planned again, for the first time."""
+"""Initial number of unused steps after which a slow device or link is estimated to be as planned again."""
 
 _PATIENCE = 3
-"""Steps that a decision waits at most for other things to change that seem to be about to."""
+"""Maximum steps for which a decision waits while other estimates are about to change."""
 
 _HOME = 0.5
-"""For going back to the first plan, which was looked for longer, this part of the gain is enough."""
+"""Part of the required gain that suffices for going back to the first plan, which took a longer search."""
 
 _PACES = 32
-"""Steps whose seconds are remembered."""
+"""Number of steps whose seconds are kept."""
 
 _DEFAULTS = ReplanOptions()
 
 
 @dataclass
 class _Trial:
-    """A decision whose outcome is open.
+    """A decision that is not evaluated yet.
 
     Args:
         decision: The decision.
         before: The plan before it.
-        before_s: Seconds of a step before it, measured.
-        moves: What it changes.
-        devices: The devices that it gives other work.
-        believed: What was believed before it.
+        before_s: Measured seconds of a step before it.
+        moves: Its changes.
+        devices: The devices whose work it changes.
+        believed: The estimates before it.
         paid_s: Seconds that it took.
         steps_s: Seconds of the steps since.
     """
@@ -66,19 +66,19 @@ class _Trial:
 
 
 class ReplanController:
-    """Follows what devices and links do, and says what to change between two steps.
+    """Re-plan controller: estimates the state of devices and links, and decides on changes between two steps.
 
-    Whoever runs the steps tells it of each one by :meth:`see`, and carries out what that returns, which it says by
-    :meth:`applied`, or cannot, which it says by :meth:`refused`; until then nothing else is decided.
+    The caller passes each step's measurements to :meth:`see` and carries out the decision that it returns, if any; then
+    it calls :meth:`applied`, or :meth:`refused` if that was impossible. Until then there is no further decision.
 
     Args:
-        problem: What the plan was made for: segments, devices, links as they were measured.
-        plan: The plan that is in force.
+        problem: The problem that the plan was made for: segments, devices, links as measured.
+        plan: The plan in force.
         batch: Samples of a step.
-        options: How eager it is.
+        options: Thresholds and limits.
 
     Raises:
-        UsageError: The plan is none for this problem, or splits layers over devices, of which no times are known.
+        UsageError: The plan does not match the problem, or splits layers over devices, for which there are no times.
     """
 
     def __init__(self, problem: Problem, plan: Plan, batch: int, options: ReplanOptions = _DEFAULTS) -> None:
@@ -101,30 +101,30 @@ class ReplanController:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is in force."""
+        """The plan in force."""
         return self._plan
 
     @property
     def outcomes(self) -> tuple[ReplanOutcome, ...]:
-        """What became of the decisions that were judged so far."""
+        """Outcomes of the decisions that have been evaluated."""
         return tuple(self._outcomes)
 
     @property
     def doubts(self) -> bool:
-        """Whether one more step like the last may lead to a decision."""
+        """Return whether one more step like the last may lead to a decision."""
         pending_s = math.fsum(seen.step_s for seen in self._look)
         if pending_s + self._last_s < self._options.look_s:
             return False
         return self._open is None and self._trial is None and self._rates.doubted
 
     def see(self, seen: StepMeasurement) -> ReplanDecision | None:
-        """Take the measurements of a step; each step is told once, in their order.
+        """Process the measurements of a step; steps are passed once each, in order.
 
         Args:
             seen: The measurements.
 
         Returns:
-            What is to be done before the next step; nothing as a rule.
+            The change to make before the next step; usually ``None``.
         """
         self._step, self._last_s = seen.step, seen.step_s
         if self._open is not None:
@@ -139,7 +139,7 @@ class ReplanController:
         return self._see(look)
 
     def _see(self, look: StepMeasurement) -> ReplanDecision | None:
-        """Take the measurements of a step, or of several that are looked at together."""
+        """Process the measurements of a step, or of several combined."""
         self._looks += 1
         changes = self._rates.see(look)
         for change in changes:
@@ -158,11 +158,11 @@ class ReplanController:
         return self._decide()
 
     def applied(self, decision: ReplanDecision, seconds: float) -> None:
-        """Say that a decision has been carried out.
+        """Record that a decision has been carried out.
 
         Args:
-            decision: What :meth:`see` returned.
-            seconds: How long that took, while no step could begin.
+            decision: The decision that :meth:`see` returned.
+            seconds: Seconds that this took, while no step could begin.
         """
         trial = self._taken(decision)
         self._plan = decision.plan
@@ -174,12 +174,12 @@ class ReplanController:
         self._pause_s += (max(0.0, seconds - moving_s) - self._pause_s) / 2
         if decision.kind == "back":
             self._rates.restore(trial.believed, trial.devices)
-            self._due = True  # something else may help
+            self._due = True  # another change may help
         else:
             self._trial = trial
 
     def refused(self, decision: ReplanDecision) -> None:
-        """Say that a decision could not be carried out: the plan stays, and it is not tried again for a while."""
+        """Record that a decision could not be carried out: the plan stays, and the change is barred for a while."""
         self._bar(self._taken(decision).moves)
         self._due = True
 
@@ -189,7 +189,7 @@ class ReplanController:
         return trial
 
     def _decide(self) -> ReplanDecision | None:
-        """Return the change that pays, if one does."""
+        """Return the change that pays, or ``None``."""
         options = self._options
         terms = ChangeTerms(
             horizon=options.horizon,
@@ -210,13 +210,13 @@ class ReplanController:
         return self._given(found, plan, measured_s, found.step_s / before_s * measured_s)
 
     def _pace_s(self) -> float:
-        """Return what steps take since the last change of devices and links."""
+        """Return the seconds of a step since the last change of devices and links."""
         since = max((change.since for change in self._changes.values()), default=self._step)
         last = [step_s for step, step_s in self._paces if step >= since]
         return median(last or [self._paces[-1][1]])
 
     def _given(self, found: ProposedChange, plan: Plan, before_s: float, after_s: float) -> ReplanDecision:
-        """Return a decision, and note what it is to be judged by."""
+        """Return a decision, and record what its evaluation needs."""
         now, moved_bytes = layout_of(self._problem, self._plan), sum(found.moved.values())
         names = [segment.name for segment in self._problem.segments]
         told = describe_change(self._plan, plan, names, self._problem.batch)
@@ -240,7 +240,7 @@ class ReplanController:
         return decision
 
     def _judge(self, trial: _Trial, step_s: float, changes: list[RateChange]) -> ReplanDecision | None:
-        """Judge a decision once enough steps were seen: keep it or take it back."""
+        """Evaluate a decision once enough steps were measured: keep or undo it."""
         trial.steps_s.append(step_s)
         if any(change.plain and not change.touches(trial.devices) for change in changes):
             self._close(trial, kept=None)
@@ -268,7 +268,7 @@ class ReplanController:
         return decision
 
     def _close(self, trial: _Trial, kept: bool | None) -> None:
-        """Note the outcome of a decision; one that brought little makes the next one wait longer, too."""
+        """Record the outcome of a decision; a small gain makes the next decision wait longer."""
         self._trial, after_s = None, median(trial.steps_s)
         half = (trial.before_s + trial.decision.after_s) / 2
         if kept is not None:
@@ -285,7 +285,7 @@ class ReplanController:
         self._outcomes.append(outcome)
 
     def _bar(self, moves: frozenset[PlanEdit]) -> None:
-        """Do not try something again for a while, and for twice as long the next time."""
+        """Bar some changes for a while, and for twice as long the next time."""
         for move in moves:
             looks = self._barred.get(move, (0, self._options.back_off))[1]
             self._barred[move] = (self._looks + looks, 2 * looks)
@@ -293,7 +293,7 @@ class ReplanController:
         self._changes.clear()
 
     def _unbarred(self) -> bool:
-        """Tell whether something may be tried again from now on."""
+        """Return whether a barred change may be tried again from now on."""
         over = {look for look in self._retries if look <= self._looks}
         self._retries -= over
         return bool(over)

@@ -1,9 +1,9 @@
-"""Cuts of a chain over devices in a given order, by dynamic programming, and which order is promising. Pure.
+"""Cuts of a chain over devices in a given order, by dynamic programming, and the most promising order. Pure.
 
-This is what local search begins from: a stage takes what its device takes for a micro-batch, a link what crosses the
-cut, and a step about ``(count - 1)`` times the slowest of these and once all of them (Narayanan et al. 2019,
-doi:10.1145/3341301.3359646, section 3.1, find the least slowest one in the same way). Another one finds the cuts that
-move least of those whose slowest stage is about as quick as that.
+Local search begins from these: the time of a stage is that of a micro-batch on its device, the time of a link that of
+the values that cross the cut, and a step takes about ``(count - 1)`` times the slowest of these plus the sum of all
+(Narayanan et al. 2019, doi:10.1145/3341301.3359646, section 3.1, minimise the slowest in the same way). A second
+program finds, among the cuts whose slowest stage is about as quick as that, those that move least.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from onebox.plan.replan.migration_cost import MigrationCost
 _Array = NDArray[np.float64]
 
 _LOOSE = (1.0, 1.1, 1.3)
-"""By these factors the slowest stage may exceed the least possible while the sum of all is made small."""
+"""Factors by which the slowest stage may exceed its minimum while the sum of all is minimised."""
 
 NEARLY = 1.01
-"""What takes no longer than something else by this factor is as good, and what moves less is better."""
+"""Factor up to which times count as equal, so that the change that moves less is preferred."""
 
 _ROUNDS = 8
-"""So often the best exchange of two devices, one of which may be idle, is followed at most."""
+"""Maximum number of best exchanges of two devices, one of which may be idle."""
 
 
 class CutSolver:
@@ -37,7 +37,7 @@ class CutSolver:
         costs: Costs of the segments.
         layout: Stages that are all of the same kind, each device with one of them.
         count: Micro-batches of a step.
-        moved: Counts what a change moves.
+        moved: Counts the bytes that a change moves.
     """
 
     def __init__(self, costs: CostModel, layout: StageLayout, count: int, moved: MigrationCost) -> None:
@@ -54,7 +54,7 @@ class CutSolver:
         self._took: dict[tuple[object, ...], _Array] = {}
 
     def proposals(self) -> Iterator[StageLayout]:
-        """Yield the layout with other cuts, for the devices as they are and for those in the most promising order."""
+        """Yield layouts with other cuts, for the devices as they are and in the most promising order."""
         parts = self._layout.parts
         yield from self._cut(parts)
         better = self._reordered(parts)
@@ -62,11 +62,11 @@ class CutSolver:
             yield from self._cut(better)
 
     def quickest(self) -> StageLayout:
-        """Return the layout with the cuts of which the slowest stage is quickest, for the devices as they are."""
+        """Return the layout whose cuts minimise the slowest stage, for the devices as they are."""
         return next(self._cut(self._layout.parts), self._layout)
 
     def _cut(self, parts: Sequence[LayoutStage]) -> Iterator[StageLayout]:
-        """Yield layouts with the quickest slowest stage, then with less in all, then with less that moves."""
+        """Yield layouts with the quickest slowest stage, then with a smaller sum, then with less data moved."""
         least = self._solve(parts, np.inf)
         if least is None:
             return
@@ -77,13 +77,13 @@ class CutSolver:
             yield self._with(parts, self._solve(parts, slowest * factor * (1 + 1e-9), self._brought(parts)))
 
     def _with(self, parts: Sequence[LayoutStage], ends: list[int] | None) -> StageLayout:
-        """Return the layout with stages that end there."""
+        """Return the layout with the given ends of stages."""
         assert ends is not None, "what is within a limit is so whatever is summed up"
         ranges = zip((0, *ends), ends, parts, strict=False)
         return self._layout._replace(parts=tuple(p._replace(segments=self._chain[a:b]) for a, b, p in ranges))
 
     def _reordered(self, parts: tuple[LayoutStage, ...]) -> tuple[LayoutStage, ...]:
-        """Return the stages on the devices in the order that exchanges of two lead to."""
+        """Return the stages with their devices reordered by successive exchanges of two."""
         value = self._estimate(parts)
         for _ in range(_ROUNDS):
             others = [exchanged(parts, *pair) for pair in combinations(range(len(parts)), 2)]
@@ -97,11 +97,11 @@ class CutSolver:
         return parts
 
     def _least_moved(self, parts: Sequence[LayoutStage]) -> int:
-        """Return the bytes that are moved at least, where the slowest stage is to be about as quick as it can be."""
+        """Return the least bytes to be moved if the slowest stage is to be about as quick as possible."""
         return min((self._moved.total(layout) for layout in self._cut(parts)), default=0)
 
     def _relieved(self, parts: tuple[LayoutStage, ...]) -> Iterator[tuple[LayoutStage, ...]]:
-        """Yield the stages with one device replaced by one that has none so far."""
+        """Yield the stages with one device replaced by an idle one."""
         used = {device for part in parts for device in part.devices}
         for number, part in enumerate(parts):
             for idle in self._costs.problem.device.keys() - used:
@@ -109,7 +109,7 @@ class CutSolver:
                 yield (*parts[:number], changed, *parts[number + 1 :])
 
     def _estimate(self, parts: Sequence[LayoutStage]) -> float:
-        """Return about what a step takes with the best cuts."""
+        """Return the approximate seconds of a step with the best cuts."""
         ends = self._solve(parts, np.inf)
         if ends is None:
             return float("inf")
@@ -122,12 +122,12 @@ class CutSolver:
         most: float,
         weights: tuple[Sequence[_Array], Sequence[_Array]] | None = None,
     ) -> list[int] | None:
-        """Return where the stages end, so that the slowest is quickest, or a sum is least with none above a limit.
+        """Return the ends of stages that minimise the slowest stage, or a sum with no stage above a limit.
 
         Args:
             parts: The stages.
             most: The limit, in seconds of a micro-batch.
-            weights: For each stage what the segments up to each place of the chain weigh, and what a cut there does.
+            weights: For each stage the prefix weights of the chain's segments, and the weight of a cut at each place.
         """
         size = len(self._chain) + 1
         value = np.full(size, np.inf)
@@ -157,13 +157,13 @@ class CutSolver:
         return [self._stage(part) for part in parts], [self._link(parts, number) for number in range(len(parts))]
 
     def _brought(self, parts: Sequence[LayoutStage]) -> tuple[list[_Array], list[_Array]]:
-        """Return the bytes that each stage's devices would get; a cut has none."""
+        """Return the bytes that each stage's devices would receive; a cut has none."""
         none = np.zeros(len(self._chain) + 1)
         each = ([self._moved.brought(index, part) for index in self._chain] for part in parts)
         return [np.concatenate([[0.0], np.cumsum(one)]) for one in each], [none] * len(parts)
 
     def _takes(self, parts: Sequence[LayoutStage], ends: Sequence[int]) -> tuple[float, float]:
-        """Return seconds of the slowest stage or link, and of all of them, for a micro-batch."""
+        """Return the seconds of a micro-batch on the slowest stage or link, and on all of them."""
         took = []
         for number, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
             whole = self._stage(parts[number])
@@ -171,7 +171,7 @@ class CutSolver:
         return max(took), sum(took)
 
     def _stage(self, part: LayoutStage) -> _Array:
-        """Return seconds of a micro-batch on the devices of a stage, up to each place of the chain."""
+        """Return prefix seconds of a micro-batch on the devices of a stage, along the chain."""
         key = (part.devices, part.shares)
         if key not in self._took:
             each = [self._segment_s(index, part) for index in self._chain]
@@ -188,7 +188,7 @@ class CutSolver:
         return found
 
     def _link(self, parts: Sequence[LayoutStage], number: int) -> _Array:
-        """Return seconds that the slower direction before a stage is taken for a micro-batch, by where it begins."""
+        """Return a micro-batch's seconds on the slower direction of the link before a stage, by the stage's start."""
         if not number:
             return np.zeros(len(self._chain) + 1)
         bandwidth, links = np.zeros(2), self._costs.problem.links.bandwidth_bps
@@ -199,7 +199,7 @@ class CutSolver:
 
 
 def exchanged(parts: tuple[LayoutStage, ...], one: int, other: int) -> tuple[LayoutStage, ...]:
-    """Return stages of which two have exchanged their devices; segments and policies stay where they are."""
+    """Return stages of which two have exchanged their devices; segments and activation policies stay."""
     found, a, b = list(parts), parts[one], parts[other]
     found[one] = a._replace(devices=b.devices, shares=b.shares)
     found[other] = b._replace(devices=a.devices, shares=a.shares)

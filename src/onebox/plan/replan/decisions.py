@@ -1,4 +1,4 @@
-"""What the run-time scheduler is told, what it decides, and what became of that. Pure data."""
+"""Options, decisions and outcomes of the re-plan controller. Pure data."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from onebox.errors import UsageError
 from onebox.plan.model.plan import Plan
 
 ReplanKind = Literal["reorder", "recut", "reshare", "back"]
-"""Actions change their order; segments or devices change places; replicas change shares; the plan before is back."""
+"""Order of actions; placement of segments or devices; shares of replicas; return to the plan before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanOptions:
-    """How eager the run-time scheduler is. Of steps shorter than ``look_s`` several count as one in all of this.
+    """Thresholds of the re-plan controller. Steps shorter than ``look_s`` are combined and count as one throughout.
 
     Args:
-        look_s: Seconds that are looked at together, at least. What lasts no longer tells no change, however many steps
-            it befalls: an operating system gives a core to somebody else for so long.
-        gain: A decision must be expected to save at least this part of a step.
-        horizon: Steps over which what it costs to get there has to come back.
-        dwell: Steps from the judgement of a decision to the next one, at least; doubled by each one that brings less
-            than half of what was expected, until one brings more.
-        settle: Steps after a change of plan that are not looked at: the first ones are slower, or still of the plan
-            before.
-        trial: Steps after those by which a decision is judged.
-        worse: By this part of a step it may get slower before it is taken back.
-        back_off: Steps for which what was taken back is not tried again; doubled each time.
-        pause_s: Seconds that any change of plan is assumed to cost, until one has been measured.
+        look_s: Minimum seconds of measurements evaluated together. A shorter disturbance is no change, however many
+            steps it affects: an operating system may take a core away for so long.
+        gain: Minimum expected saving of a decision, as a part of a step.
+        horizon: Steps over which its cost has to be recovered.
+        dwell: Minimum steps from the evaluation of a decision to the next decision; doubled by each one that yields
+            less than half of its expected saving, until one yields more.
+        settle: Steps after a change of plan that are ignored: the first ones are slower, or still of the plan before.
+        trial: Steps after those by which a decision is evaluated.
+        worse: Slowdown, as a part of a step, above which a decision is undone.
+        back_off: Steps for which an undone change is not tried again; doubled each time.
+        pause_s: Assumed seconds of any change of plan, until one has been measured.
         budget_actions: Actions that may be simulated for one decision; about 1 µs each.
     """
 
@@ -56,18 +55,18 @@ class ReplanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanDecision:
-    """What is to be done between two steps.
+    """A change to be made between two steps.
 
     Args:
-        kind: What it is.
-        step: The last step that was seen.
-        plan: The plan from now on, with the same micro-batches; for ``back`` the one before the decision taken back.
-        why: What was seen.
-        what: What is done.
-        before_s: Seconds of a step that are expected without it.
-        after_s: Seconds of a step that are expected with it.
-        cost_s: Seconds that the change is expected to cost, once.
-        moved_bytes: Bytes that go from device to device for it.
+        kind: Its kind.
+        step: The last measured step.
+        plan: The plan from now on, with the same micro-batches; for ``back`` the one before the undone decision.
+        why: The observation, as text.
+        what: The change, as text.
+        before_s: Expected seconds of a step without it.
+        after_s: Expected seconds of a step with it.
+        cost_s: Expected one-time cost in seconds.
+        moved_bytes: Bytes moved between devices.
     """
 
     kind: ReplanKind
@@ -82,22 +81,22 @@ class ReplanDecision:
 
     @property
     def line(self) -> str:
-        """One line for a person."""
+        """A one-line description."""
         told = f"{milliseconds(self.after_s)} expected instead of {milliseconds(self.before_s)} a step"
         return f"step {self.step}: {self.why} → {self.what}; {told}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplanOutcome:
-    """What a decision turned out to be.
+    """The evaluated result of a decision.
 
     Args:
         decision: The decision.
-        step: The step after which it was judged.
+        step: The step after which it was evaluated.
         paid_s: Seconds that the change took.
-        before_s: Seconds of a step before it, measured.
-        after_s: Seconds of a step after it, measured.
-        kept: Whether it stays; ``None`` where nothing can be said, because the machines changed again.
+        before_s: Measured seconds of a step before it.
+        after_s: Measured seconds of a step after it.
+        kept: Whether it stays; ``None`` where devices changed again, which makes the two incomparable.
     """
 
     decision: ReplanDecision
@@ -109,13 +108,13 @@ class ReplanOutcome:
 
     @property
     def line(self) -> str:
-        """One line for a person."""
+        """A one-line description."""
         end = {True: "kept", False: "taken back", None: "kept; devices or links changed meanwhile"}[self.kept]
         measured = f"{milliseconds(self.after_s)} measured, {milliseconds(self.decision.after_s)} expected"
         return f"step {self.step}: {measured}, {milliseconds(self.before_s)} before: {end}"
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time of a step for a person."""
+    """Format the time of a step."""
     shown = seconds * 1e3
     return f"{shown:.0f} ms" if shown >= 20 else f"{shown:.2g} ms"

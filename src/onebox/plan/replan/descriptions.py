@@ -1,4 +1,4 @@
-"""Decisions of the run-time scheduler in words. Pure."""
+"""Decisions of the re-plan controller as text. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from onebox.plan.model.shares import apportion
 from onebox.plan.model.stage import Stage
 
 _FEW_NAMES = 3
-"""More segments than this are told by the first, the last and their number."""
+"""Maximum number of segments that are listed; more are given by the first, the last and their number."""
 
 _FEW_WAYS = 3
-"""More ways than this that segments go are told by their number."""
+"""Maximum number of listed moves of segments; more are given by their number."""
 
 
 def describe_change(before: Plan, after: Plan, names: Sequence[str], batch: int) -> str:
-    """Say what leads from one plan to another.
+    """Describe the change from one plan to another.
 
     Args:
-        before: The plan that is in force.
+        before: The plan in force.
         after: The plan from then on.
-        names: All segments, in order; what a plan of one stage is made of.
+        names: All segments in order, for a plan of one stage.
         batch: Samples of a step.
     """
     parts = _told_segments(_holders(before, names), _holders(after, names))
@@ -38,7 +38,7 @@ def describe_change(before: Plan, after: Plan, names: Sequence[str], batch: int)
 
 
 def describe_cost(moved_bytes: int, cost_s: float) -> str:
-    """Say what a change costs."""
+    """Describe the cost of a change."""
     size = f"{moved_bytes / 1e6:.0f} MB" if moved_bytes >= 1e6 else f"{moved_bytes / 1e3:.0f} kB"
     return f"({size}, about {cost_s:.1f} s)" if moved_bytes else f"(about {cost_s:.1f} s)"
 

@@ -1,4 +1,4 @@
-"""What devices and links are believed to take, by what was measured; and the planning problem that follows. Pure."""
+"""Estimates of devices and links from measurements, and the planning problem that follows. Pure."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from onebox.plan.replan.change_detection import DriftDetector
 from onebox.plan.replan.measurements import StepMeasurement, TimedTask
 
 _PLAIN = 1.5
-"""By more than this factor a change is one of the device. By less, it is taken for an error in what is known of the
-segments that it computes, and goes with them where they go: else each move of a segment of which too little is known
-would make one device look slower and another one quicker, and call for the next."""
+"""Factor above which a change is attributed to the device. A smaller one is attributed to the segments that it
+computes, as an error in their profile, and moves with them: otherwise each move of a poorly known segment would make
+one device look slower and another one quicker, and cause the next move."""
 
 _ODDEST = 1e3
-"""A sample tells of no larger factor than this, and of no smaller one than its inverse."""
+"""Limit of a sample's factor, and inverse of its lower limit."""
 
 _TELLING = 0.3
-"""Where the bytes of a message take more than this part of what it takes empty, a slow link is one of less bandwidth;
-where they take less, nobody knows, and both are taken for worse."""
+"""Ratio of a message's time for bytes to its latency above which a slow link counts as one of less bandwidth; below it
+the cause is unknown, and both count as worse."""
 
 _AGAIN = 1.12
-"""What differs from the plan by no more than this factor is told as being as planned."""
+"""Factor within which an estimate is reported as planned."""
 
 DevicePair = tuple[int, int]
 _Key = TypeVar("_Key")
 
 
 class RateChange(NamedTuple):
-    """Something that takes longer, or less long, than was believed.
+    """A change of an estimate.
 
     Args:
-        what: What it is, for a person.
-        devices: The devices that have to do with it.
-        factor: By what it takes longer than planned.
-        since: From which step on.
-        by: By what factor it takes longer than was believed just before.
-        hoped: Whether nobody has measured it.
+        what: A readable name of its object.
+        devices: The devices concerned.
+        factor: The ratio to the planned time.
+        since: The step since which it holds.
+        by: The ratio to the previous estimate.
+        hoped: Whether it is assumed without a measurement.
     """
 
     what: str
@@ -56,7 +56,7 @@ class RateChange(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What a person is told."""
+        """A readable description."""
         if self.hoped:
             return f"{self.what}, which was slow, has not been used for long and is tried again"
         if 1 / _AGAIN < self.factor < _AGAIN:
@@ -66,24 +66,24 @@ class RateChange(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether it is more than a better estimate of what was told before."""
+        """Return whether it is more than a refinement of an earlier change."""
         return not 1 / _AGAIN < self.by < _AGAIN
 
     def touches(self, devices: frozenset[int]) -> bool:
-        """Tell whether it is about one of some devices, or about a link of one."""
+        """Return whether it concerns any of some devices, or a link of one."""
         return not devices.isdisjoint(self.devices)
 
 
 @dataclass
 class _Estimates:
-    """What is believed.
+    """Present estimates.
 
     Args:
         devices: Of each device.
-        stages: Of each of several stages of a device, beside that.
+        stages: Of each of several stages of a device, relative to that.
         updates: Of the optimizer's step on each device.
         links: Of each link.
-        segments: By what factors segments take longer than planned, wherever they are.
+        segments: Factors by which segments exceed their planned times, on any device.
     """
 
     devices: dict[int, DriftDetector]
@@ -97,10 +97,10 @@ class RateEstimator:
     """Running estimates of devices and links, relative to a problem.
 
     Args:
-        problem: What the plan was made for.
-        plan: The plan that steps are measured under.
-        probe: After so many steps in which nobody used it, a device or link that was slow is believed to be as planned
-            again, or nobody would ever know; twice as many the next time.
+        problem: The problem that the plan was made for.
+        plan: The plan under which steps are measured.
+        probe: Steps without use after which a slow device or link is assumed to be as planned again, since only use can
+            measure it; doubled each time.
     """
 
     def __init__(self, problem: Problem, plan: Plan, probe: int) -> None:
@@ -112,13 +112,13 @@ class RateEstimator:
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """Compare steps with another plan from now on; what is known of devices and links stays."""
+        """Compare steps with another plan from now on; estimates of devices and links stay."""
         self._plan, self._layout = plan, layout_of(self._problem, plan)
         self._found.stages.clear()
         self._expect()
 
     def _expect(self) -> None:
-        """Note what actions are expected to take on devices that are as planned."""
+        """Compute the expected times of actions on devices that are as planned."""
         parts = self._plan.micro_batches(self._problem.batch)
         segments = tuple(self._learned(index) for index in range(len(self._problem.segments)))
         work, _ = CostModel(replace(self._problem, segments=segments)).work(self._layout, parts)
@@ -130,10 +130,10 @@ class RateEstimator:
                     self._expected[TimedTask(device, number, kind)] = seconds  # type: ignore[arg-type]
 
     def see(self, seen: StepMeasurement) -> list[RateChange]:
-        """Take a step's measurements; return what has changed."""
+        """Process a step's measurements; return the changes."""
         changes: list[RateChange] = []
         if any(task not in self._expected for task in seen.actions):
-            return changes  # of a step under another plan
+            return changes  # measured under another plan
         for device in {task.device for task in seen.actions}:
             changes += self._see_device(seen, device)
         for device, seconds in seen.update_s.items():
@@ -155,38 +155,38 @@ class RateEstimator:
 
     @property
     def alarmed(self) -> bool:
-        """Whether something may be changing just now."""
+        """Return whether an estimate may be about to change."""
         return any(drift.alarmed for drift in self._drifts)
 
     @property
     def doubted(self) -> bool:
-        """Whether one more step like the last would tell that something has changed."""
+        """Return whether one more step like the last would indicate a change."""
         return any(drift.doubted for drift in self._drifts)
 
     @property
     def _drifts(self) -> tuple[DriftDetector, ...]:
-        """What is believed of devices and of links."""
+        """The estimates of devices and of links."""
         return (*self._found.devices.values(), *self._found.links.values())
 
     def differing(self) -> list[RateChange]:
-        """Return what is believed not to be as planned."""
+        """Return the estimates that differ from the plan."""
         devices = ((f"device {number}", (number,), drift) for number, drift in self._found.devices.items())
         links = ((_link(link), link, drift) for link, drift in self._found.links.items())
         found = (RateChange(what, of, one.factor, _since(one), one.factor) for what, of, one in (*devices, *links))
         return [change for change in found if change.plain]
 
     def problem(self) -> Problem:
-        """Return the problem as it is believed to be now."""
+        """Return the problem with the present estimates."""
         devices = [replace(device, type=f"{device.type}@{device.number}") for device in self._problem.devices]
         segments = tuple(self._segment(index) for index in range(len(self._problem.segments)))
         return replace(self._problem, devices=tuple(devices), segments=segments, links=self._links())
 
     def kept(self) -> _Estimates:
-        """Return a copy of what is believed now, for :meth:`restore`."""
+        """Return a copy of the present estimates, for :meth:`restore`."""
         return deepcopy(self._found)
 
     def restore(self, before: _Estimates, devices: frozenset[int]) -> None:
-        """Believe of some devices and their links what was believed before; stages are those of that plan again."""
+        """Restore earlier estimates of some devices and their links; stages are those of that plan again."""
         for device in devices:
             _put_back(self._found.devices, before.devices, device)
             _put_back(self._found.updates, before.updates, device)
@@ -197,7 +197,7 @@ class RateEstimator:
         self._expect()
 
     def _see_device(self, seen: StepMeasurement, device: int) -> list[RateChange]:
-        """Take a device's actions, and apart from it those stages that differ from the others."""
+        """Process a device's actions, and separately those stages that differ from the others."""
         by_stage: dict[int, list[float]] = {}
         for task, took in seen.actions.items():
             if task.device == device:
@@ -221,13 +221,13 @@ class RateEstimator:
         return found
 
     def _parts(self, seen: StepMeasurement, device: int) -> tuple[float, float]:
-        """Return the least and the most factor of any action of a device that is expected to take some time."""
+        """Return the least and the most factor of a device's actions whose expected time is not negligible."""
         known = ((self._expected[task], took) for task, took in seen.actions.items() if task.device == device)
         pairs = [(took.least_s / planned, took.most_s / planned) for planned, took in known if planned]
         return min(least for least, _ in pairs), max(most for _, most in pairs)
 
     def _attributed(self, device: int, drift: DriftDetector, before: float, stages: tuple[int, ...]) -> RateChange:
-        """Return a change of what a device's actions take, and attribute it to the device or to what it computes."""
+        """Return a change of the times of a device's actions, attributed to the device or to its segments."""
         change, since = drift.factor / before, _since(drift)
         alone = all(len(self._layout.parts[stage].devices) == 1 for stage in stages)
         if not alone or not 1 / _PLAIN < change < _PLAIN:
@@ -237,13 +237,13 @@ class RateEstimator:
         return RateChange(f"the work of device {device}", (device,), drift.factor * change, since, change)
 
     def _learn(self, stages: tuple[int, ...], factor: float) -> None:
-        """Believe that the segments of some stages take longer than was believed by a factor, wherever they are."""
+        """Raise or lower the estimates of the segments of some stages by a factor, on any device."""
         for index in (index for stage in stages for index in self._layout.parts[stage].segments):
             self._found.segments[index] = _bounded(self._found.segments.get(index, 1.0) * factor)
         self._expect()
 
     def _hope(self, seen: StepMeasurement) -> list[RateChange]:
-        """Believe of slow devices and links that nobody has used for long that they are as planned."""
+        """Reset the estimates of slow devices and links that have been unused for long to the plan."""
         working = {task.device for task in seen.actions}
         known: list[tuple[int | DevicePair, DriftDetector]] = [*self._found.devices.items(), *self._found.links.items()]
         found = []
@@ -262,7 +262,7 @@ class RateEstimator:
         return found
 
     def _learned(self, index: int) -> Segment:
-        """Return a segment with its times as they are believed to be on devices that are as planned."""
+        """Return a segment with its estimated times on devices that are as planned."""
         segment, factor = self._problem.segments[index], self._found.segments.get(index, 1.0)
         if factor == 1:
             return segment
@@ -271,7 +271,7 @@ class RateEstimator:
         return replace(segment, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
 
     def _segment(self, index: int) -> Segment:
-        """Return a segment with each device's own times, as they are believed to be."""
+        """Return a segment with its estimated times on each device."""
         segment = self._learned(index)
         times: tuple[dict[str, ComputeTime], ...] = ({}, {}, {})
         updates: dict[str, float] = {}
@@ -284,7 +284,7 @@ class RateEstimator:
         return replace(segment, forward_s=times[0], input_s=times[1], weight_s=times[2], update_s=updates)
 
     def _links(self) -> Links:
-        """Return the links as they are believed to be."""
+        """Return the links as estimated."""
         latency_s = {a: dict(row) for a, row in self._problem.links.latency_s.items()}
         bandwidth_bps = {a: dict(row) for a, row in self._problem.links.bandwidth_bps.items()}
         for (a, b), drift in self._found.links.items():

@@ -1,4 +1,4 @@
-"""What steps were measured to be: the run-time scheduler's only input. Pure data."""
+"""Measurements of steps: the only input of the re-plan controller. Pure data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _Value = TypeVar("_Value")
 
 
 class TimedTask(NamedTuple):
-    """What is timed of a device: one kind of action of one of its stages.
+    """A timed task: one kind of action of one stage of a device.
 
     Args:
         device: Its number in the pool.
-        stage: The stage, by its place in the plan that the step ran under.
-        kind: What of it.
+        stage: The stage's index in the plan of the step.
+        kind: The kind of action.
     """
 
     device: int
@@ -30,14 +30,14 @@ class TimedTask(NamedTuple):
 
 
 class TaskTime(NamedTuple):
-    """How long actions took that are alike.
+    """Measured time of like actions.
 
     Args:
         mean_s: Mean seconds of one, for a micro-batch of the plan's size or, where the plan sets none, of the largest
-            share; one of another size as many times as it takes to be so large. Waiting for inputs is not in it.
-        actions: How many there were, at least one.
-        least_s: Seconds of the one that took least; 0 where nobody knows.
-        most_s: Seconds of the one that took most; infinite where nobody knows.
+            share; times of other sizes are scaled to it. Waiting for inputs is excluded.
+        actions: Number of actions, at least one.
+        least_s: Seconds of the shortest; 0 if unknown.
+        most_s: Seconds of the longest; infinite if unknown.
     """
 
     mean_s: float
@@ -47,16 +47,15 @@ class TaskTime(NamedTuple):
 
 
 class LinkTime(NamedTuple):
-    """What went over a link in one direction.
+    """Measured traffic of a link in one direction.
 
     Args:
         size_bytes: Bytes of all messages.
-        seconds: Seconds in transit, of all messages together: each from when it could go, its sender having begun to
-            send and the message before it on this link having arrived, until it was there. Waiting for a receiver
-            that had not asked yet is not in it.
-        messages: How many there were, at least one.
-        least_s: Seconds of the one that took least; 0 where nobody knows.
-        most_s: Seconds of the one that took most; infinite where nobody knows.
+        seconds: Total seconds in transit: of each message from the later of its sender's start and the arrival of the
+            message before it on this link, until its own arrival. Waiting for a receiver that is not ready is excluded.
+        messages: Number of messages, at least one.
+        least_s: Seconds of the shortest; 0 if unknown.
+        most_s: Seconds of the longest; infinite if unknown.
     """
 
     size_bytes: int
@@ -72,9 +71,9 @@ class StepMeasurement:
 
     Args:
         step: Its number; of several, that of the first.
-        step_s: Seconds from the end of the one before it to its own end.
-        actions: How long actions took; those that nobody timed are left out.
-        links: What went from a source to a target, by the two numbers of devices; links without traffic are left out.
+        step_s: Seconds from the end of the step before to its own end.
+        actions: Times of actions; those without measurements are missing.
+        links: Traffic by numbers of source and target device; links without traffic are missing.
         update_s: Seconds of the optimizer's step on each device that timed it.
     """
 
@@ -105,7 +104,7 @@ class StepMeasurement:
 
 
 def together(steps: Sequence[StepMeasurement]) -> StepMeasurement:
-    """Return the measurements of steps that followed each other under one plan as those of one step: their means.
+    """Combine the measurements of consecutive steps under one plan into those of one step: their means.
 
     Args:
         steps: At least one, in order.

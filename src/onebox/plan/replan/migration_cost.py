@@ -1,4 +1,4 @@
-"""What a change of plan moves from device to device, and like devices that change names so that less moves. Pure."""
+"""Data moved by a change of plan, and exchanges of like devices that reduce it. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from onebox.plan.replan.changes import holders
 
 
 class MigrationCost:
-    """Counts the bytes of changes of one layout.
+    """Counts the bytes moved by changes of one layout.
 
     Args:
         problem: Segments and links.
-        now: The layout that is in force.
+        now: The layout in force.
     """
 
     def __init__(self, problem: Problem, now: StageLayout) -> None:
@@ -24,11 +24,11 @@ class MigrationCost:
         self.sizes = [segment.state_bytes + segment.parameter_bytes * late for segment in problem.segments]
 
     def brought(self, index: int, part: LayoutStage) -> int:
-        """Return the bytes of a segment that come to the devices of a stage if it becomes one of its segments."""
+        """Return the bytes of a segment that the devices of a stage receive if it joins that stage."""
         return sum(self.sizes[index] for device in part.devices if device not in self._before[index])
 
     def links(self, layout: StageLayout) -> dict[tuple[int, int], int]:
-        """Return the bytes that go over each link for a change to a layout."""
+        """Return the bytes moved over each link by a change to a layout."""
         moved: dict[tuple[int, int], int] = {}
         for index, devices in enumerate(holders(layout)):
             for device in devices:
@@ -38,19 +38,19 @@ class MigrationCost:
         return moved
 
     def total(self, layout: StageLayout) -> int:
-        """Return the bytes that go from device to device for a change to a layout."""
+        """Return the bytes moved between devices by a change to a layout."""
         return sum(self.brought(index, part) for part in layout.parts for index in part.segments)
 
     def longest_s(self, moved: Mapping[tuple[int, int], int]) -> float:
-        """Return the seconds of the link that takes longest."""
+        """Return the seconds of the slowest link."""
         return max((self._problem.links.seconds(*link, size) for link, size in moved.items()), default=0.0)
 
     def renamed(self, layout: StageLayout, kinds: Mapping[int, Hashable]) -> StageLayout:
-        """Return a layout in which devices of a kind have changed places so that as little as possible moves.
+        """Return a layout in which like devices have changed places so that as little as possible moves.
 
         Args:
             layout: The layout.
-            kinds: What those devices have in common that may stand in for each other.
+            kinds: A key for each device, equal for those that are interchangeable.
         """
         names: dict[int, int] = {}
         groups: dict[Hashable, list[int]] = {}
@@ -71,11 +71,11 @@ class MigrationCost:
 
 
 def assigned(costs: Sequence[Sequence[int]]) -> list[int]:
-    """Return for each row another column, so that the costs add up to the least.
+    """Return the column of each row in an assignment of least total cost.
 
-    The method is Kuhn's (1955, doi:10.1002/nav.3800020109). Rows come one by one; each takes the cheapest way over
-    columns that others give up, at reduced costs. ``scipy.optimize.linear_sum_assignment`` does the same, but its
-    import alone takes longer than a decision.
+    The method is Kuhn's (1955, doi:10.1002/nav.3800020109). Rows are added one by one; each takes the cheapest
+    augmenting path over the columns of other rows, at reduced costs. ``scipy.optimize.linear_sum_assignment`` does the
+    same, but its import alone takes longer than a decision.
 
     Args:
         costs: A square table.
@@ -87,7 +87,7 @@ def assigned(costs: Sequence[Sequence[int]]) -> list[int]:
     size = len(costs)
     row_price, price, owner = [0.0] * size, [0.0] * (size + 1), [-1] * (size + 1)
     for row in range(size):
-        owner[size], column = row, size  # a column of its own, from which the way begins
+        owner[size], column = row, size  # an extra column, from which the augmenting path begins
         least, came, seen = [float("inf")] * size, [size] * size, set[int]()
         while owner[column] >= 0:
             seen.add(column)

@@ -1,4 +1,4 @@
-"""What a step of a changed plan takes, by simulation or, quickly, at least. Pure."""
+"""Step times of changed plans, by simulation or, more quickly, by a lower bound. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SYNTHESIS_S = 0.04
 
 
 class StepTimes:
-    """Times layouts that are changes of one plan.
+    """Timing of layouts that are changes of one plan.
 
     Args:
-        problem: Devices and links as they are believed to be.
-        plan: The plan that is in force.
+        problem: Devices and links as estimated.
+        plan: The plan in force.
         budget_actions: Actions that may be simulated.
     """
 
@@ -33,12 +33,12 @@ class StepTimes:
         self.problem, self.plan = within_limits(problem, plan), plan
         self.judge = Evaluator(self.problem, effort=budget_actions, expired=lambda: False)
         now = layout_of(problem, plan)
-        self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order is told apart
+        self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order of actions is separate
         self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
 
     @property
     def spent(self) -> bool:
-        """Whether all has been simulated that may be."""
+        """Return whether the budget of actions is used up."""
         return self.judge.left <= 0
 
     def step(self, layout: StageLayout, table: Schedule | None = None) -> Simulation:
@@ -46,7 +46,7 @@ class StepTimes:
 
         Args:
             layout: The stages.
-            table: The order of actions, where it is not what the schedule's name says, or the plan's table.
+            table: The order of actions; ``None`` for that of the schedule's name, or of the plan's table.
 
         Raises:
             UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
@@ -56,10 +56,10 @@ class StepTimes:
         return self.judge.judge(layout, table or self.order(layout)).simulation
 
     def bound_s(self, layout: StageLayout) -> float:
-        """Return seconds that a step takes at least; infinite for a layout that cannot be.
+        """Return a lower bound of the seconds of a step; infinite for an impossible layout.
 
-        Of a pipeline that never runs empty it is also half of a step from end to end, as no more than two are under way
-        at a time: about what it takes.
+        For a pipeline that never runs empty it is at least half of a step from end to end, as at most two are under way
+        at a time: about the actual time.
         """
         try:
             bound_s = self.judge.bound(layout)
@@ -70,7 +70,7 @@ class StepTimes:
             return float("inf")
 
     def order(self, layout: StageLayout) -> Schedule | None:
-        """Return the plan's own table with devices that may have changed places; nothing where a name says it."""
+        """Return the plan's own table with its devices renamed; ``None`` where the schedule has a name."""
         if layout.schedule != "auto":
             return None
         if self._table is None:
@@ -82,17 +82,17 @@ class StepTimes:
         return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
 
     def made(self, layout: StageLayout) -> Schedule:
-        """Return an order of actions that is made for what is believed now."""
+        """Return an order of actions synthesised for the present estimates."""
         case = self.judge.case(layout)
         return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
 
     def in_flight(self, layout: StageLayout) -> tuple[int, ...]:
-        """Return how many micro-batches stages have in flight where the pipeline never runs empty; see the plan's."""
+        """Return the micro-batches in flight of each stage of a pipeline that never runs empty; see the plan's."""
         return self.judge.judge(layout).in_flight if layout.schedule == ASYNC else ()
 
     @cached_property
     def _unchanged(self) -> Simulation:
-        """A step of the plan that is in force, with its own micro-batches in flight."""
+        """Simulate a step of the plan in force, with its own micro-batches in flight."""
         case = self.judge.case(self.now)
         window = steady_window(
             case.routes, [(edge.source, edge.target) for edge in case.work.edges], self.plan.in_flight
@@ -102,7 +102,7 @@ class StepTimes:
 
 
 def within_limits(problem: Problem, plan: Plan) -> Problem:
-    """Return a problem with the limits of memory that a plan was made for, and its size of micro-batches."""
+    """Return a problem with the memory limits and micro-batch size of a plan."""
     limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
 
     def capacity(device: DeviceSpec) -> int | None:

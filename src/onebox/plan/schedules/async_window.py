@@ -1,15 +1,15 @@
-"""Windows: one turn of a pipeline that never runs empty, as a table.
+"""Windows: one period of a pipeline that never runs empty, as a table.
 
 Under ``async-1f1b`` a device does not wait for the end of a step: it begins with the forwards of the next one while the
-last gradients of this one are still on their way. Cut where a step's first forward begins, its endless row falls into
-windows that are all alike: all forwards of a step, those of its backwards that are done by then, and, with negative
-numbers, the backwards that are left of the step before: micro-batch -1 is the last one of that.
+last gradients of this one are still on their way. Cut where a step's first forward begins, its infinite row consists of
+equal windows: all forwards of a step, those of its backwards that are done by then, and, with negative numbers, the
+remaining backwards of the step before, whose last micro-batch is -1.
 
-The rule is the virtual time of an endless pipeline of equal devices, on which values travel in no time: a forward is at
-the time at which it could begin, so is a backward, and a device does what it does in the order of these times. Whatever
-the routes, such rows never block, since what needs something has a later time. A stage has as many micro-batches in
-flight as it takes until the first gradient is back, as under ``1f1b``. Steps are as far apart as it takes for two
-things: no forward of a step comes after one of the next on any device, and a step's gradients are all there before the
+The order follows the virtual time of an infinite pipeline of equal devices with instantaneous links: each forward and
+backward is at its earliest start, and a device executes its actions in the order of these times. Such rows never
+deadlock, whatever the routes, since every action has a later time than its inputs. A stage has as many micro-batches in
+flight as it starts until its first gradient is back, as under ``1f1b``. The interval between steps is the least for
+which no forward of a step comes after one of the next on any device, and a step's gradients are all there before the
 next but one begins; so two versions of the weights are enough (Narayanan et al. 2021, arXiv:2006.09503, PipeDream-2BW).
 """
 
@@ -22,7 +22,7 @@ from onebox.plan.model.schedule import Action, Kind, Routes, Schedule
 from onebox.plan.schedules.blocks import between, find_blocks, spelled_out
 
 _TURN = 55440 * 3
-"""Virtual time between two micro-batches; divisible, so that a forward is a third of what a device has to do."""
+"""Virtual time between two micro-batches; divisible, so that a forward is a third of a device's work."""
 
 
 def steady_window(
@@ -31,11 +31,10 @@ def steady_window(
     """Return one steady window of ``async-1f1b``.
 
     Args:
-        routes: Who computes what, of one step.
-        edges: Which stage gives values to which; ``None`` is a chain.
-        in_flight: For each stage, how many micro-batches each of its replicas has between forward and backward, where
-            that is not to be what the rule says; 0 for the rule. A stage has no fewer than the stages after it need,
-            and a last stage goes back at once.
+        routes: Routes of the micro-batches of one step.
+        edges: Pairs of source and target stage; ``None`` is a chain.
+        in_flight: For each stage, the micro-batches in flight of each of its replicas; 0 for the rule. A stage has no
+            fewer than the stages after it need, and a last stage's backward follows its forward at once.
 
     Raises:
         UsageError: An edge does not lead to a later stage, or ``in_flight`` is not one number a stage.
@@ -58,22 +57,22 @@ def steady_window(
 
 
 def fill_of(window: Schedule) -> Schedule:
-    """Return the window of a step with none before it: the same without what is left of that."""
+    """Return the window of a first step: the same without the backwards of the step before."""
     return Schedule(rows={d: tuple(one for one in row if one.micro_batch >= 0) for d, row in window.rows.items()})
 
 
 def drain_of(window: Schedule) -> Schedule:
-    """Return what is left of a step when none follows: the actions with negative numbers alone."""
+    """Return the rest of a last step: the actions with negative numbers alone."""
     return Schedule(rows={d: tuple(one for one in row if one.micro_batch < 0) for d, row in window.rows.items()})
 
 
 def unrolled(window: Schedule, count: int, steps: int) -> Schedule:
-    """Return the schedule of steps that follow one another in windows, as one of many micro-batches.
+    """Return the schedule of consecutive windows, as one of many micro-batches.
 
     Args:
         window: The steady window.
         count: Micro-batches of a step.
-        steps: How many steps; their micro-batches are numbered through.
+        steps: Number of steps; their micro-batches are numbered consecutively.
 
     Example:
         >>> unrolled(Schedule.parse(["0: 0F0 0B-1"]), 1, 3).lines()
@@ -93,11 +92,11 @@ def unrolled(window: Schedule, count: int, steps: int) -> Schedule:
 
 
 def in_flight_of(window: Schedule, stages: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage has between forward and backward at most, on the device with most.
+    """Return the maximum number of micro-batches in flight of each stage on any device.
 
     Args:
         window: A steady window.
-        stages: How many stages there are.
+        stages: Number of stages.
 
     Example:
         >>> in_flight_of(steady_window((((0,),) * 4, ((1,),) * 4, ((2,),) * 4)), 3)
@@ -115,7 +114,7 @@ def in_flight_of(window: Schedule, stages: int) -> tuple[int, ...]:
 
 
 def repeated_routes(routes: Routes, steps: int) -> Routes:
-    """Return the routes of steps whose micro-batches are numbered through."""
+    """Return the routes of steps whose micro-batches are numbered consecutively."""
     return tuple(row * steps for row in routes)
 
 
@@ -151,8 +150,9 @@ def _times(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence
     """Return when forward and backward of the first micro-batch of each stage begin, in virtual time.
 
     A device that has several stages spends an equal part of its turn on each, and one of `r` replicas has `r` turns for
-    a micro-batch; forward takes a third of that. A last stage goes back at once. Another one begins as many forwards as
-    it has turns until its first backward is through, and goes back after the last of these.
+    a micro-batch; forward takes a third of that. The backward of a last stage follows at once. Another stage begins as
+    many forwards as it has turns until its first backward has passed the stages after it, and its backward follows the
+    last of these.
     """
     count = len(routes)
     devices = [{device for replica in row for device in replica} for row in routes]
@@ -183,14 +183,14 @@ def _times(routes: Routes, edges: Sequence[tuple[int, int]], in_flight: Sequence
 def check_window(window: Schedule, count: int) -> None:
     """Check that a table is a window: all forwards, ascending, and each backward once, of this step or the one before.
 
-    That it never blocks is for :func:`~onebox.plan.simulate.validate` to say, of the steps that it stands for.
+    Deadlocks are checked by :func:`~onebox.plan.simulate.validate`, on the steps that it stands for.
 
     Args:
         window: The table.
         count: Micro-batches of a step.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a window.
     """
     for device, row in window.rows.items():
         seen: dict[tuple[Kind, int, int], Action] = {}

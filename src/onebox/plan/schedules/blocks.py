@@ -1,9 +1,9 @@
-"""Blocks: for a schedule, consecutive stages that the same devices compute are one stage.
+"""Blocks: consecutive stages on the same devices, which a schedule treats as one stage.
 
-A model whose parts have different policies is many stages on few devices, even on one. A schedule that took each of
-them for a stage of a pipeline would keep as many micro-batches in flight as there are stages, for nothing. So a
-schedule is made for blocks, and spelled out for their stages: forward of a block is that of its stages in order,
-backward that of its stages from the last to the first.
+Activation policies divide a model into many stages on few devices, even on one device. A schedule that treated each of
+them as a pipeline stage would keep as many micro-batches in flight as there are stages, without any gain. So a schedule
+is made for blocks and expanded to their stages: the forward of a block is that of its stages in order, its backward
+that of its stages from last to first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ StageBlocks = tuple[range, ...]
 
 
 def block_numbers(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Return for each stage the number of its block: consecutive stages with the same replicas and shares."""
+    """Return the block number of each stage; a block is consecutive stages with the same replicas and shares."""
     places = [(stage.replicas, stage.shares) for stage in stages]
     return tuple(accumulate(int(number > 0 and place != places[number - 1]) for number, place in enumerate(places)))
 
@@ -29,9 +29,9 @@ def find_blocks(routes: Routes, *, twice: bool = False) -> StageBlocks:
     """Divide stages into blocks.
 
     Args:
-        routes: Who computes what.
-        twice: Whether each device is to have two blocks, if it can: the stages of a device that has but one are halved
-            then, as where a schedule in the shape of a V turns.
+        routes: Routes of the micro-batches.
+        twice: Whether to give each device two blocks where possible: the stages of a device with one block are halved,
+            as at the turn of a V-shaped schedule.
 
     Example:
         >>> a, b = ((0,), (0,)), ((1,), (1,))
@@ -55,12 +55,12 @@ def find_blocks(routes: Routes, *, twice: bool = False) -> StageBlocks:
 
 
 def block_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]] | None = None) -> Schedule:
-    """Make a schedule that is known by name for blocks of stages; see :func:`~onebox.plan.named_schedule`.
+    """Make a named schedule for blocks of stages; see :func:`~onebox.plan.named_schedule`.
 
     Args:
         name: One of :data:`~onebox.plan.NAMED`.
-        routes: Who computes what.
-        edges: Which stage gives values to which; ``None`` is a chain.
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage; ``None`` is a chain.
 
     Raises:
         UsageError: There is no such schedule, or an edge does not lead to a later stage.
@@ -78,7 +78,7 @@ def block_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
 
 
 def spelled_out(schedule: Schedule, blocks: StageBlocks) -> Schedule:
-    """Return the schedule of stages that a schedule of their blocks stands for."""
+    """Expand a schedule of blocks to the schedule of their stages."""
 
     def stages(row: Sequence[Action]) -> Iterator[Action]:
         for kind, block, micro_batch in row:
@@ -90,7 +90,7 @@ def spelled_out(schedule: Schedule, blocks: StageBlocks) -> Schedule:
 
 
 def between(edges: Sequence[tuple[int, int]], blocks: StageBlocks) -> set[tuple[int, int]]:
-    """Return which block gives values to which."""
+    """Return the pairs of source and target block."""
     where = [number for number, block in enumerate(blocks) for _ in block]
     ends = {(where[source], where[target]) for source, target in edges}
     return {(source, target) for source, target in ends if source != target}

@@ -1,8 +1,8 @@
-"""Chunks: in how many parts a value leaves, of which the first travels while the rest is computed. Pure.
+"""Chunks: the number of parts in which a value is sent, so that the first travel while the rest is computed. Pure.
 
-Of a value that is made in t seconds, at the end of its program, and travels for x, in n equal parts the last arrives
-t / n + x / n + (n - 1) max(t, x) / n after its making began, rather than t + x. So (n - 1) / n of the lesser of both is
-hidden, for what n - 1 more calls cost.
+A value made in t seconds at the end of its program and transferred in x seconds arrives t + x after its computation
+begins; sent in n equal parts, t / n + x / n + (n - 1) max(t, x) / n after it. This hides (n - 1) / n of the smaller of
+the two, at the cost of n - 1 more calls.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 
 CALL_S = 1e-4
-"""What a call of a program costs a worker and its device beside the program's work (``benchmarks/pipeline.py``)."""
+"""Overhead of a program call on a worker and its device, beside the program's work (``benchmarks/pipeline.py``)."""
 
 MOST = 8
-"""No value is sent in more parts: each further one would hide a fiftieth at most."""
+"""Maximum number of parts: each further one would hide a fiftieth at most."""
 
 WORTH = 2.0
-"""What is hidden has to be so many times what that costs: predictions are no better."""
+"""Minimum ratio of the hidden time to its cost: predictions are no more precise."""
 
 
 def hidden_s(tail_s: float, transfer_s: float, parts: int) -> float:
@@ -24,8 +24,8 @@ def hidden_s(tail_s: float, transfer_s: float, parts: int) -> float:
 
     Args:
         tail_s: Seconds in which it is made.
-        transfer_s: Seconds in which it travels.
-        parts: How many.
+        transfer_s: Seconds of its transfer.
+        parts: Number of parts.
     """
     return (parts - 1) / parts * min(tail_s, transfer_s)
 
@@ -33,20 +33,20 @@ def hidden_s(tail_s: float, transfer_s: float, parts: int) -> float:
 def best_parts(
     tail_s: float, transfer_s: float, *, each_s: float, once_s: float, most: int = MOST
 ) -> tuple[int, float]:
-    """Return in how many parts a value is best made and sent, and the seconds that are gained.
+    """Return the best number of parts of a value, and the seconds gained.
 
     Args:
         tail_s: Seconds in which it is made, if at once.
-        transfer_s: Seconds in which it travels.
-        each_s: What each part costs beyond the first.
-        once_s: What it costs to have parts at all.
-        most: At most so many.
+        transfer_s: Seconds of its transfer.
+        each_s: Cost of each part beyond the first.
+        once_s: Fixed cost of sending in parts.
+        most: Maximum number of parts.
 
     Returns:
-        1 and nothing where it does not pay.
+        ``(1, 0.0)`` where parts do not pay.
     """
     shared_s, most = min(tail_s, transfer_s), min(most, MOST)
-    near = math.sqrt(shared_s / max(each_s, 1e-12))  # where the derivative is nothing
+    near = math.sqrt(shared_s / max(each_s, 1e-12))  # where the derivative is zero
     tried = {min(most, max(1, math.floor(near))), min(most, max(1, math.floor(near) + 1))}
     gains = {parts: hidden_s(tail_s, transfer_s, parts) - (parts - 1) * each_s - once_s for parts in tried}
     best = max(sorted(gains), key=gains.__getitem__)

@@ -1,4 +1,4 @@
-"""Search among schedules: which of them is best, and what moving actions on its critical path gains."""
+"""Search among schedules: the best of several, improved by moving actions on its critical path."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from onebox.plan.simulate.memory import peak, state_bytes
 from onebox.plan.simulate.step import finish
 
 PLAY_S = 1e-6
-"""Nominal seconds that the simulator takes for an action, memory included; measured on a 2-core virtual machine."""
+"""Nominal seconds per action in the simulator, memory included; measured on a 2-core virtual machine."""
 
 KEPT = 3
-"""Of how many of the best drafts the critical path is worked on."""
+"""Number of best drafts whose critical paths are improved."""
 
 Rows = list[list[Action]]
 
 
 class ScheduleCandidate(NamedTuple):
-    """Rows and what they are worth; the less, the better.
+    """Rows and their score; less is better.
 
     Args:
-        score: Bytes that are lacking, and seconds of the step.
+        score: Missing bytes, and seconds of the step.
         rows: The rows.
-        over: Bytes that each device lacks.
+        over: Missing bytes of each device.
     """
 
     score: tuple[float, float]
@@ -36,12 +36,12 @@ class ScheduleCandidate(NamedTuple):
 
 
 class ScheduleSearch:
-    """The best rows so far, and what is left of the budget.
+    """The best rows so far, and the remaining budget.
 
     Args:
-        instance: What they are for.
+        instance: The scheduling problem.
         budget_s: Nominal seconds that may be spent.
-        expired: Whether time is up, whatever is left of them.
+        expired: Returns whether the time limit has passed, regardless of the budget.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class ScheduleSearch:
 
     @property
     def perfect(self) -> bool:
-        """Whether no schedule can be better."""
+        """Return whether the best rows are optimal."""
         return bool(self._kept) and self._kept[0].score <= (0.0, self._bound_s * (1 + 1e-9))
 
     @property
     def spent(self) -> bool:
-        """Whether the budget or time is used up."""
+        """Return whether the budget or time is used up."""
         return self.left_s <= 0 or self._expired()
 
     def spend(self, seconds: float) -> None:
-        """Take nominal seconds from the budget."""
+        """Subtract nominal seconds from the budget."""
         self.left_s -= seconds
 
     def consider(self, rows: Sequence[Sequence[Action]]) -> None:
-        """Keep rows if they are among the best so far: first by the memory that they lack, then by time.
+        """Keep rows if they are among the best so far: first by missing memory, then by time.
 
         Args:
-            rows: The actions of each device, which do not wait for ever.
+            rows: The actions of each device, free of deadlocks.
         """
         self.spend(PLAY_S * self.actions)
         over = [self._lacks(device, row) for device, row in enumerate(rows)]
@@ -98,10 +98,10 @@ class ScheduleSearch:
         return max([*played.free, *(update.end_s for update in updates)])
 
     def improve(self) -> None:
-        """Work on the critical paths of the best candidates, then on changed copies of the best one, while it lasts."""
+        """Improve the critical paths of the best candidates, then of perturbed copies of the best one."""
         for candidate in tuple(self._kept):
             self._keep(self._climb(candidate))
-        random = Random(0)  # a schedule is to be the same every time
+        random = Random(0)  # equal inputs give equal schedules
         while not self.spent and not self.perfect and any(len(row) > 1 for row in self.rows):
             self._keep(self._climb(self._shake(self._kept[0], random)))
         self._kept = [self._join(self._kept[0])]
@@ -139,7 +139,7 @@ class ScheduleSearch:
         return candidate
 
     def _replace(self, candidate: ScheduleCandidate, device: int, row: list[Action]) -> ScheduleCandidate | None:
-        """Return a candidate with another row; nothing if it would wait for ever or lack more memory."""
+        """Return a candidate with another row; ``None`` if it would deadlock or miss more memory."""
         self.spend(PLAY_S * self.actions)
         over = list(candidate.over)
         over[device] = self._lacks(device, row)
@@ -154,7 +154,7 @@ class ScheduleSearch:
     def _join(self, candidate: ScheduleCandidate) -> ScheduleCandidate:
         """Join input and weight gradients that follow one another into whole backwards, where that costs nothing.
 
-        A whole one takes less memory, and the device is asked once instead of twice.
+        A whole backward takes less memory, and one call instead of two.
         """
         if self.instance.grouped:
             return candidate
@@ -174,8 +174,8 @@ class ScheduleSearch:
 def moves(instance: SchedulingInstance, rows: Rows, played: ExecutedRows) -> Iterator[tuple[int, int, int]]:
     """Yield moves (device, from, to) of an action to the front or the end of its block on the critical path.
 
-    A block is a run of actions without a gap on one device. To exchange neighbours within it gains nothing; only a
-    change of what is first or last there may (Nowicki and Smutnicki 1996, doi:10.1287/mnsc.42.6.797).
+    A block is a run of actions without a gap on one device. Exchanging neighbours inside it gains nothing; only a
+    change of its first or last action may (Nowicki and Smutnicki 1996, doi:10.1287/mnsc.42.6.797).
     """
     for device, first, last in critical_blocks(instance, rows, played):
         row = rows[device]
@@ -189,12 +189,12 @@ def moves(instance: SchedulingInstance, rows: Rows, played: ExecutedRows) -> Ite
             end = place
             while end < last and may_swap(instance, row[place], row[end + 1]):
                 end += 1
-            if end > place + (place == first):  # the front's own exchange has been tried from the other side
+            if end > place + (place == first):  # the exchange at the front has been tried from the other side
                 yield device, place, end
 
 
 def may_swap(instance: SchedulingInstance, early: Action, late: Action) -> bool:
-    """Return whether two neighbours of a row may change places, as far as the row alone is concerned."""
+    """Return whether two neighbours of a row may be exchanged, as far as the row alone is concerned."""
     if early.stage != late.stage:
         wide = instance.grouped and any(
             len(instance.slots[instance.slot_of[action.stage * instance.count + action.micro_batch]].members) > 1
@@ -210,8 +210,8 @@ def may_swap(instance: SchedulingInstance, early: Action, late: Action) -> bool:
 def critical_blocks(instance: SchedulingInstance, rows: Rows, played: ExecutedRows) -> list[tuple[int, int, int]]:
     """Return the blocks of the critical path, last one first: device, first and last place in its row.
 
-    It goes back from the action that ends last. Where an action starts when the one before it on the device ends, that
-    is what it waits for; otherwise it is the input that came last.
+    The path is followed backward from the action that ends last. Where an action starts when the one before it on the
+    device ends, it depends on that one; otherwise on its latest input.
     """
     place = {}
     for device, row in enumerate(rows):
@@ -238,7 +238,7 @@ def critical_blocks(instance: SchedulingInstance, rows: Rows, played: ExecutedRo
 
 
 def _last_input(instance: SchedulingInstance, action: Action, played: ExecutedRows) -> int | None:
-    """Return the node whose message an action waited for."""
+    """Return the node of the latest message that an action depended on."""
     kind, stage, micro_batch = action
     ends = () if kind == "W" else instance.into[stage] if kind == "F" else instance.out[stage]
     side = 0 if kind == "F" else instance.keys
@@ -247,9 +247,10 @@ def _last_input(instance: SchedulingInstance, action: Action, played: ExecutedRo
 
 
 def lower_bound_s(instance: SchedulingInstance) -> float:
-    """Return seconds below which no step can be.
+    """Return a lower bound of the seconds of a step.
 
-    For each device: until the first value can reach it, then all that it computes, then its optimizer step.
+    It is the maximum over devices of the earliest arrival of a value, plus all computation of the device, plus its
+    optimizer step.
     """
     devices, call_s, smallest = instance.devices, instance.work.call_s, min(instance.scale)
     fastest = [float("inf")] * instance.stages

@@ -1,4 +1,4 @@
-"""What the literature says that named schedules take, on equal devices with links that cost nothing."""
+"""Theoretical step times of named schedules, on equal devices with free links, from the literature."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ideal_step_time(
 
     - ``gpipe``, ``1f1b``: `(D - 1) (F + I + W)` (Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2019);
     - ``interleaved``: `(D - 1) (F + I + W) / v` (Narayanan et al. 2021, arXiv:2104.04473, section 2.2);
-    - ``zb-h1``: `(D - 1) (F + I - W)` (Qi et al. 2024, arXiv:2401.10241), but no less than the `(D - 1) F` that pass
-      until the last device has something to do, which that paper leaves out of its bubbles;
+    - ``zb-h1``: `(D - 1) (F + I - W)` (Qi et al. 2024, arXiv:2401.10241), but no less than the `(D - 1) F` before the
+      last device starts, which that paper leaves out of its bubbles;
     - ``zbv``: that time alone, `(D - 1) F / 2`, since stages are half as long (Qi et al. 2024, arXiv:2405.15362); for
       `F = I = W` and all but them a little more.
 
     Args:
         name: One of the named schedules.
-        devices: How many devices; all are equal, and so are the stages.
-        micro_batches: How many micro-batches; for ``interleaved`` a multiple of ``devices``.
+        devices: Number of devices; all are equal, and so are the stages.
+        micro_batches: Number of micro-batches; for ``interleaved`` a multiple of ``devices``.
         forward_s: Seconds of forward of one micro-batch in all stages of a device together, `F`.
         input_s: The same, of the gradients of inputs, `I`.
         weight_s: The same, of the gradients of parameters, `W`.

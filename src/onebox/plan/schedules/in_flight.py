@@ -1,10 +1,10 @@
-"""How many micro-batches a stage has in flight under ``async-1f1b``, so that no device waits for messages. Pure.
+"""Micro-batches in flight of each stage under ``async-1f1b``, enough that no device waits for messages. Pure.
 
-With as many as ``1f1b`` has, a micro-batch is back when a device is ready for it, if messages take no time. Where they
-do, every device waits once in each turn of the pipeline. One that alternates forwards and backwards can only take a
-backward up where it has a place for one: a whole turn later for each hop whose messages, there and back, take no longer
-than a turn, two turns later for one whose messages take no longer than two, and so on. So a stage that is to be busy
-always needs, for each hop behind it, so many more in flight.
+With the number of ``1f1b``, a micro-batch is back when a device is ready for it, provided that messages take no time.
+Where they do, every device waits once in each turn of the pipeline. A device that alternates forwards and backwards can
+only run a late backward at its next place for one: a whole turn later for each hop whose messages, there and back, take
+at most one turn, two turns later for at most two, and so on. So a stage that is to be always busy needs that many more
+in flight for each hop behind it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from onebox.plan.model.schedule import Routes
 from onebox.plan.model.work import PlanWork
 
 _NEGLIGIBLE = 0.02
-"""Messages that take, there and back, no more than this part of a turn are waited for: that costs less than memory."""
+"""Round-trip message time, as a part of a turn, up to which waiting costs less than the memory of a deeper pipeline."""
 
 
 def depths(routes: Routes, work: PlanWork) -> tuple[int, ...]:
-    """Return how many micro-batches each replica of each stage has in flight; nothing where the rule's are enough.
+    """Return the micro-batches in flight of each replica of each stage; empty where the schedule's rule suffices.
 
     Args:
-        routes: Who computes what, of one step.
+        routes: Routes of the micro-batches of one step.
         work: Times, edges and links.
 
     Example:

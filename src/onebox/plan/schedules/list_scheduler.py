@@ -1,4 +1,4 @@
-"""The list scheduler: a device that is free takes the best of the actions that are ready. Private to the folder.
+"""The list scheduler: a free device starts the best of its ready actions. Private to the folder.
 
 Every named schedule is a policy of it, and so are the first drafts of a synthesised one. A stage's forwards on a device
 start in the order of their micro-batches, and so do its input gradients and its weight gradients: of each, only the
@@ -21,19 +21,19 @@ URGENT = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchRule:
-    """What a device prefers, and what it may not start.
+    """Priorities and limits of the list scheduler.
 
     Args:
         priority: Of each node (:meth:`SchedulingInstance.node`); the least goes first.
         split: For each slot, whether its backward is split into input and weight gradient.
-        in_flight: For each slot, how many micro-batches may be between forward and input gradient.
-        unfinished: For each slot, how many may be between forward and weight gradient.
-        device_in_flight: For each device, how many may be between forward and input gradient, over all its slots.
+        in_flight: For each slot, the maximum number of micro-batches between forward and input gradient.
+        unfinished: For each slot, the maximum number between forward and weight gradient.
+        device_in_flight: For each device, the maximum number between forward and input gradient, over all its slots.
         device_unfinished: The same, between forward and weight gradient.
         forwards_first: Whether a device does all its forwards before its first gradient.
-        capacity: Bytes of each device that may not be exceeded; ``None`` for no limit.
-        patience: A device stays idle, rather than starting a weight gradient, for an input that is to come within this
-            part of the time that the weight gradient takes.
+        capacity: Maximum bytes of each device; ``None`` for no limit.
+        patience: Part of a weight gradient's time for which a device stays idle for an expected input, rather than
+            starting that weight gradient.
     """
 
     priority: Sequence[float]
@@ -48,14 +48,14 @@ class DispatchRule:
 
 
 def list_schedule(instance: SchedulingInstance, policy: DispatchRule) -> list[list[Action]]:
-    """Return the rows of each device that a policy leads to.
+    """Return the rows of each device under a policy.
 
-    A limit that would keep everything from going on (limits of devices that share micro-batches in odd ways may) is
-    passed over for the oldest micro-batch; so every instance has a schedule.
+    A limit that would cause a deadlock (limits of devices that share micro-batches irregularly may) is ignored for the
+    oldest micro-batch; so every instance has a schedule.
 
     Args:
         instance: Routes and work.
-        policy: What devices prefer.
+        policy: Priorities and limits.
     """
     run = _Run(instance, policy)
     run.go()
@@ -63,7 +63,7 @@ def list_schedule(instance: SchedulingInstance, policy: DispatchRule) -> list[li
 
 
 class _Run:
-    """One run of the list scheduler: what each slot has started, what is missing, and who is free."""
+    """One run of the list scheduler: the started actions of each slot, missing inputs, and free devices."""
 
     def __init__(self, instance: SchedulingInstance, policy: DispatchRule) -> None:
         self.instance, self.policy = instance, policy
@@ -104,7 +104,7 @@ class _Run:
         self.expected = [0.0] * len(self.needs)
 
     def go(self) -> None:
-        """Start what can start, wait for the next event, and so on."""
+        """Start all possible actions, wait for the next event, and repeat."""
         events = self.events
         touched = set(range(len(self.rows)))
         now = 0.0
@@ -118,7 +118,7 @@ class _Run:
                     return
                 continue
             now = events[0][0]
-            together = now + 1e-9 * now  # ends that rounding alone keeps apart
+            together = now + 1e-9 * now  # ends that differ by rounding alone
             while events and events[0][0] <= together:
                 when, node, slot = heappop(events)
                 now = when
@@ -160,7 +160,7 @@ class _Run:
             self._arrive(other, touched)
 
     def _dispatch(self, device: int, now: float) -> None:
-        """Start the best of the actions that are ready on a device, if there is one."""
+        """Start the best of the ready actions of a device, if there is one."""
         policy, count, keys, needs = self.policy, self.instance.count, self.keys, self.needs
         priority, memory = policy.priority, self.memory
         best, choice = float("inf"), -1
@@ -200,7 +200,7 @@ class _Run:
             self._start(choice, chosen, now)
 
     def _comes_before(self, device: int, now: float, deadline: float) -> bool:
-        """Say whether the last input of what a device does next is on its way and comes soon."""
+        """Return whether the last input of a device's next action is on its way and comes soon."""
         for slot in self.held[device]:
             mine, first = self.mine[slot], self.instance.slots[slot].stage * self.instance.count
             forward, inputs = self.forward[slot], self.inputs[slot]
@@ -215,7 +215,7 @@ class _Run:
         return False
 
     def _announce(self, side: int, stage: int, micro_batch: int, end: float) -> None:
-        """Note when the outputs of an action that has been started will be where they are needed."""
+        """Record when the outputs of a started action will arrive."""
         instance, size = self.instance, len(self.rows)
         device = instance.first[stage * instance.count + micro_batch]
         for first, size_bytes in instance.into[stage] if side else instance.out[stage]:
@@ -259,7 +259,7 @@ class _Run:
             self._announce(side, stage, micro_batch, now + took)
 
     def _lift(self, now: float) -> bool:
-        """Start the oldest ready action against the limits, when nothing else goes on; say whether there was one."""
+        """Start the oldest ready action in spite of the limits, when nothing else runs; return whether there is one."""
         ready = []
         for slot, (stage, _) in enumerate(self.instance.slots):
             mine, first = self.mine[slot], stage * self.instance.count

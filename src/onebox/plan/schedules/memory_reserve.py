@@ -1,4 +1,4 @@
-"""Memory of devices while a schedule is being made: what may still be started. Private to the folder."""
+"""Memory of devices while a schedule is being made, and the actions that it allows. Private to the folder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from onebox.plan.simulate.memory import state_bytes
 
 
 class MemoryReserve:
-    """Bytes that each device holds, and those that are kept for its oldest micro-batch.
+    """Bytes that each device holds, and those reserved for its oldest micro-batch.
 
     A forward may start only if, afterwards, the device could still take every other forward of its oldest micro-batch
-    and go back through all of it: the oldest one is never locked out by younger ones.
+    and its whole backward, so that younger micro-batches never block the oldest one.
 
     Args:
         instance: Routes and work.
@@ -21,7 +21,7 @@ class MemoryReserve:
         split: For each slot, whether its backward is split.
         held: For each device, its slots.
         mine: For each slot, its micro-batches in order.
-        forward: For each slot, how many forwards have been started; whoever makes the schedule keeps this up.
+        forward: For each slot, how many forwards have been started; updated by the scheduler.
         inputs: The same, of input gradients.
     """
 
@@ -51,7 +51,7 @@ class MemoryReserve:
         ]
 
     def may_start(self, slot: int, micro_batch: int) -> bool:
-        """Return whether the memory allows a forward."""
+        """Return whether the memory allows a forward to start."""
         work = self._work[slot]
         saved = work.saved_bytes * self._scale[micro_batch]
         for member in self._slots[slot].members:
@@ -78,7 +78,7 @@ class MemoryReserve:
         )
 
     def may_go_back(self, slot: int, micro_batch: int) -> bool:
-        """Return whether the memory allows an input gradient (or a whole backward)."""
+        """Return whether the memory allows an input gradient (or a whole backward) to start."""
         work = self._work[slot]
         need = float(work.backward_work_bytes)
         if self._split[slot]:
@@ -86,7 +86,7 @@ class MemoryReserve:
         return all(self._level[member] + need <= self._capacity[member] for member in self._slots[slot].members)
 
     def start(self, kind: Kind, slot: int, micro_batch: int) -> None:
-        """Note an action; what it gives back at its end is free for whatever the device does next."""
+        """Record an action; the memory that it frees at its end is available to the device's next action."""
         work, size = self._work[slot], self._scale[micro_batch]
         change = {
             "F": work.saved_bytes,

@@ -11,14 +11,14 @@ from onebox.plan.schedules.list_scheduler import UNLIMITED, DispatchRule, list_s
 from onebox.plan.simulate.instance import SchedulingInstance, instance_of, unit_work
 
 NAMED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
-"""Names of schedules that are made of routes alone."""
+"""Names of schedules that depend on routes alone."""
 
 
 def named_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]] | None = None) -> Schedule:
-    """Make a schedule that is known by name.
+    """Make a named schedule.
 
-    It follows the rule of the name for any routes: stages with replicas, several stages on a device, few
-    micro-batches, graphs. In the even case it is the table of the literature.
+    It follows the rule of the name for any routes: stages with replicas, several stages on a device, few micro-batches,
+    graphs. In the even case it is the table of the literature.
 
     - ``gpipe``: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
     - ``1f1b``: a stage has as many micro-batches in flight as it takes for the first gradient to come back, then
@@ -32,8 +32,8 @@ def named_schedule(name: str, routes: Routes, *, edges: Sequence[tuple[int, int]
 
     Args:
         name: One of :data:`NAMED`.
-        routes: Who computes what.
-        edges: Which stage gives values to which; ``None`` is a chain.
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage; ``None`` is a chain.
 
     Raises:
         UsageError: There is no such schedule, or an edge does not lead to a later stage.
@@ -62,9 +62,9 @@ def dispatch_rule_of(
 
     Args:
         name: One of :data:`NAMED`.
-        instance: What it is for.
-        more: Factor on its numbers of micro-batches in flight, for links that are slow.
-        capacity: Bytes of each device that it may not exceed, if it is to heed them.
+        instance: The scheduling problem.
+        more: Factor on its numbers of micro-batches in flight, for slow links.
+        capacity: Memory limit of each device; ``None`` for no limits.
     """
     slots, devices = len(instance.slots), len(instance.devices)
     in_flight = [UNLIMITED] * slots
@@ -94,10 +94,10 @@ def dispatch_rule_of(
 
 
 def warm_up(instance: SchedulingInstance) -> list[int]:
-    """Return how many micro-batches each slot has in flight under ``1f1b``.
+    """Return the micro-batches in flight of each slot under ``1f1b``.
 
     It is the number of replicas of the stage and of those after it, on the path where they are most, over the stage's
-    own: while a micro-batch goes there and back, the slot starts that many.
+    own: the slot starts that many during a micro-batch's round trip.
     """
     replicas = [0] * instance.stages
     for slot in instance.slots:
@@ -122,9 +122,9 @@ def _heaviest_path(instance: SchedulingInstance, weight: Sequence[int]) -> list[
 
 
 def _device_warm_up(instance: SchedulingInstance, name: str) -> list[int]:
-    """Return how many micro-batches each device has in flight, over all its stages.
+    """Return the micro-batches in flight of each device, over all its stages.
 
-    For ``zbv`` these are as many as there are stages. For ``interleaved`` it is the way from the device's first stage
+    For ``zbv`` they are as many as there are stages. For ``interleaved`` it is the path from the device's first stage
     to the end and back to its last one: of a device with `v` stages, the first at position `d` of `D`, with rounds of
     `r` micro-batches, `2 (D - d - 1) + (v - 1) r + 1`.
     """
@@ -142,7 +142,7 @@ def _device_warm_up(instance: SchedulingInstance, name: str) -> list[int]:
 
 
 def _rounds(instance: SchedulingInstance) -> int:
-    """Return in how many rounds micro-batches go through the stages of a device.
+    """Return the number of rounds in which micro-batches go through the stages of a device.
 
     A round has at least as many micro-batches as there are devices in a row, so that the first one is back when the
     last has been sent; rounds are as even as can be.
@@ -158,7 +158,7 @@ def _rounds(instance: SchedulingInstance) -> int:
 def _priority(name: str, instance: SchedulingInstance) -> list[float]:
     """Return each node's place in a device's order of preference: forwards, gradients of inputs, those of weights.
 
-    Forwards come first because the numbers in flight hold them back; so those are always used up. Of each kind the
+    Forwards come first because only the limits in flight restrain them, which are thus fully used. Of each kind the
     oldest micro-batch, or round, goes first.
     """
     count, stages = instance.count, instance.stages

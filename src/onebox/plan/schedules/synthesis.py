@@ -1,4 +1,4 @@
-"""Schedules made for measured times, transfers and memory: list scheduling under many policies, then local search."""
+"""Schedules synthesised for measured times, transfers and memory: list scheduling, then local search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onebox.plan.schedules.named import NAMED, as_schedule, dispatch_rule_of, na
 from onebox.plan.simulate.instance import SchedulingInstance, instance_of
 
 LIST_S = 4e-6
-"""Nominal seconds that the list scheduler takes for an action; measured on a 2-core virtual machine."""
+"""Nominal seconds per action in the list scheduler; measured on a 2-core virtual machine."""
 
 
 def auto_schedule(
@@ -28,16 +28,17 @@ def auto_schedule(
     """Make a schedule for measured times, transfers and memory.
 
     Every named schedule is a candidate, so that none of them that fits into the memory is predicted to be faster. Next
-    come list schedules on the measured times, under policies that differ in what they prefer, in how many micro-batches
-    they have in flight and in whether the backward is split; all heed the memory. The best one is then improved by
-    moving actions on its critical path. Equal inputs give equal schedules: the budget is of nominal, not real, seconds.
+    come list schedules on the measured times, under policies that differ in their priorities, in the number of
+    micro-batches in flight and in whether the backward is split; all respect the memory. The best one is then improved
+    by moving actions on its critical path. Equal inputs give equal schedules: the budget is of nominal, not real,
+    seconds.
 
     Args:
-        routes: Who computes what.
+        routes: Routes of the micro-batches.
         work: Times, bytes, edges, links, and the memory of the devices.
         sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
-        budget_s: About how long it may take; the named schedules are always tried.
-        expired: Whether time is up, whatever the budget says.
+        budget_s: Approximate time limit; the named schedules are always tried.
+        expired: Returns whether the time limit has passed, regardless of the budget.
 
     Returns:
         The best schedule found by :func:`~onebox.plan.simulate.step`: the fastest that fits or, if none does, the one
@@ -71,7 +72,7 @@ def _named(routes: Routes, edges: Sequence[tuple[int, int]]) -> Iterator[Schedul
 
 
 def one_by_one(instance: SchedulingInstance) -> list[list[Action]]:
-    """Return rows that go there and back with one micro-batch before the next one: as little memory as there can be."""
+    """Return rows that run one micro-batch forward and backward before the next one: the least possible memory."""
     rows: list[list[Action]] = [[] for _ in instance.devices]
     for micro_batch in range(instance.count):
         order = [Action("F", stage, micro_batch) for stage in range(instance.stages)]
@@ -101,14 +102,14 @@ _DRAFTS = (
 )
 """Drafts: split; factor on the numbers in flight, or no limit; urgency; pace; patience.
 
-Chosen out of 330 combinations, each one for what it adds to those before it, on 150 random problems: chains, graphs,
+Chosen out of 330 combinations, each for its gain over those before it, on 150 random problems: chains, graphs,
 replicas, several stages on a device, with and without slow links and memory caps. These come within 0.05 % of the best
 of all, on average, and within 3 % at worst.
 """
 
 
 def dispatch_rules(instance: SchedulingInstance) -> Iterator[DispatchRule]:
-    """Yield policies for the list scheduler that heed the memory, the most promising first."""
+    """Yield policies for the list scheduler that respect the memory, the most promising first."""
     capacity = [instance.work.capacity_bytes.get(device, UNLIMITED) for device in instance.devices]
     timing = Timing(instance)
     yield dispatch_rule_of("zb-h1", instance, more=1.5, capacity=capacity)
@@ -130,10 +131,10 @@ def dispatch_rules(instance: SchedulingInstance) -> Iterator[DispatchRule]:
 
 
 class Timing:
-    """How long the way of a micro-batch through the stages is, and how fast they can follow one another.
+    """Round-trip time of a micro-batch through the stages, and the pace at which micro-batches can follow one another.
 
     Args:
-        instance: What it is about.
+        instance: The scheduling problem.
     """
 
     def __init__(self, instance: SchedulingInstance) -> None:
@@ -172,7 +173,7 @@ class Timing:
         return found
 
     def _tails(self) -> list[float]:
-        """Return for each kind and stage the seconds from its start to the end of the step, if nothing waits."""
+        """Return for each kind and stage the seconds from its start to the end of the step, without waiting."""
         stages = self.instance.stages
         forward, inputs = [0.0] * stages, [0.0] * stages
         for stage in range(stages):
@@ -187,8 +188,8 @@ class Timing:
         """Return each node's place in the order of preference.
 
         Args:
-            urgency: ``due`` prefers what has to start first if micro-batches are to end at the pace of the busiest
-                device; ``forward`` and ``inputs`` prefer that kind, and of a kind what is due.
+            urgency: ``due`` prefers the action that has to start first if micro-batches are to end at the pace of the
+                busiest device; ``forward`` and ``inputs`` prefer that kind, and within a kind the action that is due.
             pace: Factor on the time between micro-batches.
         """
         count, stages = self.instance.count, self.instance.stages
@@ -201,7 +202,7 @@ class Timing:
         return [place + apart * kinds[node // (stages * count)] for node, place in enumerate(due)]
 
     def in_flight(self, *, split: bool) -> list[int]:
-        """Return how many micro-batches each slot starts while the first one goes there and back."""
+        """Return the number of micro-batches that each slot starts during the round trip of the first one."""
         stages = self.instance.stages
         back_s = [i + (0.0 if split else w) for i, w in zip(self.input_s, self.weight_s, strict=True)]
         trip = [0.0] * stages

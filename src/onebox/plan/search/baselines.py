@@ -1,4 +1,4 @@
-"""Plans that need no planner: one device, pure data parallel, even cuts. They are what a plan has to beat."""
+"""Baseline plans: one device, pure data parallel, even cuts. A searched plan is compared with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onebox.plan.model.problem import Problem
 from onebox.plan.model.shares import apportion
 
 _LIKE = 0.05
-"""Devices whose speeds differ by less than about this part are as quick as each other."""
+"""Relative difference below which speeds of devices count as equal."""
 
 
 def even_plan(problem: Problem, devices: Sequence[int], schedule: str, micro_batch: int) -> Plan:
@@ -28,7 +28,7 @@ def even_plan(problem: Problem, devices: Sequence[int], schedule: str, micro_bat
         micro_batch: Samples of a micro-batch.
 
     Raises:
-        UsageError: There are more devices than segments, or none.
+        UsageError: There are more devices than segments, or no devices.
     """
     return plan_of(problem, even_layout(CostModel(problem), devices, schedule, micro_batch))
 
@@ -52,7 +52,7 @@ def work_of(costs: CostModel, order: Sequence[int], kind: str, samples: int) -> 
 
 
 def cut(work: Sequence[float], weights: Sequence[float]) -> list[tuple[int, int]]:
-    """Cut a row of works into consecutive parts, none empty, as close to some weights as single cuts come.
+    """Cut a sequence of works into consecutive non-empty parts, each cut as close to the weights as possible.
 
     Args:
         work: Work of each segment; at least as many as weights.
@@ -79,9 +79,9 @@ def cut(work: Sequence[float], weights: Sequence[float]) -> list[tuple[int, int]
 
 
 def one_stage(costs: CostModel) -> Iterator[tuple[str, list[StageLayout]]]:
-    """Yield what plans of one stage are called, each with its variants: one for each allowed micro-batch.
+    """Yield the names of one-stage plans, each with its variants: one for each allowed micro-batch.
 
-    Of devices that are alike, only the first is alone.
+    Of like devices, only the first has a plan of its own.
     """
     problem = costs.problem
     every = tuple(range(len(problem.segments)))
@@ -103,7 +103,8 @@ def nested(costs: CostModel, near: Sequence[DeviceGroups]) -> list[tuple[int, ..
 
     Args:
         costs: Their speeds.
-        near: Which are near to each other, the smallest groups first: of devices that are as quick, these go together.
+        near: Groups of devices that are near to each other, the smallest first; equally quick devices are kept together
+            by group.
     """
     problem = costs.problem
     places = [{device: turn for turn, group in enumerate(level) for device in group} for level in near]
@@ -119,13 +120,13 @@ def nested(costs: CostModel, near: Sequence[DeviceGroups]) -> list[tuple[int, ..
 
 
 def shared_by_speed(costs: CostModel, numbers: Sequence[int]) -> list[StageLayout]:
-    """Return layouts of one stage on some devices, whose shares are their speeds; one for each allowed micro-batch."""
+    """Return one-stage layouts on some devices, with shares by speed; one for each allowed micro-batch."""
     powers = [costs.power(number, max(costs.problem.micro_batches)) for number in numbers]
     return _data_parallel(costs, numbers, [power / sum(powers) for power in powers])
 
 
 def even_cuts(costs: CostModel) -> Iterator[tuple[str, list[StageLayout]]]:
-    """Yield what plans of even cuts are called, each with its variants: one for each allowed micro-batch."""
+    """Yield the names of plans with even cuts, each with its variants: one for each allowed micro-batch."""
     problem = costs.problem
     numbers = sorted(problem.device)[: len(problem.segments)]
     if len(numbers) > 1:

@@ -1,4 +1,4 @@
-"""Local search over layouts: small changes that the simulator says are better, until there are none. Pure."""
+"""Local search over layouts: small changes that the simulator rates better, until there are none. Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from onebox.plan.model.layout import LayoutStage, StageLayout, single
 from onebox.plan.model.problem import Problem
 
 _STEPS = (1, 2, 4)
-"""How many segments a cut is moved by."""
+"""Numbers of segments by which a cut is moved."""
 
 
 def local_search(judge: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
-    """Follow the first improving change, again and again, while effort is left.
+    """Follow the first improving change repeatedly while effort is left.
 
     Args:
-        judge: Judges layouts.
-        start: Where to begin.
+        judge: Evaluates layouts.
+        start: The evaluation to begin with.
 
     Returns:
-        Where it ends: nothing near is better, or the effort is used up.
+        The evaluation at the end: a local optimum, or the last one before the effort was used up.
     """
     at = start
     while not judge.spent:
@@ -37,7 +37,7 @@ def local_search(judge: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
 
 
 def _seats(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
-    """Yield the layout with its devices where they have the least to wait for, if links differ: many swaps at once."""
+    """Yield the layout with the best placement of its devices, if links differ: many swaps at once."""
     if judge.uneven and layout.micro_batch is not None:
         yield placed(judge, layout)
 
@@ -45,12 +45,12 @@ def _seats(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
 def descend_cuts(judge: Evaluator, start: StageLayout, effort: int) -> StageLayout:
     """Move cuts as long as that lowers the bound, which takes a small part of a simulation's time.
 
-    Other changes are left to the simulator: a bound knows too little of what they do to a schedule.
+    Other changes are left to the simulator: the bound does not reflect their effect on a schedule.
 
     Args:
-        judge: Knows bounds.
-        start: Where to begin.
-        effort: How much may be spent.
+        judge: Computes bounds.
+        start: The layout to begin with.
+        effort: Maximum effort.
     """
     at, value, limit = start, judge.bound(start), judge.left - effort
     while not judge.spent and judge.left > limit:
@@ -78,7 +78,7 @@ def perturb(judge: Evaluator, layout: StageLayout, random: Random, changes: int 
 
 
 def neighbours(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
-    """Yield the layouts one change away that the problem allows, the likelier to help first."""
+    """Yield the allowed layouts one change away, the most promising first."""
     problem = judge.problem
     unused = _unused(problem, layout)
     changes: list[Iterator[StageLayout]] = []
@@ -110,13 +110,13 @@ def _unused(problem: Problem, layout: StageLayout) -> list[int]:
 
 
 def _with(layout: StageLayout, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
-    """Return a layout with other parts from one index on, up to another."""
+    """Return a layout with the parts from ``first`` up to ``until`` replaced."""
     end = first + len(parts) if until is None else until
     return layout._replace(parts=(*layout.parts[:first], *parts, *layout.parts[end:]))
 
 
 def _moved_cuts(layout: StageLayout) -> Iterator[StageLayout]:
-    """Segments go from the end of a stage to the next one, or from its beginning to the one before."""
+    """Yield layouts in which segments move from an end of a stage to the adjacent stage."""
     for index, (one, other) in enumerate(pairwise(layout.parts)):
         both = one.segments + other.segments
         for step in _STEPS:
@@ -124,7 +124,7 @@ def _moved_cuts(layout: StageLayout) -> Iterator[StageLayout]:
                 if 0 < cut < len(both):
                     halves = one._replace(segments=both[:cut]), other._replace(segments=both[cut:])
                     yield _with(layout, index, *halves)
-    # A row of cuts moved together shifts load between stages that are not neighbours.
+    # Moving several consecutive cuts together shifts load between stages that are not neighbours.
     sizes = [len(part.segments) for part in layout.parts]
     for a, b in combinations(range(len(sizes)), 2):
         for gains, loses in ((a, b), (b, a)):
@@ -146,7 +146,7 @@ def _resized(layout: StageLayout, sizes: list[int]) -> StageLayout:
 
 
 def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
-    """Two stages exchange their devices: with their segments as they are, or with as many as the devices had."""
+    """Yield layouts in which two stages exchange devices, each keeping its segments or taking the other's number."""
     for a, b in combinations(range(len(layout.parts)), 2):
         one, other = layout.parts[a], layout.parts[b]
         if one.devices == other.devices:
@@ -163,7 +163,7 @@ def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
 
 
 def _replaced(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
-    """A device gives all of its stages to one without."""
+    """Yield layouts in which a device gives all of its stages to an unused one."""
     for old in dict.fromkeys(device for part in layout.parts for device in part.devices):
         for new in unused:
             parts = (
@@ -174,7 +174,7 @@ def _replaced(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
 
 
 def _other_sizes(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]:
-    """Micro-batches of other sizes, the nearest first."""
+    """Yield layouts with micro-batches of other sizes, the nearest first."""
     own = layout.micro_batch
     assert own is not None
     sizes = sorted(set(problem.micro_batches) - {own}, key=lambda size: (max(size / own, own / size), size))
@@ -182,21 +182,21 @@ def _other_sizes(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]
 
 
 def _other_schedules(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]:
-    """The same under another name."""
+    """Yield the layout under other schedules."""
     if len(layout.parts) > 1:
         names = (name for name in problem.schedules if name not in ("auto", layout.schedule))
         yield from (layout._replace(schedule=name) for name in names)
 
 
 def _merged(layout: StageLayout) -> Iterator[StageLayout]:
-    """Two neighbours become one stage, on the devices of either."""
+    """Yield layouts in which two neighbouring stages become one, on the devices of either."""
     for index, (one, other) in enumerate(pairwise(layout.parts)):
         for devices, shares in dict.fromkeys(((one.devices, one.shares), (other.devices, other.shares))):
             yield _with(layout, index, LayoutStage(one.segments + other.segments, devices, shares), until=index + 2)
 
 
 def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
-    """A stage is cut in two, one of them on an unused device."""
+    """Yield layouts in which a stage is cut in two, one of them on an unused device."""
     for index, part in enumerate(layout.parts):
         middle = len(part.segments) // 2
         if not middle:
@@ -208,7 +208,7 @@ def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
 
 
 def _shared(layout: StageLayout) -> Iterator[StageLayout]:
-    """A stage gives half of its segments, as a stage of their own, to a device that has a stage nearby or at an end."""
+    """Yield layouts in which half of a stage's segments become a stage of a device that has one nearby or at an end."""
     parts = layout.parts
     for index, part in enumerate(parts):
         middle = len(part.segments) // 2
@@ -223,7 +223,7 @@ def _shared(layout: StageLayout) -> Iterator[StageLayout]:
 
 
 def _replicated(judge: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
-    """A stage gets one replica more, or one less."""
+    """Yield layouts in which a stage has one replica more or less."""
     for index, part in enumerate(layout.parts):
         for device in unused:
             yield _with(layout, index, _part_on(judge, layout, part.segments, (*part.devices, device)))
@@ -234,7 +234,7 @@ def _replicated(judge: Evaluator, layout: StageLayout, unused: list[int]) -> Ite
 
 
 def _part_on(judge: Evaluator, layout: StageLayout, segments: tuple[int, ...], devices: tuple[int, ...]) -> LayoutStage:
-    """Return a stage on some devices, with shares by their speeds."""
+    """Return a stage on some devices, with shares in proportion to their speeds."""
     samples = layout.micro_batch or max(judge.problem.micro_batches)
     shares = [judge.costs.power(device, samples) for device in devices]
     return LayoutStage(segments, devices, tuple(share / sum(shares) for share in shares))

@@ -1,4 +1,4 @@
-"""What a search found: the plainest of what is as good as the best, and what that is compared with."""
+"""Results of a search: the simplest plan that is as good as the best, and the plans compared with it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onebox.plan.model.problem import Problem
 from onebox.plan.simulate.step import Simulation
 
 NAMED_BIAS = 0.005
-"""Simpler plans are preferred to others that are quicker by no more than this part: those whose schedule has a name to
-synthesised ones, fewer stages to more, fewer micro-batches to more."""
+"""Relative slowdown up to which a simpler plan is preferred: one with a named schedule, then with fewer stages, then
+with fewer micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,10 @@ class PlanCandidate:
     """A plan that was considered.
 
     Args:
-        label: What it is, for a person.
-        plan: The plan, with what is predicted of it.
-        shortfalls: Which stage misses which device by how much; empty if it fits.
-        refused: Why it may not be chosen; empty if it may.
+        label: A readable name.
+        plan: The plan, with its prediction.
+        shortfalls: Missing memory of devices; empty if the plan fits.
+        refused: The reason why it is not allowed; empty if it is.
     """
 
     label: str
@@ -45,14 +45,15 @@ class PlanCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        plan: The best plan, with what is predicted of it.
+        plan: The best plan, with its prediction.
         simulation: Its step.
-        candidates: Notable plans, the trivial ones among them: the chosen one first, then by time; last what may not.
-        simulated: How many layouts were simulated.
-        complete: Whether the search ended by itself, not for lack of effort or time.
+        candidates: Notable plans, the trivial ones among them: the chosen one first, then by time; last those not
+            allowed.
+        simulated: Number of simulated layouts.
+        complete: Whether the search ended before effort and time were used up.
     """
 
     plan: Plan
@@ -63,9 +64,9 @@ class SearchResult:
 
 
 def simplest(judge: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
-    """Return, of what is as good as the best under the named schedules, what has fewest stages and actions.
+    """Return the evaluation with the fewest stages and actions among those as good as the best, under named schedules.
 
-    What is exact comes before what is not.
+    Exact schedules come before asynchronous ones.
     """
     if best.layout.schedule == "auto":
         return best
@@ -85,7 +86,7 @@ def _plainness(verdict: LayoutEvaluation) -> tuple[bool, int, int, float]:
 
 
 def finished(problem: Problem, verdict: LayoutEvaluation) -> Plan:
-    """Return a verdict's plan with its prediction, and with its table if its schedule has no name."""
+    """Return an evaluation's plan with its prediction, and with its table if its schedule has no name."""
     layout, plan = verdict.layout, plan_of(problem, verdict.layout)
     predicted = prediction_of(plan, problem.batch, verdict.case.work, verdict.simulation)
     if layout.schedule == "auto":
@@ -96,7 +97,7 @@ def finished(problem: Problem, verdict: LayoutEvaluation) -> Plan:
 def notable(
     judge: Evaluator, best: LayoutEvaluation, trivial: Mapping[str, LayoutEvaluation]
 ) -> tuple[PlanCandidate, ...]:
-    """Return the best plan, the trivial ones, and the best under each schedule, those that may be chosen first."""
+    """Return the best plan, the trivial ones, and the best under each schedule, allowed ones first."""
     named = {"the best found": best}
     for verdict in sorted(judge.verdicts.values(), key=lambda verdict: verdict.rank):
         if not verdict.layout.plain:

@@ -1,4 +1,4 @@
-"""The planner: which cut, devices, replicas, micro-batches and schedule make a step quickest within every memory."""
+"""The planner: search for the plan with the quickest step within the memory of every device."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from onebox.plan.search.result import NAMED_BIAS, SearchResult, finished, notabl
 from onebox.plan.search.seeds import PLAIN, every_layout, few, proposed
 
 EFFORT = 340_000
-"""Actions that a search may simulate for each second that it may take; a core of a laptop does as many in 0.6 s."""
+"""Simulated actions per second of a search's budget; a core of a laptop simulates as many in 0.6 s."""
 
 _STARTS = 3
-"""From so many of the best different layouts local search begins."""
+"""Number of best different layouts from which local search begins."""
 
 _AT_LEAST = 16
-"""So many proposals are made, and simulated until two fit, even if the effort is used up; or one, if time is."""
+"""Number of proposals that are made, and simulated until two fit, even without effort left; one without time left."""
 
 _ALIKE = 1.02
-"""Of trivial plans whose bounds are within this factor, the one with the fewest micro-batches is shown."""
+"""Factor of the bounds within which the trivial plan with the fewest micro-batches is shown."""
 
 _DESCENTS = 6
-"""So many of the best different proposals are improved by their bounds."""
+"""Number of best different proposals that are improved by their bounds."""
 
 _FRUITLESS = 50
-"""After so many random restarts without a gain the search ends."""
+"""Number of random restarts without a gain after which the search ends."""
 
 _NEAR = 1.02
-"""Restarts are followed up with the simulator if their bound is within this factor of the best."""
+"""Factor over the best within which the bound of a restart is followed up with the simulator."""
 
 _SYNTHESIS_S = 0.4
 """Nominal seconds for each synthesised schedule."""
 
 _NESTED = 1 / 4
-"""The part of effort and time that is for plans that leave devices idle."""
+"""Part of effort and time for plans that leave devices idle."""
 
 _FEWEST = 4
-"""With fewer devices, leaving some idle is left to dynamic programming."""
+"""Number of devices below which only dynamic programming leaves some idle."""
 
 _EXPLORED, _WITH_POLICIES = 0.75, 0.9
-"""The parts of the time after which a search goes on with policies and with schedules."""
+"""Parts of the time after which a search goes on with activation policies and with schedules."""
 
 _LONG = 10_000
-"""Schedules of more actions are synthesised for one layout only, and not chosen for trivial plans."""
+"""Number of actions above which schedules are synthesised for one layout only, and not chosen for trivial plans."""
 
 _HOPELESS = 50
-"""So many layouts that cannot fit are simulated where none fits, to say what came closest."""
+"""Number of infeasible layouts that are simulated where none fits, to report the closest one."""
 
 _RECUT = 6
-"""So many of the best different layouts without limits of memory are cut into spans with policies."""
+"""Number of best different layouts without limits of memory to which activation policies are applied."""
 
 _SYNTHESISED = 3
-"""For so many of the best different layouts a schedule is synthesised."""
+"""Number of best different layouts for which a schedule is synthesised."""
 
 
 def search(
@@ -76,26 +76,26 @@ def search(
 ) -> SearchResult:
     """Find the plan whose step is predicted to be the quickest of those that fit.
 
-    Small problems are enumerated, with bounds that spare most simulations. For larger ones, dynamic programming over
+    Small problems are enumerated, with bounds that avoid most simulations. For larger ones, dynamic programming over
     cuts and devices proposes layouts (:mod:`onebox.plan.evaluate.partition`); the best by bound are simulated; local
-    search with the simulator as its objective changes cuts, devices, replicas, micro-batches and schedules; what effort
-    is left goes into random restarts nearby. At last, schedules are synthesised for the best layouts, if ``auto`` is
-    allowed.
+    search with the simulator as its objective changes cuts, devices, replicas, micro-batches and schedules; the
+    remaining effort goes into random restarts nearby. Finally, schedules are synthesised for the best layouts, if
+    ``auto`` is allowed.
 
     Args:
         problem: Segments, values, devices, links, and what is allowed.
-        budget_s: How many seconds it may take. They are counted in what is simulated, with some to spare, so that equal
-            searches give equal plans; where that takes longer, on a busy machine, the clock ends it: nothing is begun
-            after them but what it takes to have a plan that fits.
+        budget_s: Maximum seconds. They are converted to simulated actions, with a margin, so that equal searches give
+            equal plans; on a busy machine the clock ends the search, and only the work that is needed for a plan that
+            fits goes on.
         seed: Seed of the random restarts.
-        effort: Actions to simulate; as many as the seconds are worth when ``None``.
-        clock: What tells the time.
+        effort: Actions to simulate; ``None`` derives it from ``budget_s``.
+        clock: Returns the time in seconds.
 
     Returns:
-        The best plan, and what it was compared with.
+        The best plan, and the plans compared with it.
 
     Raises:
-        PlanError: Nothing that was tried fits the memory; it says what misses by how much, and what would help.
+        PlanError: No tried plan fits the memory; the message names the missing memory and remedies.
     """
     whole = Deadline(clock, clock() + budget_s)
     effort = round(EFFORT * budget_s) if effort is None else effort
@@ -111,7 +111,7 @@ def search(
     if best is None or best.over_bytes:
         raise infeasible_error(judge)
     best = simplest(judge, best)
-    if best.layout.schedule == ASYNC and not judge.expired():  # what being late gains
+    if best.layout.schedule == ASYNC and not judge.expired():  # the gain from staleness
         for name in PLAIN:
             judge.judge(best.layout._replace(schedule=name))
     return SearchResult(
@@ -125,11 +125,11 @@ def search(
 
 @dataclass(frozen=True)
 class Deadline:
-    """The end of a search or of a part of it; called, it tells whether that has passed.
+    """The deadline of a search or of a part of it; calling it returns whether it has passed.
 
     Args:
-        clock: What tells the time.
-        end_s: The time that ends it.
+        clock: Returns the time in seconds.
+        end_s: The time of the deadline.
     """
 
     clock: Callable[[], float]
@@ -145,10 +145,10 @@ class Deadline:
 
 
 def _look(judge: Evaluator, deadline: Deadline, seed: int) -> dict[str, LayoutEvaluation]:
-    """Look for the best plan without policies and synthesised schedules; return the trivial plans.
+    """Search for the best plan without activation policies and synthesised schedules; return the trivial plans.
 
-    The same is done for the quicker half of the devices, and for half of these, and so on: what is best there is a
-    candidate, so that more devices give no worse plan, as far as either search goes.
+    The search is repeated for the quicker half of the devices, and for half of these, and so on: the best result of
+    each is a candidate, so that more devices do not give a worse plan, as far as either search goes.
     """
     problem, fewer = judge.problem, _fewer(judge)
     found = []
@@ -183,15 +183,15 @@ def _look(judge: Evaluator, deadline: Deadline, seed: int) -> dict[str, LayoutEv
 
 
 def _fewer(judge: Evaluator) -> tuple[int, ...]:
-    """Return the quicker devices, half of them or a little more; none if they are few."""
+    """Return the quicker half of the devices, or a little more; empty if they are few."""
     if len(judge.problem.devices) < _FEWEST or few(judge.problem):
         return ()
     return nested(judge.costs, judge.near)[0]
 
 
 def _best(judge: Evaluator, layouts: Sequence[StageLayout]) -> LayoutEvaluation:
-    """Judge the variant with the least bound or, if that does not fit, the one of the smallest micro-batches."""
-    # A very long schedule gains nothing over a long one, and would take the time of the search.
+    """Evaluate the variant with the least bound or, if that does not fit, the one of the smallest micro-batches."""
+    # A very long schedule gains little over a long one, and would take the time of the search.
     layouts = [one for one in layouts if judge.case(one).actions <= _LONG] or layouts
     least = min(judge.bound(layout) for layout in layouts)
     near = [layout for layout in layouts if judge.bound(layout) <= least * _ALIKE]
@@ -203,7 +203,7 @@ def _best(judge: Evaluator, layouts: Sequence[StageLayout]) -> LayoutEvaluation:
 
 
 def _explore(judge: Evaluator, random: Random) -> None:
-    """Look at what dynamic programming proposes, improve the best, and go on from random changes of the best."""
+    """Evaluate the proposals of dynamic programming, improve the best, and go on from random changes of the best."""
     bounds = _bounds(judge, proposed(judge))
     share = judge.left // 4
     starts = _first_of_each(sorted(bounds, key=bounds.__getitem__), _DESCENTS)
@@ -233,7 +233,7 @@ def _bounds(judge: Evaluator, layouts: Iterable[StageLayout]) -> dict[StageLayou
 
 
 def _simulate(judge: Evaluator, bounds: Mapping[StageLayout, float], effort: int) -> None:
-    """Simulate layouts in the order of their bounds, until none can be better or the effort is used up."""
+    """Simulate layouts in the order of their bounds, until the rest cannot be better or the effort is used up."""
     limit, hopeless, fitting = judge.left - effort, 0, 0
     for turn, layout in enumerate(sorted(bounds, key=bounds.__getitem__)):
         best = judge.best
@@ -263,10 +263,10 @@ def _first_of_each(layouts: Iterable[StageLayout], count: int) -> list[StageLayo
 
 
 def _with_policies(judge: Evaluator, random: Random) -> dict[str, LayoutEvaluation]:
-    """Cut what does not fit into spans with policies; return the policies to be compared with.
+    """Apply activation policies to layouts that do not fit; return the baseline policies' evaluations.
 
-    Layouts that would be quick if memory did not matter are found by a search for devices without limits. What fits
-    already, and as quick, is not looked at.
+    Layouts that would be quick with unlimited memory are found by a search for devices without limits. Those that
+    already fit, and are as quick, are skipped.
     """
     problem = judge.problem
     if problem.policies == ("keep",) and problem.updates == ("device",):
@@ -292,7 +292,7 @@ def _with_policies(judge: Evaluator, random: Random) -> dict[str, LayoutEvaluati
 
 
 def _policies(judge: Evaluator, devices: Iterable[int]) -> dict[str, LayoutEvaluation]:
-    """Judge the policies that need no planner on some devices, each with the micro-batch that is best for it."""
+    """Evaluate the baseline policies on some devices, each with its best micro-batch."""
     found: dict[str, LayoutEvaluation] = {}
     for device in sorted(devices):
         for size in judge.problem.micro_batches:
@@ -307,7 +307,7 @@ def _policies(judge: Evaluator, devices: Iterable[int]) -> dict[str, LayoutEvalu
 
 
 def _synthesise(judge: Evaluator, best: LayoutEvaluation) -> LayoutEvaluation:
-    """Synthesise schedules for the best layouts; return the best verdict, the named one if it is as good."""
+    """Synthesise schedules for the best layouts; return the best evaluation, the named one if it is as good."""
     found = best
     if best.layout.schedule == ASYNC and not best.over_bytes:
         return best  # no exact schedule is quicker on its devices

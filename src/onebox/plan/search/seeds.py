@@ -1,4 +1,4 @@
-"""Layouts to begin with: all of them for small problems, otherwise what dynamic programming proposes. Pure."""
+"""Initial layouts: all of them for small problems, otherwise those that dynamic programming proposes. Pure."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PLAIN = (ASYNC, "1f1b", "zb-h1", "gpipe")
 """Schedules for one stage a device, the likeliest to be quickest first."""
 
 _ALL = 2500
-"""So many cuts and assignments are few enough to look at each."""
+"""Number of cuts and assignments up to which all are enumerated."""
 
 _MANY = 16
-"""Micro-batches for each stage that are enough: then 1F1B's bubble is about a sixteenth."""
+"""Number of micro-batches for each stage above which 1F1B's bubble, about a sixteenth, is small enough."""
 
 System = tuple[list[list[tuple[int, ...]]], tuple[int, ...]]
-"""What may be placed: classes of units, and how many of a class may hold a stage together."""
+"""Units that may be placed: their classes, and the numbers of a class that may hold a stage together."""
 
 _CHUNKS = (2, 3)
-"""Stages a device under ``interleaved``."""
+"""Numbers of stages a device under ``interleaved``."""
 
 
 def orders(problem: Problem) -> list[tuple[int, ...]]:
-    """Return orders of the segments in which values go from earlier to later ones, each once.
+    """Return distinct orders of the segments in which values go from earlier to later ones.
 
     The first is the problem's own. The second goes through one parallel branch after the other: cut between branches,
     they come to lie on different devices and run at the same time. The third goes through all of them side by side.
@@ -68,7 +68,7 @@ def _walk(after: Sequence[set[int]], *, deep: bool) -> tuple[int, ...]:
 
 
 def sequences(problem: Problem, numbers: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield who may hold which of some stages, and the kind of schedule: plain, interleaved or zbv."""
+    """Yield the devices of some stages, and the kind of schedule: plain, interleaved or zbv."""
     names = problem.schedules
     if stages <= len(numbers) and any(name in names for name in PLAIN):
         for chosen in permutations(numbers, stages):
@@ -85,7 +85,7 @@ def sequences(problem: Problem, numbers: Sequence[int], stages: int) -> Iterator
 
 
 def few(problem: Problem) -> bool:
-    """Return whether there are few enough layouts of single devices to look at each."""
+    """Return whether the layouts of single devices are few enough to enumerate."""
     segments, devices = len(problem.segments), len(problem.devices)
     total = 0
     for stages in range(1, min(segments, 3 * devices) + 1):
@@ -111,17 +111,17 @@ def every_layout(problem: Problem) -> Iterator[StageLayout]:
 
 
 def proposed(judge: Evaluator) -> Iterator[StageLayout]:
-    """Yield the layouts that dynamic programming proposes, and those that it leads to.
+    """Yield the layouts that dynamic programming proposes, and variants of them.
 
-    The first program is for a middle size of micro-batches, or the next smaller one that fits in the memory of 1F1B; by
-    the bounds of what it proposes, the two best sizes are chosen, for which the others are. If nothing fits, one
-    micro-batch in flight is allowed for, which synthesised schedules can do with.
+    The first program is for a middle size of micro-batches, or the next smaller one that fits in the memory of 1F1B;
+    the two sizes with the best bounds are chosen from its proposals for the other programs. If nothing fits, one
+    micro-batch in flight is assumed, with which synthesised schedules can do.
     """
     problem = judge.problem
     devices = min(len(problem.devices), problem.max_devices or len(problem.devices))
     most = min(len(problem.segments), devices, problem.max_stages or devices)
     sizes = sorted(set(problem.micro_batches))
-    # Beyond so many micro-batches there is hardly any bubble left to save, only calls and planning time to pay.
+    # With more micro-batches the bubble hardly shrinks, while calls and planning time grow.
     sizes = [size for size in sizes if problem.batch <= size * _MANY * most] or sizes[-1:]
     useful = [size for size in sizes if 2 * problem.batch >= size * most] or sizes[:1]
     middle = useful[len(useful) // 2]
@@ -148,21 +148,21 @@ def proposed(judge: Evaluator) -> Iterator[StageLayout]:
 
 
 def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
-    """Return what dynamic programming may place: classes of units, and how many of a class may hold a stage together.
+    """Return the units that dynamic programming may place: classes, and how many of a class may hold a stage together.
 
-    These are single devices, several of a kind that are near to each other and, whatever their kinds, all of a group
-    together: a host, or all hosts of a switch. Where groups have as many devices each, they are also one of each group
-    together: then values of forward and backward stay within a group, and gradients go between them.
+    Units are single devices, several of a kind that are near to each other and, whatever their kinds, all of a group
+    together: a host, or all hosts of a switch. Where groups have as many devices each, units are also one device of
+    each group together: then values of forward and backward stay within a group, and gradients go between groups.
 
     Args:
         problem: Its devices.
-        levels: Which are near to each other, the smallest groups first.
+        levels: Groups of devices that are near to each other, the smallest first.
     """
     alone = [(device,) for device in problem.devices]
     single_ones = alike(alone, levels[0])
     found: list[System] = [(single_ones, (1,))]
     if len(kinds := alike(alone)) < len(single_ones):
-        found.append((kinds, (1,)))  # fewer classes: more of what the beam holds is told apart by its cuts
+        found.append((kinds, (1,)))  # fewer classes: the beam holds more different cuts
     if not problem.replicable:
         return found
     if max(map(len, single_ones)) > 1:
@@ -180,7 +180,7 @@ def systems(problem: Problem, levels: Sequence[DeviceGroups]) -> list[System]:
 def _programmed(
     judge: Evaluator, order: tuple[int, ...], samples: int, system: System, most: int, in_flight: int | None = None
 ) -> list[StageLayout]:
-    """Return what dynamic programming lays, on the devices as they are numbered and, where links differ, seated."""
+    """Return the layouts of dynamic programming, on the devices as numbered and, where links differ, with placement."""
     problem, (units, joined) = judge.problem, system
     count = -(-problem.batch // samples)
     late = ASYNC in problem.schedules and in_flight is None
@@ -203,7 +203,7 @@ def _programmed(
 
 
 def _derived(judge: Evaluator, order: tuple[int, ...], layouts: Sequence[StageLayout]) -> Iterator[StageLayout]:
-    """Yield layouts under all plain schedules, and with several stages a device where each has one device."""
+    """Yield variants under all plain schedules, and with several stages a device where each stage has one device."""
     plain = [name for name in PLAIN if name in judge.problem.schedules]
     for layout in layouts:
         yield from (layout._replace(schedule=name) for name in plain)
@@ -215,7 +215,7 @@ def _derived(judge: Evaluator, order: tuple[int, ...], layouts: Sequence[StageLa
 def chunked(
     costs: CostModel, order: Sequence[int], parts: Sequence[LayoutStage], samples: int
 ) -> Iterator[StageLayout]:
-    """Yield layouts of several stages a device, on the devices of one with a stage each."""
+    """Yield layouts of several stages a device, from a layout of one stage a device."""
     problem = costs.problem
     devices = [part.devices[0] for part in parts]
     patterns = [(devices * n, "interleaved") for n in _CHUNKS] + [([*devices, *reversed(devices)], "zbv")]

@@ -1,4 +1,4 @@
-"""The simulator's loop: rows of actions are followed until all are done or none can go on. Private to the folder."""
+"""The simulator's loop: rows of actions are executed until all are done or none can go on. Private to the folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onebox.plan.simulate.offload_schedule import channels
 
 @dataclass(slots=True)
 class ExecutedRows:
-    """What became of the rows.
+    """The executed rows.
 
     Args:
-        done: How many actions each device did.
-        free: When each device was through with them.
-        busy: Seconds that they took it.
-        last: When the last gradient of each slot was there.
-        start: When each node began, by :meth:`SchedulingInstance.node`.
-        end: When it ended.
+        done: Number of actions that each device has done.
+        free: The time at which each device became free.
+        busy: Busy seconds of each device.
+        last: The time of the last gradient of each slot.
+        start: The start of each node, by :meth:`SchedulingInstance.node`.
+        end: Its end.
     """
 
     done: list[int]
@@ -34,14 +34,14 @@ class ExecutedRows:
 def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
     instance: SchedulingInstance, rows: Sequence[Sequence[Turn]], sums: GradientSums | None = None
 ) -> ExecutedRows:
-    """Play rows until all are done or none can go on.
+    """Execute rows until all are done or none can go on.
 
-    A device is followed along its row until an input is missing, and taken up again when that has come. No queue of
-    events is needed, since a link's messages all come from one device, in the order of its row. This is one long
-    function, on plain lists, because planning plays thousands of schedules: about 1 µs an action.
+    A device is simulated along its row until an input is missing, and continued when that has arrived. No event queue
+    is needed, since a link's messages all come from one device, in the order of its row. This is one long function, on
+    plain lists, because planning simulates thousands of schedules: about 1 µs an action.
 
     Args:
-        instance: What it is about.
+        instance: The scheduling problem.
         rows: The actions of each device, in the order of the instance's devices; with ``sums`` also updates.
         sums: Gradients of steps that follow one another.
     """
@@ -52,7 +52,7 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
     leaving = instance.leaving
     base = {"F": 0, "I": keys, "B": keys, "W": 2 * keys}
     needs = inputs_needed(instance)
-    ready = [0.0] * (3 * keys)  # when the last input came, and later when the node began
+    ready = [0.0] * (3 * keys)  # the time of the last input, and later the start of the node
     ended = [0.0] * (3 * keys)
     link_free = [0.0] * (size * size)
     last = [0.0] * len(slots)
@@ -145,14 +145,14 @@ def execute_rows(  # noqa: PLR0912, PLR0915 (see below)
 def chunked_transfer_times(
     parts: MessageChunks, free_s: float, end_s: float, took_s: float, transfer_s: float
 ) -> tuple[float, float]:
-    """Return when a link begins and ends to carry what leaves in parts.
+    """Return the times at which a link begins and ends to carry a value that leaves in parts.
 
     Args:
-        parts: Which leave when.
+        parts: The parts and the times at which they leave.
         free_s: When the link is free.
-        end_s: When the action ends that makes them.
-        took_s: What it takes.
-        transfer_s: How long the link carries all of it.
+        end_s: The end of the action that makes them.
+        took_s: Seconds of that action.
+        transfer_s: Seconds in which the link carries all parts.
     """
     begin = max(free_s, end_s - took_s * (1 - parts[0].time))
     for part in parts:
@@ -161,9 +161,9 @@ def chunked_transfer_times(
 
 
 def inputs_needed(instance: SchedulingInstance) -> list[int]:
-    """Return how much each node waits for: forward, then input gradient, then weight gradient of every key.
+    """Return the number of inputs of each node: forward, then input gradient, then weight gradient of every key.
 
-    These are the messages along edges, also within a device, and, for a replica of several devices, each of them.
+    Inputs are the messages along edges, also within a device, and, for a replica of several devices, each of them.
     """
     count = instance.count
     forward = [len(ends) for ends in instance.into for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What is done once a step, in steps that follow one another: sums of gradients, and updates. Private to the folder."""
+"""Once-a-step work in the steady state: sums of gradients, and updates. Private to the folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UPDATE = "U"
 """The kind of a turn that is a stage's optimizer step; its micro-batch is the first one of the step."""
 
 Turn = tuple[str, int, int]
-"""What a device does: an action, or an update of a stage."""
+"""An entry of a device's row: an action, or an update of a stage."""
 
 
 class GradientSum(NamedTuple):
@@ -18,9 +18,9 @@ class GradientSum(NamedTuple):
 
     Args:
         stage: The stage.
-        micro_batch: The first one of the step whose gradients they are.
-        start_s: When it begins.
-        end_s: When it ends.
+        micro_batch: The first micro-batch of the step of the gradients.
+        start_s: Its start.
+        end_s: Its end.
     """
 
     stage: int
@@ -30,17 +30,17 @@ class GradientSum(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of steps whose micro-batches are numbered through: when all of a stage's are there, and summed.
+    """Gradients of steps whose micro-batches are numbered consecutively: when all of a stage's are there, and summed.
 
     Replicas sum their gradients in rings beside other actions, one stage at a time on each device.
 
     Args:
-        instance: What it is about, of all steps.
+        instance: The scheduling problem of all steps.
         count: Micro-batches of a step.
 
     Attributes:
-        ready: When the sums of a stage in a step are there, by ``stage * steps + step``.
-        missing: How many of its gradients are still missing.
+        ready: The time of each complete sum of a stage in a step, by ``stage * steps + step``.
+        missing: Number of its missing gradients.
         made: The sums over replicas.
         updates: Of each update the device, the stage, the first micro-batch of its step, start and end.
     """
@@ -72,11 +72,11 @@ class GradientSums:
         self.updates: list[tuple[int, int, int, float, float]] = []
 
     def index(self, stage: int, micro_batch: int) -> int:
-        """Return the number of a stage in the step of a micro-batch."""
+        """Return the index of a stage in the step of a micro-batch."""
         return stage * self._steps + micro_batch // self._count
 
     def gradient(self, stage: int, micro_batch: int, now: float) -> tuple[int, list[int]] | None:
-        """Note that a device has the gradients of a micro-batch; return the sum that is complete, and whose it is."""
+        """Record a device's gradients of a micro-batch; return the completed sum, if any, and its devices."""
         index = self.index(stage, micro_batch)
         self.missing[index] -= 1
         self.ready[index] = max(self.ready[index], now)

@@ -1,4 +1,4 @@
-"""A scheduling problem in numbers: what simulator, list scheduler and validation compute with. Private to the folder.
+"""A scheduling problem as flat arrays, for the simulator, the list scheduler and validation. Private to the folder.
 
 Devices are renumbered from 0, and a stage's micro-batch has one number, its key: ``stage * count + micro_batch``. The
 replica that computes it is a slot: a stage and its devices.
@@ -36,8 +36,8 @@ class SchedulingInstance:
     """Routes and work, as flat lists.
 
     Args:
-        routes: Who computes what.
-        work: What it costs.
+        routes: Routes of the micro-batches.
+        work: Costs of the stages.
         devices: The number of each device, ascending.
         count: Micro-batches.
         scale: Size of each micro-batch, as a fraction of the plan's.
@@ -48,10 +48,10 @@ class SchedulingInstance:
         seconds: For each kind of action and each slot, its seconds at full size.
         out: For each stage, the edges that leave it: the first key of the target, bytes of a value.
         into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
-        latency_s: Of each link that is used, by ``source * len(devices) + target``.
-        per_byte_s: Seconds of a byte on each of those.
-        leaving: For forward and for backward, for each stage and each of its edges which parts leave when; nothing
-            where all that stages give leaves at the end of actions.
+        latency_s: Of each used link, by ``source * len(devices) + target``.
+        per_byte_s: Seconds per byte on each of those links.
+        leaving: For forward and for backward, for each stage and each of its edges the parts and the times at which
+            they leave; ``None`` where all values leave at the end of actions.
     """
 
     routes: Routes
@@ -72,27 +72,27 @@ class SchedulingInstance:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.routes)
 
     @property
     def keys(self) -> int:
-        """How many pairs of stage and micro-batch there are."""
+        """Number of pairs of stage and micro-batch."""
         return len(self.slot_of)
 
     def node(self, action: tuple[str, int, int]) -> int:
-        """Return an action's number: those of forward first, then input gradient (also of a whole one), then weight."""
+        """Return an action's number: forwards, then input gradients and whole backwards, then weight gradients."""
         kind, stage, micro_batch = action
         side = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
         return side * len(self.slot_of) + stage * self.count + micro_batch
 
 
 def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = None) -> SchedulingInstance:
-    """Put routes and work into lists.
+    """Convert routes and work to flat lists.
 
     Args:
-        routes: Who computes what.
-        work: What it costs.
+        routes: Routes of the micro-batches.
+        work: Costs of the stages.
         sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
 
     Raises:
@@ -134,19 +134,19 @@ def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = 
 
 
 _UNIT = 55440
-"""Whole and divisible by 1 to 12, so that sums of times are exact and actions that should end together do."""
+"""A whole number divisible by 1 to 12, so that sums of times are exact and simultaneous ends are equal."""
 
 
 def unit_work(routes: Routes, edges: Sequence[tuple[int, int]] | None = None) -> PlanWork:
-    """Return work of equal devices on which values travel in no time, for schedules that are made of routes alone.
+    """Return the work of equal devices with instantaneous links, for schedules that depend on routes alone.
 
-    A plan gives a device few micro-batches of a stage where they take it long, so that all are about equally busy: a
-    device with `k` of a stage's `n` micro-batches and `v` stages takes `n / (k v)` units for a forward, and as long for
-    each half of the backward.
+    A plan gives slow devices fewer micro-batches of a stage, so that all are about equally busy: a device with `k` of a
+    stage's `n` micro-batches and `v` stages takes `n / (k v)` units for a forward, and as long for each half of the
+    backward.
 
     Args:
-        routes: Who computes what.
-        edges: Which stage gives values to which; ``None`` is a chain.
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage; ``None`` is a chain.
 
     Raises:
         UsageError: The stages have no micro-batches, or not the same ones, or an edge does not go to a later stage.
@@ -214,7 +214,7 @@ def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) ->
 def _leaving(
     edges: tuple[Edge, ...], stages: int
 ) -> tuple[list[list[MessageChunks]], list[list[MessageChunks]]] | None:
-    """Return which parts leave when, in the order of :func:`_ends`."""
+    """Return the parts and the times at which they leave, in the order of :func:`_ends`."""
     if not any(edge.forward_parts or edge.backward_parts for edge in edges):
         return None
     forward, backward = ([list[MessageChunks]() for _ in range(stages)] for _ in range(2))

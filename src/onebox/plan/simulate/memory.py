@@ -1,7 +1,7 @@
 """Memory of a device along its row of a schedule. Pure; private to the folder.
 
-A device's actions follow one another, and everything is taken and given back at their starts and ends, so that memory
-depends on the order alone and not on times.
+A device's actions follow one another, and all memory is allocated at their starts and freed at their ends, so that
+memory depends on the order alone and not on times.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from onebox.plan.simulate.offload_schedule import offload_intervals
 
 
 class RowPeak(NamedTuple):
-    """Where a device needs most memory.
+    """The memory peak of a device.
 
     Args:
-        size_bytes: How much.
-        action: During which action; ``None`` if it does nothing.
+        size_bytes: Bytes.
+        action: The action at the peak; ``None`` for an idle device.
     """
 
     size_bytes: int
@@ -27,7 +27,7 @@ class RowPeak(NamedTuple):
 
 
 def state_bytes(instance: SchedulingInstance) -> list[int]:
-    """Return what each device holds always: parameters, buffers, optimizer state and gradients of its stages."""
+    """Return each device's permanent bytes: parameters, buffers, optimizer state and gradients of its stages."""
     held = [0] * len(instance.devices)
     for slot in instance.slots:
         for member in slot.members:
@@ -36,11 +36,11 @@ def state_bytes(instance: SchedulingInstance) -> list[int]:
 
 
 def peak(instance: SchedulingInstance, state: int, row: Sequence[Action]) -> RowPeak:
-    """Return where a row needs most memory.
+    """Return the memory peak of a row.
 
     Args:
-        instance: What it is about.
-        state: Bytes that the device holds always.
+        instance: The scheduling problem.
+        state: Permanent bytes of the device.
         row: The device's actions.
     """
     scale = instance.scale

@@ -1,8 +1,8 @@
-"""What is offloaded along a row of a schedule: when it leaves the device, and when it is back. Private to the folder.
+"""Schedule of offloaded values along a row: when they leave the device, and when they are back. Private to the folder.
 
-Values begin to go to the host when the last forward that reads them is through, and are gone one action later; they
-begin to come back one action before the first backward that reads them. Those that the device waits for are gone at
-once, and begin to come back when they are read. Where no action lies between, values stay.
+The copy to the host begins after the last forward that reads the values, and has to end within one action; the copy
+back begins one action before the first backward that reads them. Values that the device waits for leave at once, and
+begin to come back when they are read. Where no action lies in between, values stay.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from onebox.plan.simulate.instance import SchedulingInstance
 
 
 class OffloadWindow(NamedTuple):
-    """Some of what a forward makes, in the host's memory.
+    """Offloaded values of one forward.
 
     Args:
-        forward: The place in the row of the last forward that reads it.
-        backward: The place of the backward that needs it.
-        size_bytes: How much it is.
+        forward: The place in the row of the last forward that reads them.
+        backward: The place of the backward that needs them.
+        size_bytes: Their bytes.
         node: The backward's number.
-        waited: Whether the device waits for it.
+        waited: Whether the device waits for the copies.
     """
 
     forward: int
@@ -33,17 +33,17 @@ class OffloadWindow(NamedTuple):
 
     @property
     def gone(self) -> int:
-        """The place before which it has left the device."""
+        """The place before which they have left the device."""
         return self.forward + (1 if self.waited else 2)
 
     @property
     def back(self) -> int:
-        """The place before which it begins to come back."""
+        """The place before which they begin to come back."""
         return self.backward - (0 if self.waited else 1)
 
 
 def offload_intervals(instance: SchedulingInstance, row: Sequence[Turn]) -> list[OffloadWindow]:
-    """Return what leaves a device along its row, in the order of its forwards."""
+    """Return the values that a row offloads, in the order of its forwards."""
     stages = instance.work.stages
     if not any(stage.offloaded_bytes for stage in stages):
         return []
@@ -67,10 +67,10 @@ def offload_intervals(instance: SchedulingInstance, row: Sequence[Turn]) -> list
 
 
 class HostCopyChannels:
-    """The ways between a device and its host's memory, one in each direction, along the device's row.
+    """The copy channels between a device and its host's memory, one in each direction, along the device's row.
 
     Args:
-        instance: What it is about.
+        instance: The scheduling problem.
         device: The device, renumbered.
         row: Its actions.
     """
@@ -91,12 +91,12 @@ class HostCopyChannels:
         self._free = [0.0, 0.0]
 
     def before(self, place: int, now: float, ready: list[float]) -> float:
-        """Do what is due before an action; return when the device goes on.
+        """Process the copies due before an action; return when the device goes on.
 
         Args:
             place: The action's place in the row.
-            now: When the action before was through.
-            ready: When each node can begin, by :meth:`SchedulingInstance.node`; put off where what it needs is not
+            now: The end of the action before.
+            ready: The earliest start of each node, by :meth:`SchedulingInstance.node`; delayed where its values are not
                 back.
         """
         for stay in self._gone.get(place, ()):
@@ -113,7 +113,7 @@ class HostCopyChannels:
 
 
 def channels(instance: SchedulingInstance, rows: Sequence[Sequence[Turn]]) -> list[HostCopyChannels] | None:
-    """Return the channels of each device; nothing where no stage is offloaded."""
+    """Return the channels of each device; ``None`` where no stage is offloaded."""
     if not any(stage.offloaded_bytes for stage in instance.work.stages):
         return None
     return [HostCopyChannels(instance, device, row) for device, row in enumerate(rows)]

@@ -1,13 +1,12 @@
-"""Steps that follow one another for ever: how long each takes, and what memory that needs. Pure.
+"""Steady state of consecutive steps: the time of each, and its memory. Pure.
 
-A device that is through with its part of a step begins the next one, whatever the others do. So a step takes less than
-one by itself, which ends when the last device is through; how much less depends on when weights are updated:
+A device that has finished its part of a step begins the next one at once. So a step takes less time than a single one,
+which lasts until the last device has finished; the difference depends on the time of the weight updates:
 
 - ``step``: a device ends its part of a step with its updates, for which it waits until replicas have summed gradients;
 - ``overlap``: a stage's update is before its first forward of the next step, and sums go on until then;
-- ``window``: the rows are windows (:mod:`onebox.plan.schedules.async_window`), and the update for the step before is in
-  the midst of
-  each: after the last backward of that step or, where replicas sum its gradients, at the window's end.
+- ``window``: the rows are windows (:mod:`onebox.plan.schedules.async_window`), and each contains the update of the step
+  before: after the last backward of that step or, where replicas sum its gradients, at the window's end.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from onebox.plan.simulate.memory import peak, state_bytes
 from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, transfers_of
 
 UpdateTiming = Literal["step", "overlap", "window"]
-"""When weights are updated, as said above."""
+"""Time of the weight updates; see the module's description."""
 
 _STEPS, _MOST_STEPS, _MOST_TURNS = 5, 40, 200_000
-"""So many steps are played first, and at most, within so many actions; at the end they take equally long, as a rule."""
+"""Minimum and maximum number of simulated steps, and maximum number of actions; steps usually converge to equal
+lengths."""
 
 _EQUAL = 1e-9
 
@@ -50,19 +50,19 @@ def simulate_steady_state(
 
     Args:
         schedule: The row of each device for one step; with ``window`` its steady window.
-        routes: Who computes what, in one step.
+        routes: Routes of the micro-batches of one step.
         work: Times, bytes, edges, links.
         sizes: Size of each micro-batch of a step, as a fraction of the plan's; ``None`` stands for 1 each.
         updates: When weights are updated.
-        versions: With ``window``, how many versions of the weights a device has.
-        detail: Whether actions and messages are wanted one by one.
+        versions: With ``window``, the number of weight versions on a device.
+        detail: Whether to return each action and message.
 
     Returns:
-        Times of a step when all take equally long, and memory. Its details are those of one step's rows, from the time
-        when the first device begins with its own; a device may be through after ``step_s``.
+        Times of a steady-state step, and memory. The details are those of one step's rows, timed from the start of the
+        first device; a device may end after ``step_s``.
 
     Raises:
-        UsageError: The schedule never ends, names a device without a part, or routes and work do not fit together.
+        UsageError: The schedule deadlocks, names a device without a part, or routes and work do not fit together.
 
     Example:
         >>> from onebox.plan.simulate.instance import unit_work
@@ -106,7 +106,7 @@ def simulate_steady_state(
 
 
 def _peaks(instance: SchedulingInstance, schedule: Schedule, count: int) -> dict[int, int]:
-    """Return the most bytes of each device over three steps: values in flight cross the ends of the middle one."""
+    """Return the peak bytes of each device over three steps: values in flight cross the ends of the middle one."""
     rows = unrolled(schedule, count, 3).rows
     state = state_bytes(instance)
     return {
@@ -117,11 +117,11 @@ def _peaks(instance: SchedulingInstance, schedule: Schedule, count: int) -> dict
 
 @dataclass(frozen=True)
 class _Mark:
-    """A place in a device's row.
+    """An entry of a device's row.
 
     Args:
         step: The window that it belongs to.
-        turn: What is there.
+        turn: The action or update.
     """
 
     step: int
@@ -129,13 +129,13 @@ class _Mark:
 
 
 class _Run:
-    """Some steps, played.
+    """A simulation of several steps.
 
     Args:
-        instance: What it is about, of all steps.
-        schedule: The rows of one.
-        count: Micro-batches of one.
-        updates: When weights are updated.
+        instance: The scheduling problem of all steps.
+        schedule: The rows of one step.
+        count: Micro-batches of one step.
+        updates: Time of the weight updates.
     """
 
     def __init__(self, instance: SchedulingInstance, schedule: Schedule, count: int, updates: UpdateTiming) -> None:
@@ -163,7 +163,7 @@ class _Run:
         self.begins = self._begins()
 
     def _marks(self, device: int, row: Sequence[Action], updates: UpdateTiming) -> Iterator[_Mark]:
-        """Yield what a device does in all steps."""
+        """Yield the entries of a device's row in all steps."""
         every = self.steps * self.count
         for step in range(self.steps + (updates == "window")):
             turns: list[Turn] = []
@@ -183,13 +183,13 @@ class _Run:
             yield from (_Mark(step, turn) for turn in turns)
 
     def _place(self, device: int, row: Sequence[Action]) -> int:
-        """Return before which place of a window the weights are updated."""
+        """Return the place in a window before which the weights are updated."""
         if any(self.sums.replicated[stage] for stage in self.held[device]):
             return len(row)
         return 1 + max((place for place, action in enumerate(row) if action.micro_batch < 0), default=-1)
 
     def late_bytes(self, schedule: Schedule, versions: int) -> dict[int, int]:
-        """Return what each device has beside one version of its weights and one sum of their gradients."""
+        """Return each device's bytes beyond one version of its weights and one sum of their gradients."""
         found = {}
         for number, device in enumerate(self.instance.devices):
             row = schedule.rows.get(device, ())
@@ -200,7 +200,7 @@ class _Run:
         return found
 
     def _begins(self) -> list[list[float]]:
-        """Return when each device began its first forward of each step."""
+        """Return the time of each device's first forward of each step."""
         found: list[list[float]] = []
         for row in self.rows:
             times: list[float] = []
@@ -211,7 +211,7 @@ class _Run:
         return [times for times in found if times]
 
     def period(self) -> float | None:
-        """Return how far the last steps are apart, if they are equally far on all devices, singly or in twos or threes.
+        """Return the interval between the last steps, if it is equal on all devices, over one, two or three steps.
 
         Such rows are sums and maxima of times, and so they become periodic (Baccelli et al. 1992, "Synchronization and
         Linearity", chapter 3).
@@ -228,7 +228,7 @@ class _Run:
         return None
 
     def mean(self) -> float:
-        """Return how far steps are apart on the slowest device, on the mean of the later half."""
+        """Return the mean interval between steps on the slowest device, over the later half."""
         half = self.steps // 2
         return max((times[-1] - times[half]) / (len(times) - 1 - half) for times in self.begins)
 
@@ -239,7 +239,7 @@ class _Run:
         }
 
     def details(self) -> tuple[tuple[ActionSpan, ...], tuple[Transfer, ...], tuple[UpdateSpan, ...]]:
-        """Return the actions, messages and updates of one step's rows, late among the steps."""
+        """Return the actions, messages and updates of one of the last steps."""
         instance, played, step = self.instance, self.played, self.steps - 2
         shift = step * self.count
         begin = min(times[step] for times in self.begins)

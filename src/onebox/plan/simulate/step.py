@@ -1,8 +1,8 @@
-"""The simulator: how long a step of a schedule takes, what each device does when, and how much memory it needs.
+"""The simulator: the duration of a schedule's step, the timeline of each device, and its memory.
 
-It plays what the engine does. Each device executes its row strictly in order; an action starts when the device is free
-and its inputs are there, and sends its outputs when it ends, or parts of them when they are there. A link carries one
-message at a time, in the order in which its source sends, and computing goes on meanwhile.
+It models the engine. Each device executes its row strictly in order; an action starts when the device is free and its
+inputs are there, and sends its outputs when it ends, or parts of them when they are there. A link carries one message
+at a time, in the order in which its source sends, while computing goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ActionSpan(NamedTuple):
 
     Args:
         device: The device.
-        action: What it does.
+        action: The action.
         start_s: Seconds from the start of the step.
         end_s: The same, of its end.
     """
@@ -61,7 +61,7 @@ class Transfer(NamedTuple):
 
 
 class UpdateSpan(NamedTuple):
-    """What a device does at the end of a step.
+    """Work of a device at the end of a step: a sum of gradients or an optimizer step.
 
     Args:
         device: The device.
@@ -78,17 +78,17 @@ class UpdateSpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a step of a schedule is expected to be.
+    """The simulated step of a schedule.
 
     Args:
         step_s: Seconds of the step.
-        spans: Every action, ordered by device and time; empty unless details were asked for.
-        transfers: Every message between devices; empty unless details were asked for.
+        spans: Every action, ordered by device and time; empty without details.
+        transfers: Every message between devices; empty without details.
         updates: Sums of gradients over the replicas, and optimizer steps.
         busy_s: Seconds in which each device computes, optimizer step included.
-        bubble: Part of the devices' time in which they compute nothing, from 0 to 1.
-        peak_bytes: Most memory of each device.
-        over_bytes: For each device that lacks memory, how much.
+        bubble: Idle part of the devices' time, from 0 to 1.
+        peak_bytes: Peak memory of each device.
+        over_bytes: Missing bytes of each device that lacks memory.
     """
 
     step_s: float
@@ -106,34 +106,34 @@ def simulate(
 ) -> Simulation:
     """Time a schedule.
 
-    A value goes along each edge from the device that computes a micro-batch in one stage to the device that computes
-    it in the other; a gradient goes back after ``I`` or ``B``. A message occupies its directed link for bytes /
-    bandwidth and arrives the link's latency later; within a device it takes no time. A stage without outgoing edges
-    begins its backward with its own loss. A replica of several devices starts an action when all of them are free, and
-    sends and receives through the first one.
+    A value goes along each edge from the device that computes a micro-batch in one stage to the device that computes it
+    in the other; a gradient goes back after ``I`` or ``B``. A message occupies its directed link for bytes / bandwidth
+    and arrives the link's latency later; within a device it takes no time. A stage without outgoing edges begins its
+    backward with its own loss. A replica of several devices starts an action when all of them are free, and sends and
+    receives through the first one.
 
     After the last gradient of a stage its replicas sum their gradients in a ring, one stage at a time on each device,
     beside other actions; then the optimizer step runs.
 
     Memory of a device: the state of its stages always; a stage's saved bytes, which include the values that it
     received, from the start of ``F`` to the end of ``I`` or ``B``; its late bytes from the start of ``I`` to the end of
-    ``W``; and what the running action needs beyond them. Saved and late bytes grow with the micro-batch's size. Parked
-    bytes are like saved ones, but in the host's memory in between: they travel beside other actions, one after the
-    other in each direction; the device waits until they have left before the action after the next, and before the
-    backward that reads them until they are back.
+    ``W``; and the work memory of the running action. Saved and late bytes grow with the micro-batch's size. Offloaded
+    bytes are like saved ones, but in the host's memory in between: they are copied beside other actions, one after the
+    other in each direction; the device waits for the copy out before the action after the next, and for the copy back
+    before the backward that reads them.
 
     Args:
         schedule: One that :func:`~onebox.plan.simulate.validate` accepts for these routes and edges.
-        routes: Who computes what.
+        routes: Routes of the micro-batches.
         work: Times, bytes, edges, links.
         sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
-        detail: Whether actions and messages are wanted one by one.
+        detail: Whether to return each action and message.
 
     Returns:
         Times and memory.
 
     Raises:
-        UsageError: The schedule never ends, names a device without a part, or routes and work do not fit together.
+        UsageError: The schedule deadlocks, names a device without a part, or routes and work do not fit together.
     """
     return simulate_instance(instance_of(routes, work, sizes), schedule.rows, detail=detail)
 
@@ -141,7 +141,7 @@ def simulate(
 def simulate_instance(
     instance: SchedulingInstance, table: Mapping[int, Sequence[Action]], *, detail: bool
 ) -> Simulation:
-    """Time rows; :func:`simulate` with the instance at hand."""
+    """Simulate rows: :func:`simulate` for a given instance."""
     devices = instance.devices
     strangers = sorted(set(table) - set(devices))
     if strangers:
@@ -174,7 +174,7 @@ def simulate_instance(
 
 
 def finish(instance: SchedulingInstance, played: ExecutedRows) -> tuple[list[UpdateSpan], list[float]]:
-    """Sum the gradients over replicas, in the order in which they are there, and run the optimizers."""
+    """Sum the gradients over replicas, in the order in which they are complete, and run the optimizers."""
     stages, devices = instance.work.stages, instance.devices
     held: list[list[int]] = [[] for _ in stages]
     for number, slot in enumerate(instance.slots):

@@ -1,4 +1,4 @@
-"""A schedule as text, for people: a row for each device, time from left to right."""
+"""A schedule as text: a row for each device, time from left to right."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from onebox.plan.simulate.step import Simulation
 
 
 def draw_timeline(simulation: Simulation, width: int = 100) -> str:
-    """Draw what each device does when.
+    """Draw the timeline of each device.
 
-    Every column is an equal part of the step. An action begins with its name, such as ``2F0``, if that has room, and
-    goes on with ``-``; where it has none it is its letter alone. ``u`` is an optimizer step, ``.`` is idle time. Of a
-    step among many, what goes beyond its end is drawn at the beginning, where the step before has it.
+    Every column is an equal part of the step. An action begins with its name, such as ``2F0``, if there is room, and
+    continues with ``-``; otherwise it is its letter alone. ``u`` is an optimizer step, ``.`` is idle time. In the
+    steady state, the part beyond the step's end is drawn at the beginning, where the step before has it.
 
     Args:
-        simulation: What to draw, with its details.
-        width: Columns for the step; the devices' numbers come on top.
+        simulation: The simulation, with details.
+        width: Columns of the step, without the devices' numbers.
 
     Returns:
         A line for each device and one for the scale.
@@ -41,7 +41,7 @@ def draw_timeline(simulation: Simulation, width: int = 100) -> str:
 
 
 def _draw(cells: list[str], start: float, end: float, name: str, letter: str) -> None:
-    """Write an action into the columns whose middle it covers, and from the first one on where they end."""
+    """Write an action into the columns whose middle it covers, and wrap round at the end of the row."""
     width = len(cells)
     first = round(start)
     room = min(round(end) - first, width)

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run: every action once, in an order that ends, within the memory."""
+"""Validation of schedules: every action once, in an order free of deadlocks, within the memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def validate(
 
     Args:
         schedule: The table.
-        routes: Who computes what.
-        edges: Which stage gives values to which; ``None`` is a chain, or what ``work`` says.
-        work: If given, the memory is checked too.
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage; ``None`` is a chain, or the edges of ``work``.
+        work: Costs of the stages, for the check of memory; ``None`` skips it.
         sizes: For the memory, size of each micro-batch as a fraction of the plan's; ``None`` stands for 1 each.
 
     Raises:
-        UsageError: An action is missing, there twice, unknown or on a wrong device; forwards of a stage do not ascend
-            on a device, or its gradients come before what they need; the schedule would wait for ever; a device would
-            need more memory than it has.
+        UsageError: An action is missing, repeated, unknown or on a wrong device; forwards of a stage do not ascend on a
+            device, or its gradients come before what they need; the schedule deadlocks; a device needs more memory than
+            it has.
 
     Example:
         >>> validate(Schedule.parse(["0: 0F0 0B0"]), (((0,),),), ())
@@ -54,7 +54,7 @@ def validate(
 
 
 def _check_row(instance: SchedulingInstance, device: int, row: Sequence[Action]) -> None:
-    """Check that a row's actions belong there, are there once, ascend, and follow F, I, W or F, B."""
+    """Check that a row's actions belong there, are not repeated, ascend, and follow F, I, W or F, B."""
     seen: set[Action] = set()
     latest: dict[int, int] = {}
     for action in row:
@@ -93,7 +93,7 @@ def _check_before(action: Action, device: int, seen: set[Action]) -> None:
 
 
 def _check_complete(instance: SchedulingInstance, rows: Sequence[Sequence[Action]]) -> None:
-    """Check that nothing is missing; that nothing is there twice is known by now."""
+    """Check that no action is missing; repeated ones have been excluded before."""
     there = [set(row) for row in rows]
     for key in range(instance.keys):
         stage, micro_batch = divmod(key, instance.count)
@@ -116,7 +116,7 @@ def _check_complete(instance: SchedulingInstance, rows: Sequence[Sequence[Action
 
 
 def _check_ends(instance: SchedulingInstance, rows: Sequence[Sequence[Action]]) -> None:
-    """Check that the schedule ends; if not, follow who waits for whom until it goes in a circle."""
+    """Check that the schedule ends; otherwise follow the missing inputs until they form a cycle."""
     done = execute_rows(instance, rows).done
     waiting = {device: row[done[device]] for device, row in enumerate(rows) if done[device] < len(row)}
     if not waiting:
@@ -143,7 +143,7 @@ def _blame(
     place: Mapping[tuple[int, Action], int],
     done: Sequence[int],
 ) -> tuple[int, Action]:
-    """Return what an action waits for, and on which device: an input, or that others of its replica do the same."""
+    """Return the action that an action waits for, and its device: an input, or the same action on another member."""
     kind, stage, micro_batch = action
     ends = () if kind == "W" else instance.into[stage] if kind == "F" else instance.out[stage]
     for end, _ in ends:
