@@ -289,33 +289,6 @@ class ClientState:
         return run.with_recovery(run.transfer.optimizer_state)
 
 
-class DetachedClientState:
-    """In place of a :class:`ClientState` where a trainer has its copy of the state for itself.
-
-    It only measures: neither the model and the optimizers in this process nor trainers of the same model have a part in
-    what it trains.
-    """
-
-    def bring(self, *, overwrite: bool = False) -> None:
-        """Do nothing."""
-
-    def stepped(self) -> None:
-        """Do nothing."""
-
-    def pull(self) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("a trainer that only measures has nothing to give back to the model")
-
-    push = pull
-
-    def close(self, *, keep: bool) -> None:
-        """Do nothing."""
-
-
 def _listed(names: Sequence[str]) -> str:
     """Return names as the subject of a sentence."""
     more = len(names) - 1

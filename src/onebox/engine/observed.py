@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from onebox.engine.adaptive.controller import AppliedDecision
-from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.client_state import ClientState
 from onebox.engine.data.prefetch import UploadCounters
 from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
 from onebox.engine.recovery.policy import RecoveryRecord
@@ -49,7 +49,7 @@ class Observed:
     loss_reduction: LossReduction
     pad: Buckets | None
 
-    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState | DetachedClientState) -> None:
+    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState) -> None:
         self._run = run
         self._client = client
         self._remote = remote
@@ -138,7 +138,7 @@ class Observed:
 
     def events(self) -> list[TraceEvent]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
-        return [event for trace in self._run.traces for event in trace.events()]
+        return self._run.traces.events()
 
     def upload_counters(self) -> UploadCounters:
         """Return what bringing batches to the workers took so far, in time of the steps' callers and in bytes."""

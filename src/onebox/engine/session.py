@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,10 @@ from onebox.engine.adaptive.measurements import step_context
 from onebox.engine.adaptive.migration import Migration, MigrationReport, check_successor
 from onebox.engine.compile.compiler import CompiledStep
 from onebox.engine.compile.update.async_window import Window
-from onebox.engine.config import PlanRequest
 from onebox.engine.data.prefetch import BatchPrefetcher, UploadedBatch
 from onebox.engine.data.representative_batches import RepresentativeBatches
 from onebox.engine.install.deferred_replies import DeferredReplies, RetiredGroups
-from onebox.engine.install.installed_plan import InstalledPlan, install_plan
+from onebox.engine.install.installed_plan import InstalledPlan
 from onebox.engine.recovery.manager import RECOVERABLE, RecoveryManager
 from onebox.engine.recovery.replan import ReplanWorkload, out_of_devices, replan_devices
 from onebox.engine.state.remote import RemoteState
@@ -46,7 +44,7 @@ class TrainingSession:
 
     Args:
         pool: The pool.
-        request: What the user asked for.
+        resolve_plan: Returns the plan for the captured model and the first batch.
         captures: The captured model.
         remote: The state on the workers.
         settings: What is the same for all steps.
@@ -58,7 +56,7 @@ class TrainingSession:
     def __init__(
         self,
         pool: Pool,
-        request: PlanRequest,
+        resolve_plan: Callable[[Captures, Batch], Plan],
         captures: Captures,
         remote: RemoteState,
         settings: StepSettings,
@@ -74,7 +72,9 @@ class TrainingSession:
         self.traces = StepTraces(settings.trace, uploads.beside_bytes)
         self.guard: RecoveryManager | None = None
         self._pool = pool
-        self._request = request
+        self._resolve_plan = resolve_plan
+        self._next_plan: Plan | None = None
+        """The plan that is to be installed; none before it is resolved."""
         self.captures = captures
         self._remote = remote
         self.transfer = StateTransfer(pool, remote)
@@ -347,7 +347,7 @@ class TrainingSession:
         except PlanError as error:
             raise out_of_devices(error, self._pool, self.saved) from error
         new = None if plan is self.plan else plan.describe()
-        self._request = dataclasses.replace(self._request, plan=plan)
+        self._next_plan = plan
         self.set_up(batch, steps=self.examples.trains)
         return new
 
@@ -395,7 +395,7 @@ class TrainingSession:
             self.recover(error)
             return moved
         if migration is None:
-            self._request = dataclasses.replace(self._request, plan=plan)
+            self._next_plan = plan
             return moved
         try:
             with poison_on_interrupt("a change of plan", self.fail):
@@ -407,7 +407,7 @@ class TrainingSession:
                 self._old_groups.add(moved.over, 2 if self._settings.staleness else 1)
                 self.traces.replaced(migration.before.compiler)
                 self._ready, self.plan = migration.after, plan
-                self._request = dataclasses.replace(self._request, plan=plan)
+                self._next_plan = plan
                 self.uploads.use(migration.after)
                 if self.guard is not None:
                     self.guard.moved(reachable=plan.sync == "workers")
@@ -430,14 +430,23 @@ class TrainingSession:
         if self._ready is None:
             if self.guard is not None:
                 self.guard.begin(self.steps_done)
-            given = self._request, self._pool, self.captures, self._remote, batch, self._settings.max_norm
-            ready = install_plan(*given, steps=steps)
+            plan = self._next_plan or self._resolve_plan(self.captures, batch)
+            ready = InstalledPlan(
+                plan,
+                self._pool,
+                self.captures,
+                self._remote,
+                batch,
+                self._settings.max_norm,
+                strict=True,
+                steps=steps,
+            )
+            ready.bring()
             if self.guard is not None:
                 self.guard.keep(ready)
             self._ready = ready
-            self.plan = self._ready.plan
+            self.plan = self._next_plan = plan
             self.examples.add(batch, steps=steps)
-            self._request = dataclasses.replace(self._request, plan=self.plan)
             self.uploads.use(ready)
             self.when_set_up()
         return self._ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,10 +14,11 @@ from torch import nn
 
 from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
-from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.client_state import ClientState
 from onebox.engine.config import check_settings, recovery_enabled, steps_in_flight
 from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher, UploadedBatch, cache_bytes
 from onebox.engine.observed import Observed
+from onebox.engine.planning.resolve_plan import resolve_plan
 from onebox.engine.session import TrainingSession
 from onebox.engine.state.checkpoint_files import read
 from onebox.engine.state.checkpoint_restore import planned_options, remembered, restore, said_of_plan, versions
@@ -195,24 +197,19 @@ class Trainer(Observed):
         remote = RemoteState(model, loss, optimizer, pool)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
         recipe = replace(recipe, reduction=loss_reduction)
-        parts = (
+        run = TrainingSession(
             pool,
-            request,
+            partial(resolve_plan, request, pool, remote),
             Captures(recipe),
             remote,
             settings,
             BatchPrefetcher(pool, ahead_bytes, cache_bytes(cache)),
-        )
-        run = TrainingSession(
-            *parts, recover=recovery_enabled(pool, recover, snapshot_every), snapshot_every=snapshot_every
+            recover=recovery_enabled(pool, recover, snapshot_every),
+            snapshot_every=snapshot_every,
         )
         follow(run, adaptive, pool, optimizer)
-        super().__init__(run, remote, self._client_of(run, remote))
+        super().__init__(run, remote, ClientState(run, remote, model, loss))
         self._planned = request.said(len(pool))
-
-    def _client_of(self, run: TrainingSession, remote: RemoteState) -> ClientState | DetachedClientState:
-        """Return what keeps the model and the optimizers in this process in step with the workers."""
-        return ClientState(run, remote, self.model, self.loss)
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
-from onebox.engine.config import PlanRequest
 from onebox.engine.data.compression import BatchCompression
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.program_cache import ProgramCache
@@ -14,8 +13,6 @@ from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_mem
 from onebox.engine.memory.simulator import InitialContents, PersistentBuffer, peak_of, peaks_of
 from onebox.engine.memory.timeline import memory_peak
 from onebox.engine.partition.sharding_spec import Members
-from onebox.engine.planning.device_shares import resolve_device_shares
-from onebox.engine.planning.measured_formats import measure_formats
 from onebox.engine.state.elementwise import check_elements
 from onebox.engine.state.remote import RemoteState
 from onebox.engine.workload.batch import Batch
@@ -385,36 +382,3 @@ class InstalledPlan:
             if members not in self._unformed:
                 self._pool.leave_group(group, members)
         self._groups = {}
-
-
-def install_plan(
-    request: PlanRequest,
-    pool: Pool,
-    captures: Captures,
-    remote: RemoteState,
-    batch: Batch,
-    max_norm: float,
-    *,
-    steps: bool = True,
-) -> InstalledPlan:
-    """Plan and compile, given the first batch, which is one to train with unless ``steps`` says otherwise."""
-    plan = request.plan
-    if plan is None:
-        devices = pool.present
-        if pool.gone:
-            shares: Sequence[float] = [1.0] * len(devices)
-        else:
-            shares = resolve_device_shares(request.shares, pool, captures, batch, remote)
-        plan = Plan.data_parallel(
-            devices,
-            shares,
-            micro_batch=request.micro_batch,
-            sync=request.sync,
-            update=request.update,
-            optimizer=request.optimizer,
-        )
-        if captures.recipe.precision == "auto" and not pool.gone:
-            plan = measure_formats(plan, pool, captures, remote, batch)
-    ready = InstalledPlan(plan, pool, captures, remote, batch, max_norm, strict=True, steps=steps)
-    ready.bring()
-    return ready
