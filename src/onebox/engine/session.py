@@ -143,7 +143,7 @@ class TrainingSession:
             self.drain()
             try:
                 with self.uploads.out_of_the_way(), poison_on_interrupt("a check of the loss", self.fail):
-                    self._means.probe(batch, micro_batches, ready)
+                    self._means.probe(batch, micro_batches, ready, self.uploads.packing)
             except OperatorError as error:
                 self.fail(error)
                 raise
@@ -441,13 +441,13 @@ class TrainingSession:
                 strict=True,
                 steps=steps,
             )
+            self.uploads.use(ready)
             ready.bring()
             if self.guard is not None:
                 self.guard.keep(ready)
             self._ready = ready
             self.plan = self._next_plan = plan
             self.examples.add(batch, steps=steps)
-            self.uploads.use(ready)
             self.when_set_up()
         return self._ready
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 
 from onebox.engine.compile.compiler import CompiledStep, Compiler, Probe
-from onebox.engine.data.compression import BatchCompression
 from onebox.engine.install.deferred_replies import DeferredReplies, begin_group_formation
 from onebox.engine.install.program_cache import ProgramCache
 from onebox.engine.memory.limits import IN_EVALUATION, host_shortage, out_of_memory_error
@@ -71,7 +70,6 @@ class InstalledPlan:
         self.compiler.windows = windows
         self._pool = pool
         self._strict = strict
-        self._packing: BatchCompression | None = None
         self._fitting: set[Hashable] = set()
         self._at_once: dict[Hashable, bool] = {}  # of shapes of batches that are evaluated
         self.spare_bytes: dict[int, int] = {}
@@ -133,8 +131,6 @@ class InstalledPlan:
         Raises:
             OneboxError: The pool is broken.
         """
-        if self._strict:
-            self._packing = BatchCompression(self._pool, self.plan.devices)
         asked = []
         while self._unformed:
             members = self._unformed[0]
@@ -267,12 +263,6 @@ class InstalledPlan:
     def _leaves(self, worker: int, spare_bytes: int) -> None:
         """Take note of what a step or an evaluation leaves of a worker's memory."""
         self.spare_bytes[worker] = min(spare_bytes, self.spare_bytes.get(worker, spare_bytes))
-
-    @property
-    def packing(self) -> BatchCompression:
-        """How batches travel to the workers; only where ``strict``."""
-        assert self._packing is not None
-        return self._packing
 
     def peaks(self, batch: Batch, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each worker will use in a step with a batch, from buffer lifetimes alone.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from onebox.cost.estimate import DeviceRates, operator_s
+from onebox.cost.estimate import TYPICAL_RATES, operator_s
 from onebox.graph import NamedProgram, PhaseKind, Port
 from onebox.plan import Links, Plan
 from onebox.plan.schedules.chunked_transfers import CALL_S, WORTH
@@ -19,9 +19,6 @@ from onebox.wire import Program, specs_by_slot
 WIRE_BPS = 1.1e9
 """Links of which nothing is known are taken to be as quick as 10 Gbit Ethernet, which makes sending early worth less
 than it may be."""
-
-RATES = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Of a core of 2020. What a program takes is known; these only say how that is shared out among its operators."""
 
 
 def pays(left_s: float, transfer_s: float) -> bool:
@@ -42,7 +39,7 @@ def operator_times(program: Program, seconds: float) -> list[float]:
         seconds: What it takes altogether.
     """
     specs = specs_by_slot(program)
-    times = [operator_s(operator, specs, RATES) for operator in program.operators]
+    times = [operator_s(operator, specs, TYPICAL_RATES) for operator in program.operators]
     total = math.fsum(times)
     return [seconds * each / total for each in times] if total else times
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from onebox.cost import PoolProfile, Speeds, load
-from onebox.cost.estimate import DeviceRates, program_s
+from onebox.cost.estimate import TYPICAL_RATES, DeviceRates, program_s
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
 from onebox.engine.memory.forecast import Nowhere
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
@@ -19,9 +19,6 @@ from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
 from onebox.pool import DeviceInfo, Pool
 from onebox.pool.network.profile import profile_key
-
-_CORE = DeviceRates(flops=4e10, bandwidth_bps=8e9, operator_s=5e-6)
-"""Of a thread of a processor of 2020; products by AVX2 at 3 GHz reach half of their 96 GFLOP/s."""
 
 _ACCELERATOR = DeviceRates(flops=2e13, bandwidth_bps=5e11, operator_s=1e-5)
 """Of a GPU of 2018, such as a T4 or an RTX 2080, with TensorFloat-32 or without."""
@@ -107,7 +104,7 @@ def _rates(
             words.append(f"{_text(found[kind])}, as it was measured, for {kind}")
         else:
             threads = max(1, device.threads)
-            found[kind] = _ACCELERATOR if device.kind == "cuda" else _share(_CORE, threads)
+            found[kind] = _ACCELERATOR if device.kind == "cuda" else _share(TYPICAL_RATES, threads)
             words.append(f"{_text(found[kind])}, which is a guess, for {kind}")
     return found, f"estimated for {'; '.join(words)}"
 
