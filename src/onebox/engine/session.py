@@ -171,7 +171,7 @@ class TrainingSession:
         """Begin a step, or begin it again; see :class:`~onebox.engine.recovery.manager.RecoverableRun`."""
         ready, overlap = self._get_ready(work.batch, work.number), self.overlap
         self._write(work.changes)
-        compiled = ready.compiler.step(work.batch)
+        compiled = ready.routines(work.batch)
         before, window = overlap.begin(work, compiled, ready.group_of)
         deferred = overlap.deferred
         changed = self._remote.changed_options(work.options)

@@ -311,7 +311,7 @@ class BatchPrefetcher:
     def _prepare(self, parcel: BatchTransfer) -> bool:
         """Make the parts of a batch where they do not depend on others; tell whether the routines for it are there."""
         ready = self._ready
-        compiled = None if ready is None else ready.compiler.known(parcel.batch)
+        compiled = None if ready is None else ready.known(parcel.batch)
         if compiled is not parcel.compiled:
             parcel.parts, parcel.needs = {}, {}
             if compiled is not None and ready is not None:

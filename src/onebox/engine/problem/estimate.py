@@ -4,12 +4,10 @@ the cache that it looks into."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 from onebox.cost import PoolProfile, Speeds, load
 from onebox.cost.estimate import TYPICAL_RATES, DeviceRates, program_s
 from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
-from onebox.engine.memory.forecast import Nowhere
 from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
 from onebox.engine.workload.batch import Batch
 from onebox.engine.workload.captures import Captures
@@ -17,7 +15,7 @@ from onebox.engine.workload.named_state import PASSES
 from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.graph import ModelPrograms, PhaseKind
 from onebox.plan import Links
-from onebox.pool import DeviceInfo, Pool
+from onebox.pool import DeviceInfo
 from onebox.pool.network.profile import profile_key
 
 _ACCELERATOR = DeviceRates(flops=2e13, bandwidth_bps=5e11, operator_s=1e-5)
@@ -85,7 +83,7 @@ def estimate_links(devices: Sequence[DeviceInfo]) -> Links:
 
 
 def _measured(devices: Sequence[DeviceInfo]) -> PoolProfile | None:
-    return load(profile_key(cast(Pool, Nowhere(devices))), PoolProfile)
+    return load(profile_key(devices, {}), PoolProfile)
 
 
 def _rates(

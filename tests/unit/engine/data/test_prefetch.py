@@ -97,7 +97,7 @@ class Steps:
         """Get ready, at first or anew."""
         self._compiled: dict[int, CompiledStep] = {}
         ready: Any = SimpleNamespace(
-            compiler=SimpleNamespace(known=self.compiled),
+            known=self.compiled,
             plan=SimpleNamespace(devices=(0, 1)),
             spare_bytes=dict.fromkeys((0, 1), self.spare),
         )
