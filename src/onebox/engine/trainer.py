@@ -29,7 +29,7 @@ from onebox.engine.workload.batch import as_pair
 from onebox.engine.workload.captures import Captures
 from onebox.engine.workload.emulated_costs import SegmentCosts
 from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, resumed_reduction
-from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.engine.workload.parameter_groups import Optimizers, mark_stepped
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
 from onebox.graph.capture.on_device_transform import OnDevice
@@ -283,8 +283,7 @@ class Trainer(Observed):
         self._client.bring()
         result = self._run.step(batch, uploaded)
         self._client.stepped()
-        for each in self._remote.optimizer:  # schedulers ask whether they have stepped
-            each._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self._remote.optimizer)
         return result
 
     # ---- evaluation

@@ -258,7 +258,7 @@ class InstalledPlan:
         ways = [True] * self.plan.whole + [False] * (not self.plan.whole or self.plan.micro_batch is not None)
         short: list[tuple[InitialContents, int]] = []
         for at_once in ways:
-            found = evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
+            found = self.evaluation_contents(batch, at_once=at_once, stepped=stepped)
             over = [worker for worker, contents in found.items() if peak_of(contents) > self._room_bytes(worker)]
             if not over:
                 for worker, contents in found.items():
@@ -317,6 +317,16 @@ class InstalledPlan:
     def contents(self, batch: Batch) -> dict[int, InitialContents]:
         """Return what each worker has when a step with a batch begins, from which its memory can be followed."""
         return step_contents(self.compiler, batch, self._resident)
+
+    def evaluation_contents(self, batch: Batch, *, at_once: bool, stepped: bool) -> dict[int, InitialContents]:
+        """Return what each worker has when the evaluation of a batch begins.
+
+        Args:
+            batch: The batch.
+            at_once: Whether each replica takes its part as one micro-batch.
+            stepped: Whether the optimizer's state is there.
+        """
+        return evaluation_contents(self.compiler, batch, self._resident, at_once=at_once, stepped=stepped)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe | None:
         """Return what computes losses and gradients of a batch and changes nothing; ``None`` where there is no room.
