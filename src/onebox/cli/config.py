@@ -50,7 +50,7 @@ class JobConfig(OfPool):
     """What is trained, and on which devices: the options that planning and training share.
 
     Args:
-        data: Data set: digits (comes with scikit-learn), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
+        data: Data set: digits (comes with onebox), mnist:FOLDER (IDX files), cifar10:FOLDER (tar files), or
             pictures that are read as they are needed: folder:PATH (a folder for each class), tar:PATTERN (WebDataset's
             layout) or parquet:PATTERN; of these the ones to test on come after a comma.
         image_size: Height and width that pictures of folder, tar and parquet get, resized and cut at their centre;
