@@ -16,6 +16,7 @@ from onebox.cli.memory import SeenMemory, memory_data, print_memory, see_memory
 from onebox.cli.planning import Foreseen, predict_plan, search_plan, write_plan
 from onebox.engine.delays import extra_copies, predicts
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.plan import ASYNC, Plan, as_data, in_flight_of, picture, stage_work, steady_window
 from onebox.pool import Pool, open_pool
 from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
@@ -165,6 +166,7 @@ def _check_targets(config: PlanConfig) -> None:
         check_target(flag, path)
     if config.figure is not None:
         check_suffix(config.figure)
+        import_extra("matplotlib", "--figure")
 
 
 def check_target(flag: str, path: Path | None) -> None:

@@ -16,6 +16,7 @@ from onebox.agent.journal import Journal
 from onebox.agent.metrics import serve_metrics
 from onebox.cli.machines_config import ServeConfig
 from onebox.errors import UsageError
+from onebox.extras import import_extra
 from onebox.pool.account import worker_account
 from onebox.pool.keys.ring import AllowedClients, fingerprint, identity
 from onebox.sizes import size_text
@@ -30,7 +31,10 @@ def serve(config: ServeConfig) -> None:
     Raises:
         UsageError: A device is not there, an address is none of this machine's, nobody could come, or workers would run
             as root.
+        MissingExtra: Metrics are to be served without the Prometheus client.
     """
+    if config.metrics_port is not None:
+        import_extra("prometheus_client", "--metrics-port")  # before anything is offered
     account = worker_account(config.user, allow_root=config.allow_root)
     keys = identity("agent")
     clients = AllowedClients()

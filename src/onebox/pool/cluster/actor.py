@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from onebox.errors import OneboxError, WorkerDied
+from onebox.extras import import_extra
 from onebox.pool.failures import Place
 from onebox.pool.process import WorkerProcess
 from onebox.pool.versions import own_versions
@@ -96,14 +97,14 @@ class WorkerActor:
 
     def find(self) -> str:
         """Return a :class:`Found`."""
-        import ray
+        ray = import_extra("ray", "a worker on a Ray cluster")
 
         node = ray.get_runtime_context().get_node_id()
         return _text(Found(socket.gethostname(), ray.util.get_node_ip_address(), node, own_versions(), _gpu_bytes()))
 
     def launch(self, order_json: str) -> str:
         """Start a worker by an :class:`Order`, instead of the one before if there was one; return :class:`Launched`."""
-        import ray
+        ray = import_extra("ray", "a worker on a Ray cluster")
 
         order = msgspec.json.decode(order_json, type=Order)
         self.end(self._launch)
