@@ -42,7 +42,7 @@ class MissingExtra(UsageError):
         extra: The extra of onebox that brings it, such as ``plot``.
     """
 
-    def __init__(self, message: str, *, package: str, extra: str) -> None:
+    def __init__(self, message: str, *, package: str = "", extra: str = "") -> None:
         super().__init__(message)
         self.package = package
         self.extra = extra
