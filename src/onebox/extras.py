@@ -62,7 +62,7 @@ def import_extra(name: str, user: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         root = name.partition(".")[0]
-        package = next(each for each in PACKAGES if each.module == root)
+        (package,) = (each for each in PACKAGES if each.module == root)
         absent = isinstance(error, ModuleNotFoundError) and error.name == root
         reason = "is not installed" if absent else f"cannot be imported ({' '.join(str(error).split())})"
         message = f"{user} needs {package.distribution}, which {reason}: {package.remedy}"

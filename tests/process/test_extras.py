@@ -29,7 +29,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-"""What Python runs before anything else: some packages are not to be found."""
+"""Code that Python runs before anything else, so that it does not find some packages."""
 
 EVERY = tuple(package.module for package in PACKAGES)
 
@@ -96,7 +96,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the commands say in a process that has none of the packages, and has imported all modules."""
+    """Answers of the commands in a process that has none of the packages, and has imported all modules."""
     folder = tmp_path_factory.mktemp("bare")
     for name in ("a", "b"):
         (folder / "pictures" / name).mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib.util
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import onebox
+from onebox import extras
 from onebox.errors import MissingExtra, UsageError
 from onebox.extras import PACKAGES, import_extra
 
@@ -80,6 +82,10 @@ def test_a_package_that_is_broken_says_how(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_installed_is_returned() -> None:
     assert import_extra("PIL.Image", "A feature") is sys.modules["PIL.Image"]
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert doctest.testmod(extras) == doctest.TestResults(failed=0, attempted=1)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What lies beside the code: one version everywhere, a complete source distribution, pages whose paths exist."""
+"""Files beside the code: one version everywhere, a complete source distribution, pages whose paths exist."""
 
 from __future__ import annotations
 
