@@ -12,9 +12,9 @@ from pipeline_models import Case, Linears
 from pipeline_sides import segments_of
 
 from onebox.plan import Links, Plan
-from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
-from onebox.plan.search import search
-from onebox.plan.trivial import even_plan
+from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.search.baselines import even_plan
+from onebox.plan.search.search import search
 from onebox.pool import Link
 
 PARTS = 64
@@ -168,9 +168,9 @@ def problem_of(state: State, count: int, *, staleness: int = 1) -> Problem:
         segments=tuple(
             Segment(
                 name=name,
-                forward_s={"cpu": Time(sample_s=times[0])},
-                input_s={"cpu": Time(sample_s=times[1])},
-                weight_s={"cpu": Time(sample_s=times[2])},
+                forward_s={"cpu": ComputeTime(sample_s=times[0])},
+                input_s={"cpu": ComputeTime(sample_s=times[1])},
+                weight_s={"cpu": ComputeTime(sample_s=times[2])},
                 update_s={},
                 parameter_bytes=size,
                 state_bytes=3 * size,
@@ -187,7 +187,9 @@ def problem_of(state: State, count: int, *, staleness: int = 1) -> Problem:
         batch=count,
         micro_batches=(1,),
         values=tuple(
-            Value(source=index, consumers=(index + 1,), forward_bytes=MESSAGE_BYTES, backward_bytes=MESSAGE_BYTES)
+            SegmentValue(
+                source=index, consumers=(index + 1,), forward_bytes=MESSAGE_BYTES, backward_bytes=MESSAGE_BYTES
+            )
             for index in range(len(segments) - 1)
         ),
         call_s=CALL_S,

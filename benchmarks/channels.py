@@ -20,12 +20,13 @@ from typing import Any
 import zmq
 
 import onebox
-from onebox.pool.failures import Place
-from onebox.pool.member import Member
-from onebox.pool.opening import connect_pool
-from onebox.pool.process import WorkerProcess
-from onebox.wire import KeyPair, Link, configure, endure, new_keys, send
-from onebox.worker import WorkerConfig, serve
+from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.open import connect_pool
+from onebox.wire import Connection, KeyPair, configure, detect_dead_peers, new_keys, send
+from onebox.worker import WorkerConfig
+from onebox.worker.process import main as serve
 
 LOOPBACK = "127.0.0.1"
 _GO_TO = b"go to channel"
@@ -50,15 +51,15 @@ class Channel:
         """Return a socket for it; see :func:`onebox.wire.configure`."""
         made = context.socket(zmq.DEALER)
         configure(made, keys, server_key=server_key, queue=1000 if server_key is None else 0)
-        endure(made)
+        detect_dead_peers(made)
         if not self.encrypted:
             made.setsockopt(zmq.CURVE_SERVER, 0)  # which leaves no mechanism at all
             assert made.getsockopt(zmq.MECHANISM) == zmq.NULL
         return made
 
-    def link(self, over: Any, transmit: Callable[[list[Any]], None], *, own: bool) -> Link:
+    def link(self, over: Any, transmit: Callable[[list[Any]], None], *, own: bool) -> Connection:
         """Return its end; without acknowledgements it is that of a channel on one machine."""
-        return Link(over, transmit, "tcp://" if self.acknowledged else "ipc://", own=own)
+        return Connection(over, transmit, "tcp://" if self.acknowledged else "ipc://", own=own)
 
 
 CHANNELS = {
@@ -85,7 +86,7 @@ class Client:
 
     def __init__(self, pool: onebox.Pool, server_key: str, ports: Sequence[int]) -> None:
         self.pool = pool
-        self._board = board = pool._switchboard
+        self._board = board = pool._client_loop
         (self._line,) = board._lines.values()
         self._ends = [(self._line.commands, self._line.link)]
         for channel, port in zip(list(CHANNELS.values())[1:], ports, strict=True):
@@ -95,7 +96,7 @@ class Client:
 
     def use(self, name: str) -> None:
         """Let everything go by a channel from now on; nothing may be under way."""
-        self._board._errand(partial(self._go_to, list(CHANNELS).index(name)))
+        self._board._call_in_loop(partial(self._go_to, list(CHANNELS).index(name)))
 
     def _go_to(self, index: int, poller: zmq.Poller) -> None:
         line = self._line
@@ -124,7 +125,7 @@ def open_channels() -> Iterator[Client]:
 
 
 class _Source:
-    """One worker; a :class:`~onebox.pool.member.Source`."""
+    """One worker; a :class:`~onebox.pool.backends.base.WorkerSource`."""
 
     def __init__(self) -> None:
         self.keys = new_keys()
@@ -132,11 +133,11 @@ class _Source:
             sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in list(CHANNELS)[1:]]
             self.ports = [each.getsockname()[1] for each in sockets]
 
-    def start(self, first: int, client_key: str) -> Sequence[tuple[Member, str]]:
+    def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
         """Start it."""
         keys = self.keys
         config = WorkerConfig("cpu", 1, keys.public, keys.secret, client_key, LOOPBACK, owner=os.getpid())
-        return [(_Worker(Place(worker=first, host=LOOPBACK, device="cpu"), config, self.ports), keys.public)]
+        return [(_Worker(WorkerLocation(worker=first, host=LOOPBACK, device="cpu"), config, self.ports), keys.public)]
 
     def connected(self) -> None:
         """Nothing to do."""
@@ -148,7 +149,7 @@ class _Source:
 class _Worker(WorkerProcess):
     """A worker process that listens for more channels."""
 
-    def __init__(self, place: Place, config: WorkerConfig, ports: Sequence[int]) -> None:
+    def __init__(self, place: WorkerLocation, config: WorkerConfig, ports: Sequence[int]) -> None:
         self.command = (sys.executable, __file__, *map(str, ports))
         super().__init__(place, config)
 
@@ -156,11 +157,11 @@ class _Worker(WorkerProcess):
 # ---- at the worker
 
 
-class _Server(serve.Server):
+class _Server(serve.WorkerServer):
     """A worker that listens for more channels."""
 
-    def __init__(self, config: WorkerConfig, lifelines: Sequence[int]) -> None:
-        super().__init__(config, lifelines)
+    def __init__(self, config: WorkerConfig, owner_descriptors: Sequence[int]) -> None:
+        super().__init__(config, owner_descriptors)
         ends: Any = _Ends([self._socket], [self._link])
         self._socket = self._link = ends
         for channel, port in zip(list(CHANNELS.values())[1:], sys.argv[1:], strict=True):
@@ -173,7 +174,7 @@ class _Server(serve.Server):
 class _Ends:
     """Sockets and links of several channels, of which one is in use: stands for both in a worker."""
 
-    def __init__(self, sockets: list[zmq.Socket[bytes]], links: list[Link]) -> None:
+    def __init__(self, sockets: list[zmq.Socket[bytes]], links: list[Connection]) -> None:
         self.sockets = sockets
         self.links = links
         self._index = 0
@@ -202,7 +203,7 @@ class _Ends:
 
 def main() -> None:
     """Be a worker: ``channels.py PORT …``, one for each channel but the first."""
-    serve.Server = _Server  # type: ignore[misc]
+    serve.WorkerServer = _Server  # type: ignore[misc]
     serve.main()
 
 

@@ -25,8 +25,9 @@ from eager_waits import measure_waits
 from torch import Tensor
 
 import onebox
-from onebox.vgpu import dispatch, tensor
-from onebox.vgpu.box import current_box
+from onebox.vgpu.core import tensor
+from onebox.vgpu.dispatch import dispatch
+from onebox.vgpu.runtime.context import current_context
 
 PUBLISHED = 2.44
 """Time on a remote GPU over that on a local one (Yang 2018)."""
@@ -123,7 +124,7 @@ def milliseconds(side: Peer, steps: int, every: int) -> float:
 def client(pool: str) -> dict[str, Any]:
     """Measure what the client does for an operator when shapes repeat."""
     with onebox.open(pool, threads=1):
-        stream = current_box().streams[0]
+        stream = current_context().streams[0]
         weights = torch.randn(16, 16, device="vgpu:0", requires_grad=True)
         plain = weights.detach().clone()
         forward, training = Loop(plain), Loop(weights)
@@ -182,7 +183,7 @@ def per_operator(run: Callable[[], object], repeats: int = 60) -> tuple[list[flo
 
     The worker catches up between the figures.
     """
-    stream = current_box().streams[0]
+    stream = current_context().streams[0]
     for _ in range(3):
         run()
     wall, processor = [], []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onebox
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 LATER = 5
 """Steps that are measured after the first."""
@@ -149,7 +149,7 @@ def measure_waits(pool: str, latency_s: float) -> dict[str, Waits]:
 
 
 def _measure(step: Step, data: Data) -> Waits:
-    streams = current_box().streams
+    streams = current_context().streams
     waits, _ = _counts()
     step(*data[0])
     first = _counts()[0] - waits
@@ -175,5 +175,5 @@ def _measure(step: Step, data: Data) -> Waits:
 
 def _counts() -> tuple[int, int]:
     """Return how often the client has waited for a device so far, and how many messages it has sent."""
-    streams = current_box().streams
+    streams = current_context().streams
     return sum(stream.sent.waits for stream in streams), sum(stream.sent.messages for stream in streams)

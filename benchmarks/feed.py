@@ -25,7 +25,7 @@ from common import finish, show, spread
 from feed_training import SIDES, Training
 from torch.utils.data import DataLoader, Dataset
 
-from onebox.feed.pipeline import Pipeline, StageSpec
+from onebox.feed.pipeline.runner import Pipeline, StageSpec
 
 BATCHES = 60
 STAGE_S = 0.020

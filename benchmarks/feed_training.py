@@ -18,7 +18,7 @@ import onebox
 from onebox.feed import Feed
 from onebox.feed.sources import Cifar10
 from onebox.plan import Plan
-from onebox.plan.plan import Prediction
+from onebox.plan.model.plan import Prediction
 
 BATCH = 200
 LEFT_OUT = 4

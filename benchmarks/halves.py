@@ -24,13 +24,13 @@ from pipeline_sides import in_turn, ratios
 from torch import nn
 
 import onebox
-from onebox.engine import chunks
-from onebox.engine.leaving import leaving_of
-from onebox.engine.parts import Parts
+from onebox.engine.partition import value_chunks
+from onebox.engine.partition.phase_programs import PhasePrograms
+from onebox.engine.partition.send_times import leaving_of
 from onebox.graph import TracedModel, capture
-from onebox.plan import Links, Plan, Prediction, Stage, Work, block_schedule, simulate_endless
-from onebox.plan.predict import with_parts
-from onebox.plan.work import Edge, StageWork
+from onebox.plan import Links, Plan, PlanWork, Prediction, Stage, block_schedule, simulate_steady_state
+from onebox.plan.evaluate.predict import with_parts
+from onebox.plan.model.work import Edge, StageWork
 from onebox.pool import Link
 
 DEVICES, COUNT, SAMPLES = 4, 4, 64
@@ -122,7 +122,7 @@ def predicted(model: TracedModel, plan: Plan, speed: Link, *, parts: bool) -> fl
     quick = {a: {b: speed.bandwidth_bps if abs(a - b) == 1 else 4e9 for b in numbers} for a in numbers}
     links = Links(latency_s=near, bandwidth_bps=quick)
     programs = model.divide([stage.segments for stage in plan.stages])
-    whole = Parts(programs, plan, links=links)
+    whole = PhasePrograms(programs, plan, links=links)
     made = whole.in_chunks(SAMPLES) if parts else whole
     leaving = leaving_of(made, plan)
     forward, back = ([CALL_S * (len(made.of(n, n, kind).steps) - 1) for n in numbers] for kind in ("F", "B"))
@@ -137,10 +137,10 @@ def predicted(model: TracedModel, plan: Plan, speed: Link, *, parts: bool) -> fl
     )
     size = SAMPLES * WIDTH * 4
     edges = tuple(Edge(source=n, target=n + 1, forward_bytes=size, backward_bytes=size) for n in range(DEVICES - 1))
-    work = Work(stages=stages, edges=edges, links=links, capacity_bytes={}, call_s=CALL_S)
+    work = PlanWork(stages=stages, edges=edges, links=links, capacity_bytes={}, call_s=CALL_S)
     routes = plan.routes(SAMPLES * COUNT)
     schedule = block_schedule("1f1b", routes)
-    return simulate_endless(schedule, routes, with_parts(work, leaving), updates="overlap").step_s
+    return simulate_steady_state(schedule, routes, with_parts(work, leaving), updates="overlap").step_s
 
 
 class Side:
@@ -160,7 +160,7 @@ class Side:
         self._trainer = stack.enter_context(
             onebox.Trainer(model, nn.functional.mse_loss, optimizer, pool=pool, plan=plan, overlap=True)
         )
-        with at_most(chunks.MOST if parts else 1):
+        with at_most(value_chunks.MOST if parts else 1):
             self.run(1)  # what leaves when is fixed with the first step
 
     def run(self, steps: int) -> float:
@@ -175,11 +175,11 @@ class Side:
 @contextmanager
 def at_most(parts: int) -> Iterator[None]:
     """Let values be sent in so many parts at most."""
-    before, chunks.MOST = chunks.MOST, parts
+    before, value_chunks.MOST = value_chunks.MOST, parts
     try:
         yield
     finally:
-        chunks.MOST = before
+        value_chunks.MOST = before
 
 
 if __name__ == "__main__":

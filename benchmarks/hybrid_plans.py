@@ -18,12 +18,12 @@ from hybrid_models import Workload, sgd
 from torch import nn
 
 import onebox
-from onebox.engine.batch import as_batch
-from onebox.engine.captures import Captures, Recipe
-from onebox.engine.forecast import forecast_memory
+from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.errors import DeviceMemoryError, PlanError
 from onebox.plan import Plan, Stage
-from onebox.plan.stage import Fate
+from onebox.plan.model.stage import ActivationPolicy
 from onebox.pool import DeviceInfo
 
 DEVICE, CPU = 0, 1
@@ -60,7 +60,7 @@ class Bench:
         self.data = case.data(data)
         model = case.model()
         trained = frozenset(f"model.{name}" for name, _ in model.named_parameters())
-        recipe = Recipe(
+        recipe = CaptureSpec(
             model=model,
             loss=LOSS,
             metrics={},
@@ -114,8 +114,8 @@ class Bench:
         """Swap each segment: nothing of it is on the device between its forward and its backward."""
         return self._each([(name,) for name in self.segments], "swap")
 
-    def _each(self, parts: Sequence[tuple[str, ...]], fate: Fate) -> Plan:
-        stages = (Stage(segments=names, replicas=((DEVICE,),), shares=(1.0,), fate=fate) for names in parts)
+    def _each(self, parts: Sequence[tuple[str, ...]], policy: ActivationPolicy) -> Plan:
+        stages = (Stage(segments=names, replicas=((DEVICE,),), shares=(1.0,), policy=policy) for names in parts)
         return Plan(stages=tuple(stages), micro_batch=self.case.micro_batch)
 
     def first_on_cpu(self, count: int) -> Plan:
@@ -180,12 +180,12 @@ def same(one: Plan, other: Plan) -> bool:
 
 
 def told(plan: Plan) -> str:
-    """Return a plan in a few words: neighbouring stages on the same devices, and their fates."""
+    """Return a plan in a few words: neighbouring stages on the same devices, and their policies."""
     runs = []
     for replicas, group in itertools.groupby(plan.stages, key=lambda stage: stage.replicas):
         stages = list(group)
-        fates = Counter(stage.fate for stage in stages)
-        several = ", ".join(f"{count} {fate}" for fate, count in fates.items())
+        policies = Counter(stage.policy for stage in stages)
+        several = ", ".join(f"{count} {policy}" for policy, count in policies.items())
         runs.append(f"device {' and '.join(str(replica[0]) for replica in replicas)}: {several}")
     more = ", the optimizer on the host" if plan.update == "host" else ""
     return f"{'; '.join(runs)}; {plan.schedule}, micro-batches of {plan.micro_batch}{more}"

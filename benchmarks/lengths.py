@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onebox
-from onebox.engine import captures
+from onebox.engine.workload import captures
 
 WIDTH, WORDS, CLASSES, SAMPLES = 32, 50, 4, 16
 SHORTEST, LONGEST = 8, 71

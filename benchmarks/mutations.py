@@ -14,35 +14,35 @@ from typing import Any
 import msgspec
 from specimens import specimens
 
-from onebox.pool.versions import own_versions
+from onebox.pool.backends.compatibility import own_versions
 from onebox.wire import (
     FREE,
-    Block,
+    BlockSpec,
     Complex,
     DType,
-    Generator,
+    GeneratorArgument,
+    GeneratorSpec,
     Hole,
     Items,
-    Kernel,
-    Layout,
+    KernelSpec,
+    LayoutArgument,
     Many,
     Operator,
     OwnDevice,
     Program,
-    Slot,
-    Source,
+    SlotArgument,
     Strided,
     TensorSpec,
     encode,
     new_keys,
 )
-from onebox.wire.agents import (
-    AgentSaying,
+from onebox.wire.protocol.agents import (
+    AgentResponse,
     Inspect,
     Introduce,
     Lease,
-    Pair,
-    Paired,
+    PairReply,
+    PairRequest,
     ReadLog,
     Release,
     Renew,
@@ -50,12 +50,9 @@ from onebox.wire.agents import (
     Want,
     encode_agent,
 )
-from onebox.wire.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
-from onebox.wire.grouping import FormGroup, LeaveGroup, Rendezvous
-from onebox.wire.messages import Bye, Define, Envelope, Instruction, Optimizer, Put, Routine, Run, StoredProgram
-from onebox.wire.sayings import Contribution, Hello, Lookup, Made, Reply, Saying, Scalars
-from onebox.wire.state import Read, Snapshot, StateEntry
-from onebox.wire.steps import (
+from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Rendezvous
+from onebox.wire.protocol.instructions import (
     Ask,
     Branch,
     Call,
@@ -71,6 +68,19 @@ from onebox.wire.steps import (
     Rename,
     Send,
 )
+from onebox.wire.protocol.requests import (
+    Define,
+    Envelope,
+    Instruction,
+    OptimizerSpec,
+    Put,
+    Routine,
+    Run,
+    Shutdown,
+    StoredProgram,
+)
+from onebox.wire.protocol.responses import Contribution, Hello, Lookup, OperatorResult, Reply, Scalars, WorkerMessage
+from onebox.wire.protocol.snapshots import Read, Snapshot, StateEntry
 
 SPEC = TensorSpec("float32", (2, 3))
 FRAME = bytes(24)
@@ -80,25 +90,34 @@ _LAYOUT = Strided("float32", (2, 3), (3, 1), 0, 24)
 _PROGRAM = Program(
     (SPEC, SPEC),
     (
-        Operator("aten.cat.default", (Many((Slot(0), Slot(1))), 0), {}, (2,), (TensorSpec("float32", (4, 3)),), (0, 1)),
-        Operator("aten.sum.dim_IntList", (Slot(2), Many((0,))), {"dtype": DType("float32")}, (3,), (None,), (2,)),
+        Operator(
+            "aten.cat.default",
+            (Many((SlotArgument(0), SlotArgument(1))), 0),
+            {},
+            (2,),
+            (TensorSpec("float32", (4, 3)),),
+            (0, 1),
+        ),
+        Operator(
+            "aten.sum.dim_IntList", (SlotArgument(2), Many((0,))), {"dtype": DType("float32")}, (3,), (None,), (2,)
+        ),
     ),
     (3,),
     4,
 )
-_ADD = Kernel("aten.add.Tensor", (Slot(0), Slot(1)), {"alpha": Hole(0)}, 2, 1, (_LAYOUT,))
-_MAKE = Kernel(
+_ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (_LAYOUT,))
+_MAKE = KernelSpec(
     "aten.full.default",
     (Items((2, 3)), Hole(0)),
-    {"dtype": DType("float32"), "device": OwnDevice(), "layout": Layout()},
+    {"dtype": DType("float32"), "device": OwnDevice(), "layout": LayoutArgument()},
     0,
     1,
     (_LAYOUT,),
 )
-_ODD = Kernel(
+_ODD = KernelSpec(
     "aten._foreach_add_.ScalarList",
-    (Items((Slot(0), Slot(1))), Items((Hole(0), Complex(1.0, -2.0), True, None))),
-    {"generator": Source(9)},
+    (Items((SlotArgument(0), SlotArgument(1))), Items((Hole(0), Complex(1.0, -2.0), True, None))),
+    {"generator": GeneratorArgument(9)},
     2,
     1,
     (_LAYOUT, None),
@@ -114,13 +133,13 @@ CARRIED_OUT = [
         True,
         (
             Put((1, 2), (SPEC, SPEC)),
-            Define(6, Optimizer("Adam", (((0,), {"lr": 0.1, "betas": (0.9, 0.99)}),), (1,), ())),
+            Define(6, OptimizerSpec("Adam", (((0,), {"lr": 0.1, "betas": (0.9, 0.99)}),), (1,), ())),
             OptimizerStep(6, (2,), 1.0),
         ),
     ),
     Envelope(6, True, (Put((1,), (SPEC,)), Define(7, _ADD), Operate((7, 1, 1, 2, FREE, 0), (0.5,)), Get((2,)))),
-    Envelope(7, True, (Define(8, _MAKE), Define(9, Generator(3)), Operate((8, 4), (1.5,)))),
-    Envelope(8, True, (Define(10, Block((7, 0, 0, 1), 1, (1,), 1)), Replay(10, (1,), (4,), (0.5,)))),
+    Envelope(7, True, (Define(8, _MAKE), Define(9, GeneratorSpec(3)), Operate((8, 4), (1.5,)))),
+    Envelope(8, True, (Define(10, BlockSpec((7, 0, 0, 1), 1, (1,), 1)), Replay(10, (1,), (4,), (0.5,)))),
     Envelope(9, True, (Perform(_MAKE, (), (0.1,), 10), SetGenerator(9, 7), KeepGenerator(9, 4), Get((10,)))),
     Envelope(10, False, (Perform(_ODD, (1, 2), (0.1,), 12),)),
     Envelope(15, True, (Put((1, 2), (SPEC, SPEC)), Offload((1, 2)), Evict((1, 2)), Prefetch((2, 1)), Get((1, 2)))),
@@ -129,7 +148,7 @@ CARRIED_OUT = [
         True,
         (
             Put((1, 2), (SPEC, SPEC)),
-            Define(6, Optimizer("AdamW", (((0,), {}),), (1,), delay="predict")),
+            Define(6, OptimizerSpec("AdamW", (((0,), {}),), (1,), delay="predict")),
             Branch(6, (11,), (12,)),
             OptimizerStep(6, (2,), members=(0,), previous=(11,), ahead=(12,), age=1),
             Rename((2,), (13,)),
@@ -142,13 +161,13 @@ CARRIED_OUT = [
 
 WAITING = [
     Envelope(12, True, (FormGroup(1, 0, 2, "gloo", "127.0.0.1", 60.0), Reduce((1,), 1), Send(1, 1, 1))),
-    Envelope(13, True, (Receive(4, SPEC, 1, 1), Gather(1, 5, SPEC, 1), Bye())),
-    Envelope(14, True, (Define(6, Optimizer("SGD", (((0,), {}),), (1,), (StateEntry(0, "m", SPEC),))),)),
+    Envelope(13, True, (Receive(4, SPEC, 1, 1), Gather(1, 5, SPEC, 1), Shutdown())),
+    Envelope(14, True, (Define(6, OptimizerSpec("SGD", (((0,), {}),), (1,), (StateEntry(0, "m", SPEC),))),)),
 ]
 SAYINGS = [
     Hello(1, "2.13.0", "cpu", "a processor", 2, 2**34),
     Reply(3, (Scalars((1.0, 2.0)),), None, (1, 2)),
-    Reply(4, (Made((_LAYOUT, Complex(0.0, 1.0), True, 3, 0.5, None), ()),)),
+    Reply(4, (OperatorResult((_LAYOUT, Complex(0.0, 1.0), True, 3, 0.5, None), ()),)),
     Lookup(1, 2, "set", ("key",), b"value"),
     Contribution(1, 2, 3, SPEC),
 ]
@@ -157,7 +176,7 @@ SAYINGS = [
 def envelopes(*, waiting: bool) -> list[bytes]:
     """Return encoded messages to a worker, with those that wait for other workers or without."""
     first = (Put((1, 2), (SPEC, SPEC)), Snapshot(1, (1, 2)))
-    but = frozenset() if waiting else frozenset((*(type(each) for each in _waits()), Bye))
+    but = frozenset() if waiting else frozenset((*(type(each) for each in _waits()), Shutdown))
     all_kinds = [Envelope(20, True, (*first, made)) for made in specimens(Instruction, but=but)]
     return [encode(sample) for sample in CARRIED_OUT + (WAITING if waiting else []) + all_kinds]
 
@@ -169,12 +188,12 @@ def _waits() -> list[Any]:
 
 def sayings() -> list[bytes]:
     """Return encoded messages of a worker."""
-    return [encode(saying) for saying in (*SAYINGS, *specimens(Saying))]
+    return [encode(saying) for saying in (*SAYINGS, *specimens(WorkerMessage))]
 
 
 def agent_sayings() -> list[bytes]:
     """Return encoded messages of an agent."""
-    return [encode_agent(saying) for saying in specimens(AgentSaying)]
+    return [encode_agent(saying) for saying in specimens(AgentResponse)]
 
 
 def requests() -> list[bytes]:
@@ -198,7 +217,10 @@ def requests() -> list[bytes]:
 
 def pairings() -> list[bytes]:
     """Return encoded messages of a pairing."""
-    return [encode_agent(Pair("ana@desk", new_keys().public)), encode_agent(Paired("host", new_keys().public))]
+    return [
+        encode_agent(PairRequest("ana@desk", new_keys().public)),
+        encode_agent(PairReply("host", new_keys().public)),
+    ]
 
 
 LIMITS = [

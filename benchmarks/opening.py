@@ -23,8 +23,9 @@ from typing import Any
 import psutil
 from common import finish, show, spread
 
-from onebox.pool import local, open_pool
-from onebox.pool.nurseries import OWN, Nurseries
+from onebox.pool import open_pool
+from onebox.pool.backends import local
+from onebox.pool.launch.fork_servers import OWN, ForkServers
 
 SIDES = ("from nothing", "first, by a nursery", "by a nursery")
 
@@ -35,7 +36,7 @@ FIRST_STEP = """
 import json, time
 import psutil, torch
 from onebox.worker import serve
-from onebox.worker.bare import bare
+from onebox.worker.optimizer.optimizer_patch import bare
 
 weight = torch.zeros(8, 8)
 weight.grad = torch.ones(8, 8)
@@ -94,11 +95,11 @@ def show_first_steps(rounds: int) -> dict[str, float]:
 def measure(workers: int) -> dict[str, tuple[float, float]]:
     """Open a pool in each way; return seconds until it is open, and processor time of all processes."""
     own: Any = local
-    nurseries = Nurseries()
+    nurseries = ForkServers()
     try:
         found = {}
-        for side, bearer in zip(SIDES, (None, nurseries, nurseries), strict=True):
-            own.OWN = bearer
+        for side, spawner in zip(SIDES, (None, nurseries, nurseries), strict=True):
+            own.OWN = spawner
             found[side] = opened(workers)
         return found
     finally:

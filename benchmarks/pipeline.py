@@ -32,7 +32,7 @@ from pipeline_sides import Ours, Run, Theirs, Times, at_weights, best, in_turn, 
 from pipeline_uneven import compare_uneven
 
 import onebox
-from onebox.plan import theory
+from onebox.plan import ideal_step_time
 
 WORK_S = 0.012
 """Seconds of each of forward, input gradient and weight gradient of a micro-batch on an emulated device."""
@@ -135,7 +135,9 @@ def equal(rounds: int) -> dict[str, float]:
         busy = count * 3 * WORK_S
         for side, times in found.items():
             who, schedule = side.split()
-            ideal = theory(schedule, devices, count, WORK_S, WORK_S, WORK_S, STAGES_PER_DEVICE.get(schedule, 1))
+            ideal = ideal_step_time(
+                schedule, devices, count, WORK_S, WORK_S, WORK_S, STAGES_PER_DEVICE.get(schedule, 1)
+            )
             bubbles = [1 - busy / seconds for seconds in times]
             over = [bubble / (1 - busy / ideal) for bubble in bubbles]
             clear = schedule != "zbv"

@@ -13,11 +13,11 @@ from pipeline_sides import Ours, Run, at_weights, in_turn, ratios, segments_of
 
 import onebox
 from onebox.plan import Links, Plan
-from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
-from onebox.plan.predict import predict
-from onebox.plan.search import search
-from onebox.plan.trivial import even_plan
-from onebox.pool.links import Link
+from onebox.plan.evaluate.predict import predict
+from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.search.baselines import even_plan
+from onebox.plan.search.search import search
+from onebox.pool.network.emulated import Link
 
 SPEEDS = (1.0, 1.0, 0.5, 0.25)
 SLOW = (1, 2)
@@ -120,7 +120,7 @@ def problem_of(case: Case) -> Problem:
         batch=case.batch,
         micro_batches=SIZES,
         values=tuple(
-            Value(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
+            SegmentValue(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
             for index in range(len(layers))
         ),
         call_s=CALL_S,
@@ -129,7 +129,7 @@ def problem_of(case: Case) -> Problem:
 
 def segment(name: str, sample_s: float) -> Segment:
     """Return a layer that takes so long for a sample, three times."""
-    time = {"sim": Time(sample_s=sample_s)}
+    time = {"sim": ComputeTime(sample_s=sample_s)}
     size = 4 * MODEL.width * (MODEL.width + 1)
     return Segment(
         name=name, forward_s=time, input_s=time, weight_s=time, update_s={}, parameter_bytes=size, state_bytes=3 * size

@@ -21,11 +21,11 @@ from common import finish, show, spread
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.planning import pool_links
-from onebox.engine.problem import make_problem
-from onebox.engine.profiling import profile_model
+from onebox.engine.planning.make_plan import pool_links
+from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.planner_problem import make_problem
 from onebox.graph import TracedModel, capture
-from onebox.plan import ASYNC, DeviceSpec, Links, Plan, Problem, Segment, Stage, Time, Value, predict
+from onebox.plan import ASYNC, ComputeTime, DeviceSpec, Links, Plan, Problem, Segment, SegmentValue, Stage, predict
 from onebox.pool import Link
 
 BATCH = 64
@@ -269,7 +269,7 @@ def sim_problem(blocks: nn.Sequential) -> Problem:
     """
     example = (torch.zeros(8, 64), torch.zeros(8, 64))
     names = TracedModel(capture(blocks, nn.functional.mse_loss, example), backward=True).segments
-    each, none = {"cpu": Time(sample_s=0.00025)}, {"cpu": Time()}
+    each, none = {"cpu": ComputeTime(sample_s=0.00025)}, {"cpu": ComputeTime()}
     segments = tuple(
         Segment(
             name=name,
@@ -282,7 +282,7 @@ def sim_problem(blocks: nn.Sequential) -> Problem:
         for index, name in enumerate(names)
     )
     values = tuple(
-        Value(source=i, consumers=(i + 1,), forward_bytes=256, backward_bytes=256) for i in range(len(names) - 1)
+        SegmentValue(source=i, consumers=(i + 1,), forward_bytes=256, backward_bytes=256) for i in range(len(names) - 1)
     )
     devices = tuple(DeviceSpec(number=i, type="cpu", speed=speed) for i, speed in enumerate(SIM_SPEEDS))
     pairs = {a: {b: LINK for b in range(4) if b != a} for a in range(4)}

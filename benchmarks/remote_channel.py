@@ -14,8 +14,8 @@ from torch import nn
 
 import onebox
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Put
-from onebox.wire.steps import Get
+from onebox.wire.protocol.instructions import Get
+from onebox.wire.protocol.requests import Put
 
 WITHOUT = {"encryption": "not encrypted", "acknowledgement": "not acknowledged"}
 STEPS = {"cnn": 2, "mlp": 12}
@@ -127,7 +127,7 @@ def train_far(name: str, rounds: int) -> tuple[list[float], list[float]]:
         onebox.open("cpu", threads=1, channel_latency_s=FAR_S) as pool,
         onebox.Trainer(model, loss, optimizer, pool=pool, trace=False) as trainer,
     ):
-        board = pool._switchboard
+        board = pool._client_loop
         for latency_s in [*times] * (rounds + 1):
             board._outbox.latency_s = board._inbox.latency_s = latency_s
             for step in range(FILLING + FAR_STEPS[name]):

@@ -21,8 +21,8 @@ from common import finish, show, spread
 from torch import nn
 
 import onebox
-from onebox.cost import Way
-from onebox.engine import compiler
+from onebox.cost import AllReduceAlgorithm
+from onebox.engine.compile import compiler
 from onebox.pool import Link
 
 WIDTH, LAYERS, BATCH = 1024, 6, 64
@@ -96,17 +96,17 @@ def shared_out(rounds: int) -> dict[str, float]:
 def hosts(rounds: int) -> dict[str, float]:
     """Compare sums in one ring and in each host first."""
     links = {(a, b): ETHERNET for a in (0, 1) for b in (2, 3)}
-    find, ways = compiler.find_ways, {}
+    find, ways = compiler.find_reductions, {}
 
-    def seen(*given: Any) -> dict[Any, tuple[Way, ...]]:
+    def seen(*given: Any) -> dict[Any, tuple[AllReduceAlgorithm, ...]]:
         ways.update(find(*given))
         return ways
 
     with ExitStack() as stack:
         sides = {}
-        stack.callback(setattr, compiler, "find_ways", find)
-        for name, chosen in (("one ring", lambda pool, circles: {}), ("each host first", seen)):
-            compiler.find_ways = chosen
+        stack.callback(setattr, compiler, "find_reductions", find)
+        for name, chosen in (("one ring", lambda pool, replica_groups: {}), ("each host first", seen)):
+            compiler.find_reductions = chosen
             pool = stack.enter_context(onebox.open("sim*4", links=links))
             sides[name] = timed(trainer(pool, stack, shares="equal"), 4 * BATCH)
         times: dict[str, list[float]] = {name: [] for name in sides}

@@ -26,11 +26,11 @@ from intruders import Recorder, disguises, got_in, hears, replay
 from mutations import FRAME, Mutator, envelopes, requests
 
 from onebox.errors import WireError
-from onebox.pool.failures import Place
-from onebox.pool.process import SocketFolder, WorkerProcess
-from onebox.pool.versions import own_versions
-from onebox.wire import KeyPair, configure, decode_saying, encode, new_keys
-from onebox.wire.agents import (
+from onebox.pool.backends.compatibility import own_versions
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.wire import KeyPair, configure, decode_worker_message, encode, new_keys
+from onebox.wire.protocol.agents import (
     TOKEN_BYTES,
     Inspect,
     Introduce,
@@ -41,12 +41,12 @@ from onebox.wire.agents import (
     Renew,
     Stock,
     Want,
-    decode_agent_saying,
+    decode_agent_response,
     encode_agent,
 )
-from onebox.wire.messages import Envelope
-from onebox.wire.sayings import Reply
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.requests import Envelope
+from onebox.wire.protocol.responses import Reply
 from onebox.worker import WorkerConfig
 
 WORKER_SHARE = 0.05
@@ -140,7 +140,7 @@ class Worker:
         config = WorkerConfig(
             "cpu", 1, self.own.public, self.own.secret, self.keys.public, address, quota_bytes=QUOTA_BYTES
         )
-        self.process = WorkerProcess(Place(worker=0, host="localhost", device="cpu"), config)
+        self.process = WorkerProcess(WorkerLocation(worker=0, host="localhost", device="cpu"), config)
         self.ports = self.process.ports()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -159,7 +159,7 @@ class Worker:
                 return False
             if self.socket.poll(min(200, int(left_s * 1000))):
                 with contextlib.suppress(WireError):
-                    saying, _ = decode_saying(self.socket.recv_multipart())
+                    saying, _ = decode_worker_message(self.socket.recv_multipart())
                     if isinstance(saying, Reply) and saying.number == self._probes:
                         return True
         return False
@@ -289,7 +289,7 @@ def heard(asking: Talk, kind: type[Any], *, renewing: bool = False) -> Any:
     end_s = time.monotonic() + ANSWER_S
     while time.monotonic() < end_s:
         if asking.poll(300):
-            saying = decode_agent_saying(asking.recv())
+            saying = decode_agent_response(asking.recv())
             if isinstance(saying, kind):
                 return saying
         elif renewing:

@@ -18,11 +18,11 @@ from typing import Any
 
 from mutations import CARRIED_OUT, WAITING, Mutator, agent_sayings, envelopes, pairings, requests, sayings
 
-from onebox.agent import Agent, Limits, Offered
+from onebox.agent import Agent, ClientLimits, Offered
 from onebox.errors import WireError
-from onebox.wire import KeyPair, decode_envelope, decode_saying, encode
-from onebox.wire.agents import GRACE_S, decode_agent_saying, decode_pair, decode_paired, decode_request
-from onebox.wire.reliable import Reliable
+from onebox.wire import KeyPair, decode_envelope, decode_worker_message, encode
+from onebox.wire.protocol.agents import GRACE_S, decode_agent_response, decode_pair, decode_paired, decode_request
+from onebox.wire.transport.reliable import Reliable
 
 SLOW_S = 1.0
 """A message that takes longer is a hang: a decoder is one pass over at most some hundred kilobytes here."""
@@ -52,7 +52,7 @@ def decode(count: int, seed: int) -> dict[str, Any]:
         (Mutator(seed + 1, agents).next, decode_request),
         (Mutator(seed + 2, workers).next, lambda message: decode_envelope([message])),
         (Mutator(seed + 3, agents).next, decode_request),
-        (Mutator(seed + 4, sayings()).next, lambda message: decode_saying([message])),
+        (Mutator(seed + 4, sayings()).next, lambda message: decode_worker_message([message])),
         (Mutator(seed + 5, agent_sayings() + pairings()).next, either),
         (Parcels(seed + 6).next, Channel()),
     ]
@@ -83,7 +83,7 @@ def decode(count: int, seed: int) -> dict[str, Any]:
 
 def either(message: bytes) -> object:
     """Decode what an agent answers, or what is said in a pairing; an error of each is one of all."""
-    for decoder in (decode_agent_saying, decode_pair, decode_paired):
+    for decoder in (decode_agent_response, decode_pair, decode_paired):
         try:
             return decoder(message)
         except WireError as error:
@@ -149,7 +149,7 @@ def serve() -> None:
         port=0,
         advertise="127.0.0.1",
         offers=[Offered(device="cpu", name="a CPU", memory_bytes=1 << 28, threads=1)],
-        limits=Limits(devices=1, requests=2, grace_s=GRACE_S),
+        limits=ClientLimits(devices=1, requests=2, grace_s=GRACE_S),
         tell=lambda event, **fields: None,
         read_log=lambda lines: ["{}"] * lines,
     )

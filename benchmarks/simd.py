@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import onebox
 from onebox.graph import Precision
 from onebox.plan import Plan, Stage
-from onebox.worker.instructions import VARIABLES, instructions
+from onebox.worker.system.instruction_sets import VARIABLES, used_instruction_sets
 
 ROUNDS = 7
 VISIT_S = 0.4
@@ -185,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     for variable in VARIABLES:
         os.environ.pop(variable, None)
-    hardware = set(instructions().hardware)
+    hardware = set(used_instruction_sets().hardware)
     sides = {name: side for name, side in SIDES.items() if hardware.issuperset(side.needs)}
     times = {name: measure(name, sides, options.threads, options.rounds) for name in TASKS}
     show(

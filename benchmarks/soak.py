@@ -36,8 +36,8 @@ from torch import Tensor, nn
 import onebox
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
-from onebox.pool.agents.tenant import RemoteMember
-from onebox.pool.keys.ring import KnownAgent, remember_agent
+from onebox.pool.backends.agents.remote_worker import RemoteWorker
+from onebox.pool.keys.keyring import KnownAgent, remember_agent
 from onebox.worker import Ports
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -173,9 +173,9 @@ def hit(fault: Fault, pool: onebox.Pool, network: Network) -> str:
 @contextlib.contextmanager
 def workers() -> Iterator[tuple[onebox.Pool, Network]]:
     """Open a pool of two workers of this machine and one of an agent behind a network that can be cut."""
-    network, found = Network(), RemoteMember.ports
+    network, found = Network(), RemoteWorker.ports
 
-    def through(member: RemoteMember) -> Ports:
+    def through(member: RemoteWorker) -> Ports:
         ports = found(member)
         return Ports(network.door(ports.commands, wears=False), network.door(ports.beats, wears=False))
 
@@ -186,8 +186,8 @@ def workers() -> Iterator[tuple[onebox.Pool, Network]]:
         stack.callback(network.close)
         address = network.door(f"tcp://{host.address}", wears=False).removeprefix("tcp://")
         remember_agent(KnownAgent(address, host.keys.public, "host"))
-        RemoteMember.ports = through  # type: ignore[method-assign]
-        stack.callback(setattr, RemoteMember, "ports", found)
+        RemoteWorker.ports = through  # type: ignore[method-assign]
+        stack.callback(setattr, RemoteWorker, "ports", found)
         yield stack.enter_context(onebox.open(f"cpu*2,{address}/cpu", threads=1)), network
 
 

@@ -15,11 +15,11 @@ from staleness_tasks import TASKS, Task, batches, score
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.delays import choose_delay
-from onebox.engine.optimizers import options_of
-from onebox.wire.messages import Optimizer
+from onebox.engine.workload.delay_compensation import choose_delay
+from onebox.engine.workload.parameter_groups import options_of
+from onebox.wire.protocol.requests import OptimizerSpec
 from onebox.worker import AHEAD
-from onebox.worker.optimizer import NativeOptimizer
+from onebox.worker.optimizer.native import NativeOptimizer
 
 RULES: Mapping[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 1e-4},
@@ -88,7 +88,7 @@ def alone(name: str, rule: str, side: str, seed: int) -> Outcome:
     delay = "none" if side == "sync" else choose_delay(optimizer, side).delay
     groups = ((tuple(range(len(weights))), options_of(optimizer)[0]),)
     newest = [weight.detach().clone() for weight in weights]
-    native = NativeOptimizer(Optimizer(rule, groups, tuple(range(len(weights))), delay=delay), newest, [])
+    native = NativeOptimizer(OptimizerSpec(rule, groups, tuple(range(len(weights))), delay=delay), newest, [])
     previous: list[Tensor] = []
     ahead: list[Tensor] = []
     start, first, late = time.perf_counter(), warm_up(task), 0

@@ -22,7 +22,7 @@ from random import Random
 
 from common import finish, show
 
-from onebox.plan import DeviceSpec, Links, Problem, Segment, Time, Value, predict, search
+from onebox.plan import ComputeTime, DeviceSpec, Links, Problem, Segment, SegmentValue, predict, search
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,7 +48,7 @@ def problem_on(cluster: Cluster, crossing: int, *, replicable: bool) -> Problem:
         batch=BATCH,
         micro_batches=SIZES,
         values=tuple(
-            Value(source=number, consumers=(number + 1,), forward_bytes=size, backward_bytes=size)
+            SegmentValue(source=number, consumers=(number + 1,), forward_bytes=size, backward_bytes=size)
             for number in range(LAYERS - 1)
             for size in [int(crossing * draw.choice([0.1, 0.3, 1, 3]))]
         ),
@@ -59,7 +59,7 @@ def problem_on(cluster: Cluster, crossing: int, *, replicable: bool) -> Problem:
 
 
 def _layer(name: str, seconds: float, draw: Random) -> Segment:
-    time = {kind: Time(fixed_s=2e-4 / speed, sample_s=seconds / speed) for kind, speed in SPEED.items()}
+    time = {kind: ComputeTime(fixed_s=2e-4 / speed, sample_s=seconds / speed) for kind, speed in SPEED.items()}
     size = int(PARAMETER_BYTES * draw.uniform(0.5, 2))
     return Segment(
         name=name, forward_s=time, input_s=time, weight_s=time, update_s={}, parameter_bytes=size, state_bytes=4 * size

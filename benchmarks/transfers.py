@@ -25,11 +25,11 @@ from pipeline_sides import Ours, in_turn, plan_for, ratios, segments_of
 from torch import nn
 
 import onebox
-from onebox.cost.kernels import filled
+from onebox.cost.benchmark_kernels import filled
 from onebox.pool import Pool, raise_first
-from onebox.wire import Operator, Program, Slot, TensorSpec, with_deaths
-from onebox.wire.messages import Define, Instruction, Routine, Run, StoredProgram
-from onebox.wire.steps import Ask, Call, Free, Receive, Send, Step
+from onebox.wire import Operator, Program, SlotArgument, TensorSpec, with_deaths
+from onebox.wire.protocol.instructions import Ask, Call, Free, Receive, Send, Step
+from onebox.wire.protocol.requests import Define, Instruction, Routine, Run, StoredProgram
 
 SIZES = {"4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
 ROUND_BYTES = 128 << 20
@@ -125,7 +125,7 @@ def trips(pool: Pool, group: int, spec: TensorSpec, count: int) -> tuple[float, 
         Send(back, group, 0),
         Free((message, back)),
     )
-    add = Operator("aten.sum.default", (Slot(0),), {}, (1,), (SCALAR,))
+    add = Operator("aten.sum.default", (SlotArgument(0),), {}, (1,), (SCALAR,))
     setups: list[list[Instruction]] = [
         [
             Define(made, StoredProgram(filled(spec))),

@@ -415,7 +415,7 @@ FATED: dict[str, Case] = {
     "resnet": CASES["resnet"],
     "gpt2": Case(build=lambda: gpt2(dropout=0.2), data=text, loss=logits_of_words, draws=True),
 }
-"""Models whose segments get every fate: what becomes of their activations, and where they are computed."""
+"""Models whose segments get every policy: what becomes of their activations, and where they are computed."""
 
 Groups = Callable[[nn.Module], torch.optim.Optimizer]
 

@@ -42,7 +42,7 @@ _SUBREAPER = 36  # of prctl(2)
 _PREFIXES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "TORCH")
 _THREADS = "OMP_NUM_THREADS"
 """What libraries are told of threads when they are loaded: there is a process to fork for each value of it."""
-_SERVICES = ("onebox.worker", "onebox.worker.nursery")
+_SERVICES = ("onebox.worker", "onebox.worker.process.fork_server")
 """What programs start by themselves."""
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables that are read when a process starts, and what ``mallopt(3)`` calls them."""
@@ -189,9 +189,9 @@ _IN_PROGRAM: list[str] = []
 
 def _main() -> None:
 
-    import onebox.cli.plan
-    import onebox.cli.serve
-    import onebox.cli.train  # noqa: F401
+    import onebox.cli.commands.plan
+    import onebox.cli.commands.serve
+    import onebox.cli.commands.train  # noqa: F401
 
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
@@ -284,8 +284,8 @@ def _become(wish: dict[str, Any], streams: Sequence[int]) -> Callable[[], None]:
 
 def _fork_for_services() -> Callable[[], None] | None:
     """Fork what the services of this program are forks of; return what runs there, and ``None`` in the program."""
-    import onebox.pool.nursery
-    import onebox.pool.process
+    import onebox.pool.launch.fork_server
+    import onebox.pool.launch.worker_process
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     me = os.pidfd_open(os.getpid())
@@ -295,7 +295,7 @@ def _fork_for_services() -> Callable[[], None] | None:
         _STARTERS[os.environ.get(_THREADS)].adopt(ours)
         atexit.register(ours.close)
         names = {**vars(subprocess), "Popen": Popen}
-        for module in (onebox.pool.nursery, onebox.pool.process):
+        for module in (onebox.pool.launch.fork_server, onebox.pool.launch.worker_process):
             module.subprocess = types.SimpleNamespace(**names)  # type: ignore[attr-defined]
         return None
     ours.close()

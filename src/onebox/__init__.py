@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onebox.engine import Evaluation, StepLoss, Trainer, Weighted
-    from onebox.engine.fitting import fit
-    from onebox.engine.planning import make_plan
+    from onebox.engine.planning.make_plan import make_plan
+    from onebox.engine.planning.memory_fit import fit
     from onebox.errors import OneboxError
     from onebox.feed import Feed
     from onebox.padding import Buckets
@@ -54,8 +54,8 @@ _HOMES = {
     "StepLoss": "onebox.engine",
     "Trainer": "onebox.engine",
     "Weighted": "onebox.engine",
-    "fit": "onebox.engine.fitting",
-    "make_plan": "onebox.engine.planning",
+    "fit": "onebox.engine.planning.memory_fit",
+    "make_plan": "onebox.engine.planning.make_plan",
     "open": "onebox.vgpu",
 }
 

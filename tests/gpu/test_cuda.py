@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.worker.device import Device
+from onebox.worker.device import ComputeDevice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,7 +109,7 @@ def test_memory_of_the_device_is_reported() -> None:
 
 
 def test_what_operators_need_in_passing_is_limited_with_the_memory_of_a_worker() -> None:
-    device = Device("cuda:0", 1)
+    device = ComputeDevice("cuda:0", 1)
     try:
         assert device.quota_bytes(256 << 20) == 256 << 20
         assert torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0").numel() == 256 << 20

@@ -11,7 +11,7 @@ import onebox
 from onebox.cli.models import build_model
 from onebox.pool import raise_first
 from onebox.report import compare_memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,10 +10,10 @@ from torch import nn
 
 import onebox
 from onebox.graph import TracedModel, capture
-from onebox.plan import Fate, Plan, Stage
+from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.wire import TensorSpec
-from onebox.wire.steps import Call, Evict, Free, Offload, Prefetch
-from onebox.worker.device import Device
+from onebox.wire.protocol.instructions import Call, Evict, Free, Offload, Prefetch
+from onebox.worker.device import ComputeDevice
 from tests.unit.machines import Rig, define, elementwise
 
 pytestmark = [
@@ -28,7 +28,7 @@ STEPS = 5
 
 def test_memory_that_is_used_again_at_once_spoils_no_copy() -> None:
     """The GPU is kept behind by products, so that each copy is begun, and its memory given away, before it is made."""
-    rig = Rig(device=Device("cuda:0", 1))
+    rig = Rig(device=ComputeDevice("cuda:0", 1))
     rig.do(define(100, elementwise("aten.mm.default", SPEC, 2)), define(101, elementwise("aten.neg.default", SPEC)))
     torch.manual_seed(0)
     x, y = torch.randn(SPEC.shape), torch.randn(SPEC.shape)
@@ -45,7 +45,7 @@ def test_memory_that_is_used_again_at_once_spoils_no_copy() -> None:
 
 
 def test_what_is_freed_on_the_way_spoils_nothing() -> None:
-    rig = Rig(device=Device("cuda:0", 1))
+    rig = Rig(device=ComputeDevice("cuda:0", 1))
     rig.do(define(101, elementwise("aten.neg.default", SPEC)))
     torch.manual_seed(0)
     x = torch.randn(SPEC.shape)
@@ -66,7 +66,7 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8 * 16 * 16, 4)).double()
 
 
-def _train(device: str, fate: Fate) -> tuple[nn.Module, list[float], int]:
+def _train(device: str, policy: ActivationPolicy) -> tuple[nn.Module, list[float], int]:
     """Return the model, the losses, and the peak that was measured; it is the predicted one."""
     model = copy.deepcopy(_model())
     generator = torch.Generator().manual_seed(1)
@@ -76,7 +76,7 @@ def _train(device: str, fate: Fate) -> tuple[nn.Module, list[float], int]:
     with onebox.open(device, threads=1) as pool:
         captured = capture(model, nn.functional.cross_entropy, (inputs[:4], targets[:4]))
         names = TracedModel(captured, backward=True).segments
-        stages = tuple(Stage(segments=(name,), replicas=((0,),), shares=(1.0,), fate=fate) for name in names)
+        stages = tuple(Stage(segments=(name,), replicas=((0,),), shares=(1.0,), policy=policy) for name in names)
         plan = Plan(stages=stages, micro_batch=4)
         with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool, plan=plan) as trainer:
             losses = [float(trainer.step(inputs, targets)) for _ in range(STEPS)]

@@ -8,9 +8,9 @@ import torch
 import onebox
 from onebox.pool import raise_first
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import Put
-from onebox.wire.steps import Gather, Get, Receive, Reduce, Send
-from onebox.worker.memory import supported
+from onebox.wire.protocol.instructions import Gather, Get, Receive, Reduce, Send
+from onebox.wire.protocol.requests import Put
+from onebox.worker.comm.shm.segment import supported
 from tests.process.test_ways import SHAPES, maps, swap, used_bytes
 
 pytestmark = [

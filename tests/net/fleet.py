@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from onebox.pool.agents.line import AgentLine
-from onebox.pool.agents.source import connect_agent
-from onebox.pool.keys.ring import KnownAgent, allow_client, identity, remember_agent
+from onebox.pool.backends.agents.agent_connection import AgentConnection
+from onebox.pool.backends.agents.agent_source import connect_agent
+from onebox.pool.keys.keyring import KnownAgent, allow_client, identity, remember_agent
 from tests.net.hosts import Network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ class Fleet:
         with self._config(name), self.network["client"].inside():
             yield
 
-    def line(self, name: str, client: str = "client", port: int = PORT) -> AgentLine:
+    def line(self, name: str, client: str = "client", port: int = PORT) -> AgentConnection:
         """Return a client's line to a host's agent."""
         with self.client(client):
             return connect_agent(f"{self.network[name].address}:{port}")

@@ -13,9 +13,9 @@ import pytest
 
 import onebox
 from onebox.errors import PoolError
-from onebox.pool.agents.line import AgentLine
+from onebox.pool.backends.agents.agent_connection import AgentConnection
 from onebox.wire import new_keys
-from onebox.wire.agents import Queued, Want
+from onebox.wire.protocol.agents import Queued, Want
 from tests.net.fleet import GRACE_S, MACHINES, Fleet, until
 from tests.net.hosts import Network
 from tests.net.training import digest, plans, run
@@ -28,7 +28,7 @@ WORDS = re.compile(r"digest (\w+) recoveries (\d+)")
 
 
 @pytest.fixture
-def rivals(fleet: Fleet) -> Iterator[list[AgentLine]]:
+def rivals(fleet: Fleet) -> Iterator[list[AgentConnection]]:
     """Lines of two clients to the agent of the last host."""
     fleet.pair("blue", "bob")
     lines = [fleet.line("blue"), fleet.line("blue", "bob")]
@@ -37,7 +37,7 @@ def rivals(fleet: Fleet) -> Iterator[list[AgentLine]]:
         line.close()
 
 
-def test_of_two_clients_that_race_for_a_device_one_has_it_and_the_other_waits(rivals: list[AgentLine]) -> None:
+def test_of_two_clients_that_race_for_a_device_one_has_it_and_the_other_waits(rivals: list[AgentConnection]) -> None:
     (offer,) = rivals[0].inspect().offers
     everything = Want(device="cpu", threads=offer.threads)
     begun = threading.Barrier(2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import onebox
-from onebox.engine import compiler
-from onebox.engine.hierarchy import find_ways
+from onebox.engine.compile import compiler
+from onebox.engine.partition.hierarchical_reduction import find_reductions
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 from tests.net.training import GRADIENT_BYTES, alone, batch, outcome, parts, plans
@@ -38,10 +38,10 @@ def test_a_host_sums_up_first_where_the_network_was_measured_to_be_slow(
         crossing_bps = [8 * measured.bandwidth_bps[a][b] for near in (0, 1) for a, b in ((near, 2), (2, near))]
         assert max(crossing_bps) < 1.5 * RATE_BPS, "not by the burst that the network lets through at once"
         assert sorted(measured.groups[0]) == [(0, 1), (2,)], measured
-        assert [way.parts for way in find_ways(pool, [TRIO])[TRIO][1:]] == [((0, 1), (2,))]
+        assert [way.parts for way in find_reductions(pool, [TRIO])[TRIO][1:]] == [((0, 1), (2,))]
         crossed = {}
-        for name, chosen in (("each host first", find_ways), ("one ring", lambda pool, circles: {})):
-            monkeypatch.setattr(compiler, "find_ways", chosen)
+        for name, chosen in (("each host first", find_reductions), ("one ring", lambda pool, replica_groups: {})):
+            monkeypatch.setattr(compiler, "find_reductions", chosen)
             with onebox.Trainer(*parts(), pool=pool, plan=plan, check_every=0) as trainer:
                 losses = [trainer.step(*batch(step)) for step in range(BEFORE)]
                 trainer.wait()

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from onebox.errors import UsageError
-from onebox.pool.agents.source import connect_agent
-from onebox.pool.keys.ring import known_agent
+from onebox.pool.backends.agents.agent_source import connect_agent
+from onebox.pool.keys.keyring import known_agent
 from tests.net.fleet import Fleet
 from tests.net.hosts import Network
 

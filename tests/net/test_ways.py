@@ -6,8 +6,8 @@ import pytest
 
 import onebox
 from onebox.pool import raise_first
-from onebox.wire.steps import Ask
-from onebox.worker.memory import supported
+from onebox.wire.protocol.instructions import Ask
+from onebox.worker.comm.shm.segment import supported
 from tests.leaks import mapped
 from tests.net.fleet import Fleet
 from tests.net.training import NARROW, alone, batch, outcome, parts, plans

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.history import Recovery
+from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from tests import reference
@@ -94,7 +94,7 @@ class Story:
     """
 
     outcome: Outcome
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[RecoveryRecord, ...]
 
 
 def survivor(pool: onebox.Pool, plan: Plan) -> onebox.Trainer:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from onebox.engine.batch import Batch
-from onebox.engine.captures import Captures, Recipe
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.graph import TracedModel
-from onebox.graph.python_state import Watch
-from onebox.graph.variables import snapshot
+from onebox.graph.capture.python_state import PythonStateGuard
+from onebox.graph.capture.python_variables import snapshot
 from tests.models import BUILT
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -37,15 +37,15 @@ def capture(captures: Captures, batch: Batch, size: int, *, train: bool, probe: 
     return of_model(_known[key], captures.recipe)
 
 
-def of_model(traced: TracedModel, recipe: Recipe) -> TracedModel:
+def of_model(traced: TracedModel, recipe: CaptureSpec) -> TracedModel:
     """Return a capture of one model as that of another that is alike: what was read of Python is that one's."""
-    watch = Watch({"model": recipe.model})
+    watch = PythonStateGuard({"model": recipe.model})
     made = copy.copy(traced)
     made.reads = {source: snapshot(watch._getter(source)()) for source in traced.reads}
     return made
 
 
-def what_it_sees(recipe: Recipe) -> Hashable | None:
+def what_it_sees(recipe: CaptureSpec) -> Hashable | None:
     """Return all that a capture can see of a model and of what it is captured with; ``None`` for other models."""
     model = recipe.model
     case = BUILT.get(model)

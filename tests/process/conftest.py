@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from onebox.engine import offloading
-from onebox.engine.captures import Captures
+from onebox.engine.compile import offload
+from onebox.engine.workload.captures import Captures
 from tests.process.captured import capture
 from tests.process.shelf import Shelf
 
@@ -32,7 +32,7 @@ def pools(shelf: Shelf) -> Iterator[Shelf]:
 def nothing_too_small() -> Iterator[None]:
     """The models here are small: let all of their values go to the host that could."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own is undone when the test ends, before other fixtures
-        patch.setattr(offloading, "LEAST_BYTES", 1)
+        patch.setattr(offload, "LEAST_BYTES", 1)
         yield
 
 

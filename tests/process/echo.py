@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from onebox.wire import TensorSpec
-from onebox.wire.grouping import FormGroup
-from onebox.worker.links import Wires
-from onebox.worker.meeting import meet
-from onebox.worker.memory import PeerLost
-from onebox.worker.shared import SharedGroup
-from onebox.worker.tape import Progress
+from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.segment import RankLost
+from onebox.worker.programs.interpreter import WorkerProgress
 
 TEXT = TensorSpec("uint8", (64,))
 """Of the message before a tensor, which says what it is."""
@@ -42,15 +42,15 @@ class Folder:
         end_s = time.monotonic() + 60
         while not file.exists():
             if time.monotonic() > end_s:
-                raise PeerLost(f"nobody set {key}")
+                raise RankLost(f"nobody set {key}")
             time.sleep(0.01)
         return file.read_bytes()
 
 
-def join(folder: Path, rank: int) -> SharedGroup:
+def join(folder: Path, rank: int) -> ShmGroup:
     """Join a group of two."""
     form = FormGroup(1, rank, 2, "gloo", "127.0.0.1", 60.0, True)
-    return SharedGroup(form, meet(form, Folder(folder)), torch.device("cpu"), Progress(), Wires())
+    return ShmGroup(form, find_shm_peers(form, Folder(folder)), torch.device("cpu"), WorkerProgress(), EmulatedLinks())
 
 
 def to_text(spec: TensorSpec | None) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Captures of the models that fates are forced on, shared by the tests of this folder."""
+"""Captures of the models that policies are forced on, shared by the tests of this folder."""
 
 from __future__ import annotations
 
 import functools
 
-from onebox.engine.captures import Captures, Recipe
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from tests.models import FATED
 
 
@@ -15,5 +15,5 @@ def captures(name: str) -> Captures:
     model = case.model()
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
     return Captures(
-        Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+        CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
     )

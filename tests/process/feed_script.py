@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from onebox.feed.pipeline import Pipeline, StageSpec
+from onebox.feed.pipeline.runner import Pipeline, StageSpec
 
 
 def where(item: int) -> tuple[int, int]:

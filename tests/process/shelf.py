@@ -7,8 +7,8 @@ import gc
 import onebox
 from onebox.errors import OneboxError
 from onebox.pool import Pool
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 
 MOST = 2
 """Pools that are open at a time: a test may use two side by side, and each worker takes memory."""
@@ -53,5 +53,5 @@ def untouched(pool: Pool) -> bool:
         results = [result for answer in answers for result in answer.result(PATIENCE_S).results]
     except (OneboxError, TimeoutError):
         return False
-    held = [result.used_bytes + result.host_bytes for result in results if isinstance(result, Memory)]
+    held = [result.used_bytes + result.host_bytes for result in results if isinstance(result, WorkerMemory)]
     return held == [0] * len(pool)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.engine.batch import as_batch
-from onebox.engine.captures import Captures, Recipe
-from onebox.engine.estimated import links_unseen, profile_unseen
-from onebox.engine.problem import make_problem
+from onebox.engine.problem.estimate import estimate_links, estimate_profile
+from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
-from onebox.plan.inputs import Problem
+from onebox.plan.model.problem import Problem
 from onebox.pool import Pool, open_pool
 from tests.process.shelf import Shelf
 
@@ -67,7 +67,7 @@ def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
     """Return what a planner would be given, if it took devices for faster or slower than they are."""
     built = model()
     trained = frozenset(f"model.{name}" for name, _ in built.named_parameters())
-    recipe = Recipe(
+    recipe = CaptureSpec(
         model=built,
         loss=nn.functional.mse_loss,
         metrics={},
@@ -75,10 +75,10 @@ def problem_of(pool: Pool, speeds: tuple[float, ...]) -> Problem:
         device_type="cpu",
         trained=trained,
     )
-    profile, _ = profile_unseen(
+    profile, _ = estimate_profile(
         Captures(recipe), as_batch(*next(batches(1))), [MICRO_BATCH], adamw(built), pool.devices
     )
-    found = make_problem(profile, pool.devices, links_unseen(pool.devices), batch=BATCH, micro_batches=(MICRO_BATCH,))
+    found = make_problem(profile, pool.devices, estimate_links(pool.devices), batch=BATCH, micro_batches=(MICRO_BATCH,))
     devices = tuple(replace(spec, speed=speed) for spec, speed in zip(found.devices, speeds, strict=True))
     return replace(found, devices=devices)
 

@@ -11,19 +11,21 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
-from onebox.engine.batch import as_batch
-from onebox.engine.ledger import peak_of
+from onebox.engine.memory.simulator import peak_of
+from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, PlanError, UsageError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
 from onebox.sizes import enough_text, size_text
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.shelf import Shelf
 
 LARGE_BYTES, SMALL_BYTES = 4 << 20, 192 << 10
-ADVICE = "smaller micro_batch, a plan with other fates .recompute, offload, swap; 'onebox fit'.*update='host'.*memory="
+ADVICE = (
+    "smaller micro_batch, a plan with other policies .recompute, offload, swap; 'onebox fit'.*update='host'.*memory="
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def test_an_operator_of_a_step_above_the_budget_is_named_with_its_stage(pool: on
 
 def held_bytes(pool: onebox.Pool) -> list[int]:
     answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
-    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
 
 def test_a_step_that_will_not_fit_is_refused_before_anything_is_uploaded(pool: onebox.Pool, parts: Any) -> None:

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import nn
 
-from onebox.engine.batch import as_batch
-from onebox.engine.captures import Captures, Recipe
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
 from tests.models import CASES
 from tests.process.captured import capture, what_it_sees
 
 
-def recipe(name: str = "cnn", dtype: torch.dtype = torch.float64) -> Recipe:
+def recipe(name: str = "cnn", dtype: torch.dtype = torch.float64) -> CaptureSpec:
     """Return what a trainer captures a case with."""
     case = CASES[name]
     model = case.model(dtype)
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
-    return Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    return CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
 
 
 def other_momentum(model: nn.Module) -> None:

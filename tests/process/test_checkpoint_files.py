@@ -102,7 +102,7 @@ KILLED = """
     from pathlib import Path
     import torch
     from onebox.engine import checkpoint
-    from onebox.engine.checkpoint import Checkpoint, Manifest, read, saves, write
+    from onebox.engine.state.checkpoint_files import Checkpoint, Manifest, read, saves, write
 
     folder = Path(sys.argv[1])
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
-from onebox.engine import chunks, parts
+from onebox.engine.partition import phase_programs, value_chunks
 from onebox.graph import NamedProgram, TracedModel, capture
 from onebox.plan import ASYNC, Plan, Prediction, Stage
 from onebox.pool import Link
@@ -30,22 +30,22 @@ SIZES = [8, 5]
 
 
 @pytest.fixture
-def chunked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[chunks.Chunking]]:
+def chunked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[value_chunks.ValueChunking]]:
     """Let all leave in chunks that can; give the ones that did."""
-    found: list[chunks.Chunking] = []
+    found: list[value_chunks.ValueChunking] = []
 
-    def note(named: NamedProgram, choice: chunks.Chunking) -> chunks.ChunkedProgram:
+    def note(named: NamedProgram, choice: value_chunks.ValueChunking) -> value_chunks.ChunkedProgram:
         found.append(choice)
-        return chunks.chunked(named, choice)
+        return value_chunks.chunked(named, choice)
 
     def always(tail_s: float, transfer_s: float, *, most: int, **costs: Any) -> tuple[int, float]:
         return min(3, most), tail_s
 
-    monkeypatch.setattr(chunks, "best_parts", always)
-    monkeypatch.setattr(chunks, "CALL_S", 0.0)
-    monkeypatch.setattr(chunks, "ENOUGH", math.inf)
-    monkeypatch.setattr(chunks, "LEAST", 0.0)
-    monkeypatch.setattr(parts, "chunked", note)
+    monkeypatch.setattr(value_chunks, "best_parts", always)
+    monkeypatch.setattr(value_chunks, "CALL_S", 0.0)
+    monkeypatch.setattr(value_chunks, "ENOUGH", math.inf)
+    monkeypatch.setattr(value_chunks, "LEAST", 0.0)
+    monkeypatch.setattr(phase_programs, "chunked", note)
     yield found
     assert found, "nothing left in chunks"
 
@@ -65,14 +65,16 @@ def planned(name: str, devices: Any, **more: Any) -> Plan:
     ],
 )
 def test_exact_steps_give_the_result_of_one_process(
-    pools: Shelf, chunked: list[chunks.Chunking], name: str, devices: Any, more: dict[str, Any]
+    pools: Shelf, chunked: list[value_chunks.ValueChunking], name: str, devices: Any, more: dict[str, Any]
 ) -> None:
     plan = planned(name, devices, **more)
     assert_same(run(pools(3), name, plan, SIZES, overlap=True), reference(name, plan, SIZES))
     assert {len(choice.samples) for choice in chunked} <= {2, 3}
 
 
-def test_late_steps_give_the_result_of_gradients_that_are_late(pools: Shelf, chunked: list[chunks.Chunking]) -> None:
+def test_late_steps_give_the_result_of_gradients_that_are_late(
+    pools: Shelf, chunked: list[value_chunks.ValueChunking]
+) -> None:
     plan = planned("mlp", (0, 1, 2), schedule=ASYNC)
     found, delays = stale.run(pools(3), "mlp", plan, "adamw", [8, 8, 5, 8])
     assert_same(found, stale.late("mlp", plan, "adamw", [8, 8, 5, 8]))
@@ -80,12 +82,12 @@ def test_late_steps_give_the_result_of_gradients_that_are_late(pools: Shelf, chu
 
 
 def test_without_overlap_all_is_sent_whole(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "best_parts", None)
+    monkeypatch.setattr(value_chunks, "best_parts", None)
     plan = planned("mlp", (0, 1))
     assert_same(run(pools(3), "mlp", plan, SIZES), reference("mlp", plan, SIZES))
 
 
-def test_memory_is_what_was_predicted(chunked: list[chunks.Chunking]) -> None:
+def test_memory_is_what_was_predicted(chunked: list[value_chunks.ValueChunking]) -> None:
     """Chunks, and what is put together of them, to the byte."""
     plan, case = planned("cnn", (0, 1), micro_batch=2), CASES["cnn"]
     model = case.model()

@@ -9,11 +9,11 @@ import torch
 
 from onebox.errors import OneboxError
 from onebox.pool import open_pool
-from onebox.wire import DType, Hole, Items, Kernel, Strided, TensorSpec, to_frame
-from onebox.wire.eager import Perform
-from onebox.wire.messages import Put
-from onebox.wire.steps import Ask, Reduce
-from onebox.worker import seccomp
+from onebox.wire import DType, Hole, Items, KernelSpec, Strided, TensorSpec, to_frame
+from onebox.wire.protocol.eager import Perform
+from onebox.wire.protocol.instructions import Ask, Reduce
+from onebox.wire.protocol.requests import Put
+from onebox.worker.sandbox import seccomp
 
 
 def test_no_thread_of_a_worker_has_a_privilege_and_groups_form_all_the_same() -> None:
@@ -36,7 +36,7 @@ def test_no_thread_of_a_worker_has_a_privilege_and_groups_form_all_the_same() ->
 def test_an_operator_that_makes_more_than_it_says_fails_and_the_worker_goes_on() -> None:
     small = Strided("float32", (2, 3), (3, 1), 0, 24)
     shape = Items((1 << 15, 1 << 17))  # 16 GiB
-    full = Kernel("aten.full.default", (shape, Hole(0)), {"dtype": DType("float32")}, 0, 1, (small,))
+    full = KernelSpec("aten.full.default", (shape, Hole(0)), {"dtype": DType("float32")}, 0, 1, (small,))
     with open_pool("cpu", threads=1, memory=64 << 20) as pool:
         with pytest.raises(OneboxError, match=r"aten\.full"):
             pool.post(0, [Perform(full, (), (1.0,), 1)], answer=True).result(60)

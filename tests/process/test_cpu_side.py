@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from torch import nn
 
 import onebox
-from onebox.pool import local
-from onebox.pool.dealing import Cores, online_cores
-from onebox.worker.instructions import instructions
+from onebox.pool.backends import local
+from onebox.pool.launch.cpu_affinity import CoreAllocator, online_cores
+from onebox.worker.system.instruction_sets import used_instruction_sets
 from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, staged
@@ -28,7 +28,7 @@ def pool(pools: Shelf) -> onebox.Pool:
 
 def test_workers_use_the_instruction_sets_that_a_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variables that limit libraries reach workers, which say what they use; a device without values says none."""
-    own = instructions()  # which this process's libraries settle with their first operator
+    own = used_instruction_sets()  # which this process's libraries settle with their first operator
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     with onebox.open("cpu,sim") as pool:
@@ -84,7 +84,7 @@ def test_workers_of_a_host_have_cores_of_their_own(tmp_path: pathlib.Path, monke
     every = online_cores()
     if len(every) < 2 or os.sched_getaffinity(0) != every:
         pytest.skip("needs two cores and all of the host's")
-    monkeypatch.setattr(local, "Cores", lambda: Cores(tmp_path))
+    monkeypatch.setattr(local, "CoreAllocator", lambda: CoreAllocator(tmp_path))
     rest = len(every) - 1
 
     def cores_of(pool: onebox.Pool) -> list[set[int]]:
@@ -99,7 +99,7 @@ def test_workers_of_a_host_have_cores_of_their_own(tmp_path: pathlib.Path, monke
             assert cores_of(third) == [every]
     with onebox.open("cpu", threads=len(every)) as again:
         assert cores_of(again) == [every]
-        dealt = Cores(tmp_path)
+        dealt = CoreAllocator(tmp_path)
         assert dealt.deal([1]) == ((),), "all cores are taken"
     assert dealt.deal([1, 0]) == ((min(one),), ())
     dealt.close()

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine import splitting
+from onebox.engine.partition import early_send
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Prediction, Stage
 from onebox.pool import Link
@@ -26,7 +26,7 @@ SIZES = [8, 5]
 def test_sending_early_wherever_possible_gives_the_result_of_one_process(
     pools: Shelf, monkeypatch: pytest.MonkeyPatch, name: str, devices: tuple[int, ...], schedule: str
 ) -> None:
-    monkeypatch.setattr(splitting, "pays", lambda left_s, size_bytes: True)
+    monkeypatch.setattr(early_send, "pays", lambda left_s, size_bytes: True)
     plan = staged(name, devices, schedule=schedule)
     plan = replace(plan, predicted=expected(plan, SIZES[0]))
     assert_same(run(pools(3), name, plan, SIZES), reference(name, plan, SIZES))
@@ -53,7 +53,7 @@ def test_a_skip_connection_travels_while_the_rest_of_its_stage_is_computed(
 ) -> None:
     """If it is predicted to pay; on devices that sleep, over a link that is slow."""
     if not early:
-        monkeypatch.setattr(splitting, "CALL_S", 10.0)
+        monkeypatch.setattr(early_send, "CALL_S", 10.0)
     inputs, targets = torch.zeros(64, 16), torch.zeros(64, 4096)
     loss, model = nn.functional.mse_loss, Skipping()
     names = TracedModel(capture(model, loss, (inputs, targets)), backward=True).segments

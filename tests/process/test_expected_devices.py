@@ -6,7 +6,7 @@ import pytest
 
 import onebox
 from onebox.errors import UsageError
-from onebox.pool.expected import expected_devices
+from onebox.pool.expected_devices import expected_devices
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 32 << 30])

@@ -1,4 +1,4 @@
-"""Whatever the fate of a stage's activations, training ends with the same bits, and with the result of one process.
+"""Whatever the policy of a stage's activations, training ends with the same bits, and with the result of one process.
 
 A model is cut into spans of segments, and each of them in turn is recomputed or offloaded, then several at once: on one
 device, in a pipeline, and on replicas.
@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine.captures import Captures
+from onebox.engine.workload.captures import Captures
 from onebox.plan import Plan
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
@@ -42,10 +42,10 @@ def spans(name: str) -> int:
     return min(4, len(segments(name)))
 
 
-def cut(name: str, devices: Sequence[int | Sequence[int]], fates: Sequence[str], **more: Any) -> Plan:
-    """Return a plan of spans with fates."""
+def cut(name: str, devices: Sequence[int | Sequence[int]], policies: Sequence[str], **more: Any) -> Plan:
+    """Return a plan of spans with policies."""
     plan = staged(name, devices, micro_batch=MICRO_BATCH, **more)
-    return replace(plan, stages=tuple(replace(s, fate=f) for s, f in zip(plan.stages, fates, strict=True)))
+    return replace(plan, stages=tuple(replace(s, policy=f) for s, f in zip(plan.stages, policies, strict=True)))
 
 
 CAPTURES: dict[str, Captures] = {}
@@ -82,8 +82,8 @@ def test_each_span_in_turn_on_one_device(name: str, pool: onebox.Pool) -> None:
     turns = [(*plain[:place], "recompute", *plain[place + 1 :]) for place in range(count)]
     if name in ("cnn", "dropping"):
         turns += [(*plain[:place], "offload", *plain[place + 1 :]) for place in range(count)]
-    for fates in (*turns, MIXED[-count:], ("recompute",) * count, ("offload",) * count):
-        require_same_bits(run(pool, name, cut(name, devices, fates)), kept)
+    for policies in (*turns, MIXED[-count:], ("recompute",) * count, ("offload",) * count):
+        require_same_bits(run(pool, name, cut(name, devices, policies)), kept)
 
 
 LAYOUTS: dict[str, tuple[int | tuple[int, ...], ...]] = {
@@ -111,22 +111,22 @@ def test_mixed_fates_on_two_devices(name: str, layout: str, schedule: str, pool:
     plain = cut(name, devices, ("keep",) * 4, schedule=schedule)
     kept = run(pool, name, plain)
     assert_same(kept, reference(name, plain, SIZES))
-    for fates in (MIXED, MIXED[::-1]):
-        require_same_bits(run(pool, name, cut(name, devices, fates, schedule=schedule)), kept)
+    for policies in (MIXED, MIXED[::-1]):
+        require_same_bits(run(pool, name, cut(name, devices, policies, schedule=schedule)), kept)
 
 
 def test_the_memory_of_a_step_is_less_and_is_known_before(pool: onebox.Pool) -> None:
     case, count = CASES["unet"], spans("unet")
     (batch,) = case.batches([24])
     peaks: dict[str, int] = {}
-    for fate in ("keep", "recompute", "offload"):
-        plan = replace(cut("unet", (0,) * count, (fate,) * count), micro_batch=24)
+    for policy in ("keep", "recompute", "offload"):
+        plan = replace(cut("unet", (0,) * count, (policy,) * count), micro_batch=24)
         model = case.model()
         with onebox.Trainer(model, case.loss, OPTIMIZERS["sgd"](model), pool=pool, plan=plan, check_every=0) as trainer:
             for _ in range(2):  # the optimizer's state is there when the second begins
                 trainer.step(*batch).item()
-            peaks[fate] = max(event.peak_bytes for event in trainer.events())
-            assert trainer.predicted_memory(*batch)[0] == peaks[fate]
+            peaks[policy] = max(event.peak_bytes for event in trainer.events())
+            assert trainer.predicted_memory(*batch)[0] == peaks[policy]
     assert peaks["recompute"] < 0.9 * peaks["keep"]
     assert peaks["offload"] < 0.9 * peaks["keep"]
 

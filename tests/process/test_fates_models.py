@@ -1,7 +1,8 @@
-"""Whatever fates the segments of a model get, it trains as in one process; and their memory is what was predicted.
+"""Whatever policies the segments of a model get, it trains as in one process; and their memory is what was predicted.
 
 A segment is kept, recomputed, offloaded, or computed on another worker, which stands for the CPU beside a device; and
-the optimizer steps on the device or on the host. Each fate is forced on each segment in turn, and on any spans at once.
+the optimizer steps on the device or on the host. Each policy is forced on each segment in turn, and on any spans at
+once.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine.batch import as_batch
+from onebox.engine.workload.batch import as_batch
 from onebox.plan import Plan, Stage
-from onebox.plan.stage import Fate
-from onebox.report.memory import compare_memory
+from onebox.plan.model.stage import ActivationPolicy
+from onebox.report.tables.memory import compare_memory
 from tests.models import FATED, OPTIMIZERS
 from tests.process.fated import captures
 from tests.process.shelf import Shelf
@@ -32,10 +33,10 @@ FEW = SIZES[:2]
 MICRO_BATCH = 3
 DEVICE, CPU = 0, 1
 
-Span = tuple[Sequence[str], int, Fate]
+Span = tuple[Sequence[str], int, ActivationPolicy]
 """Segments, where they are computed, and what becomes of their activations."""
 
-SPOTS: dict[str, tuple[int, Fate]] = {
+SPOTS: dict[str, tuple[int, ActivationPolicy]] = {
     "keep": (DEVICE, "keep"),
     "recompute": (DEVICE, "recompute"),
     "offload": (DEVICE, "offload"),
@@ -55,8 +56,8 @@ def segments(name: str) -> tuple[str, ...]:
 def plan_of(spans: Sequence[Span], **more: str) -> Plan:
     """Return the plan of spans, of which those without a segment are left out."""
     stages = (
-        Stage(segments=tuple(names), replicas=((device,),), shares=(1.0,), fate=fate)
-        for names, device, fate in spans
+        Stage(segments=tuple(names), replicas=((device,),), shares=(1.0,), policy=policy)
+        for names, device, policy in spans
         if names
     )
     return Plan(stages=tuple(stages), micro_batch=MICRO_BATCH, **more)  # type: ignore[arg-type]
@@ -95,23 +96,23 @@ def fated(pool: onebox.Pool, name: str, plan: Plan, sizes: Sequence[int]) -> Out
     return Outcome(losses=[float(loss) for loss in losses], norms=[], tensors=tensors)
 
 
-@pytest.mark.parametrize("fate", ["recompute", "offload", "cpu"])
+@pytest.mark.parametrize("policy", ["recompute", "offload", "cpu"])
 @pytest.mark.parametrize("name", FATED)
-def test_each_fate_on_each_segment_in_turn(name: str, fate: str, pools: Shelf) -> None:
+def test_each_policy_on_each_segment_in_turn(name: str, policy: str, pools: Shelf) -> None:
     names, pool = segments(name), pools(2)
     for place, segment in enumerate(names):
         ahead, behind = names[:place], names[place + 1 :]
-        ends = (0, 1, 2) if fate == "offload" else ()  # what is offloaded is away while other spans compute
+        ends = (0, 1, 2) if policy == "offload" else ()  # what is offloaded is away while other spans compute
         parts = [ahead, *(behind[end : end + 1] for end in ends), behind[len(ends) :]]
         spans: list[Span] = [(part, *SPOTS["keep"]) for part in parts]
-        spans.insert(1, ([segment], *SPOTS[fate]))
+        spans.insert(1, ([segment], *SPOTS[policy]))
         moved = MOVED[name]
         assert_same(fated(pool, name, plan_of(spans), FEW), plain(name, FEW))
-        assert fate != "offload" or len(behind) < 3 or MOVED[name] > moved, segment
+        assert policy != "offload" or len(behind) < 3 or MOVED[name] > moved, segment
 
 
 def any_plan(name: str, turn: int) -> Plan:
-    """Return a plan of spans that are cut at random, each with a fate at random."""
+    """Return a plan of spans that are cut at random, each with a policy at random."""
     draw = random.Random(f"{name}/{turn}")
     names = segments(name)
     cuts = sorted(draw.sample(range(1, len(names)), draw.randint(2, min(7, len(names) - 1))))

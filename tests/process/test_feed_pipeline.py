@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from onebox.errors import DataError, PlanError, UsageError
-from onebox.feed import pipeline as pipeline_module
-from onebox.feed.pipeline import Pipeline, StageSpec
+from onebox.feed.pipeline import runner as pipeline_module
+from onebox.feed.pipeline.runner import Pipeline, StageSpec
 from tests import leaks
 
 SCRIPT = Path(__file__).with_name("feed_script.py")

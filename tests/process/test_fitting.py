@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import onebox
-from onebox.cost.estimate import Rates
-from onebox.engine.batch import as_batch
-from onebox.engine.fitting import Fit, fit
+from onebox.cost.estimate import DeviceRates
+from onebox.engine.planning.memory_fit import FitReport, fit
+from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, UsageError
 from onebox.plan import Plan
 from tests.models import CASES, OPTIMIZERS
@@ -16,11 +16,11 @@ from tests.process.shelf import Shelf
 
 NAME = "cnn"
 BATCH = 24
-RATES = Rates(flops=1e10, bandwidth_bps=1e9, operator_s=1e-6)
+RATES = DeviceRates(flops=1e10, bandwidth_bps=1e9, operator_s=1e-6)
 STEPS = 2
 
 
-def asked(memory: int | str | None, batch: int = BATCH, name: str = NAME, **options: object) -> Fit:
+def asked(memory: int | str | None, batch: int = BATCH, name: str = NAME, **options: object) -> FitReport:
     """Ask about a case on one CPU device."""
     case = CASES[name]
     model = case.model()
@@ -72,7 +72,7 @@ def test_a_way_that_fits_trains_within_the_budget() -> None:
     assert all(one.plan.micro_batch == BATCH for one in found.ways), "the micro-batch was given"
     best = found.ways[0]
     assert best.peak_bytes[0] <= budget
-    assert best.plan.update == "host" or any(stage.fate != "keep" for stage in best.plan.stages)
+    assert best.plan.update == "host" or any(stage.policy != "keep" for stage in best.plan.stages)
     assert [way.fits for way in found.ways] == sorted((way.fits for way in found.ways), reverse=True)
     assert train(budget, best.plan, name="unet") == pytest.approx(train(4 * budget, name="unet"), rel=1e-10)
 

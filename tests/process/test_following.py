@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.engine.migration import Migration
+from onebox.engine.adaptive.migration import Migration
 from onebox.pool import open_pool
 from tests import reference
 from tests.process.test_adaptive import MICRO_BATCH, MOST, adamw, batches, cut, model, problem_of

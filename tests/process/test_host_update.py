@@ -13,8 +13,8 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import raise_first
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, staged
@@ -53,7 +53,7 @@ def test_steps_on_the_host_have_the_bits_of_steps_on_the_devices(name: str, pool
     assert_same(found, reference(case, plan, SIZES, optimizer="adam-in-groups", **plain))
 
 
-def peaks(pool: onebox.Pool, name: str, plan: Plan) -> tuple[dict[int, int], list[Memory]]:
+def peaks(pool: onebox.Pool, name: str, plan: Plan) -> tuple[dict[int, int], list[WorkerMemory]]:
     """Return what a trainer predicts of the memory of a step, and what its workers count in the third one."""
     case = CASES[name]
     model = case.model()
@@ -128,6 +128,6 @@ def test_checkpoints_of_either_kind_go_on_as_either(
     assert all(memory.host_bytes == 0 for worker in range(2) for memory in _memory(pool, worker)), "nothing stays"
 
 
-def _memory(pool: onebox.Pool, worker: int) -> list[Memory]:
+def _memory(pool: onebox.Pool, worker: int) -> list[WorkerMemory]:
     answer = pool.post(worker, [Ask("memory")], answer=True).result(30)
-    return [result for result in answer.results if isinstance(result, Memory)]
+    return [result for result in answer.results if isinstance(result, WorkerMemory)]

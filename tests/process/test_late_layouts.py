@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 import onebox
 from onebox.plan import ASYNC, Plan, Stage
-from onebox.report.memory import compare_memory
+from onebox.report.tables.memory import compare_memory
 from tests.late import train_late
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf

@@ -7,7 +7,7 @@ import pytest
 import onebox
 from onebox.plan import ASYNC
 from onebox.pool import Fault, open_pool
-from onebox.pool.local import LocalSource
+from onebox.pool.backends.local import LocalSource
 from tests.models import CASES, OPTIMIZERS
 from tests.process.stages import SEED
 from tests.process.test_late_layouts import SIZES, layout, reference, steps

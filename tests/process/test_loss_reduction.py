@@ -195,7 +195,7 @@ def pipeline(names: Sequence[str], schedule: str = "1f1b", micro_batch: int = 2)
 
 def segments(model: nn.Module, case: Case, pool: Any) -> Sequence[str]:
     with onebox.Trainer(model, case.loss, sgd(model), pool=pool) as trainer:
-        from onebox.engine.batch import as_batch
+        from onebox.engine.workload.batch import as_batch
 
         return trainer.captures.segments(as_batch(*case.data[0]), 2)
 

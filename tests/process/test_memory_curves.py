@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 import onebox
-from onebox.engine.batch import as_batch
-from onebox.engine.captures import Captures, Recipe
-from onebox.engine.curve import Curve, curve_of, peak_at
-from onebox.engine.forecast import forecast_contents, forecast_memory
-from onebox.plan import Fate, Plan, Stage
-from onebox.report.memory import compare_memory
+from onebox.engine.memory.forecast import forecast_contents, forecast_memory
+from onebox.engine.memory.timeline import MemoryTimeline, memory_peak, memory_timeline
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
+from onebox.plan import ActivationPolicy, Plan, Stage
+from onebox.report.tables.memory import compare_memory
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
@@ -32,12 +32,12 @@ def plan_of(name: str, which: str) -> Plan:
             return Plan.data_parallel([1], [1.0], micro_batch=3)
         case "split":
             return Plan(stages=(Stage(replicas=((0, 1),), shares=(1.0,)),), micro_batch=4)
-        case "fates":
-            fates: tuple[Fate, ...] = ("offload", "recompute", "offload", "keep")
+        case "policies":
+            policies: tuple[ActivationPolicy, ...] = ("offload", "recompute", "offload", "keep")
             plan = staged(name, [0, 0, 0, 0], update="host")
-            stages = zip(plan.stages, fates, strict=True)
+            stages = zip(plan.stages, policies, strict=True)
             return msgspec.structs.replace(
-                plan, stages=tuple(msgspec.structs.replace(one, fate=fate) for one, fate in stages)
+                plan, stages=tuple(msgspec.structs.replace(one, policy=policy) for one, policy in stages)
             )
     return staged(name, [0, 1], schedule=which)
 
@@ -45,7 +45,7 @@ def plan_of(name: str, which: str) -> Plan:
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("resnet", "replicas", {"clip_grad_norm": 0.1}),
     ("unet", "micro-batches", {}),
-    ("unet", "fates", {}),
+    ("unet", "policies", {}),
     ("cnn", "1f1b", {}),
     ("gpt2", "zb-h1", {"clip_grad_norm": 0.1}),
     ("mlp", "split", {}),
@@ -78,20 +78,20 @@ def test_each_instruction_uses_what_was_predicted(
         assert [use.used_bytes + more for use in ahead.uses] == [use.used_bytes for use in seen.uses]
 
 
-def forecast_curves(name: str, plan: Plan, pool: onebox.Pool, max_norm: float) -> dict[int, Curve]:
+def forecast_curves(name: str, plan: Plan, pool: onebox.Pool, max_norm: float) -> dict[int, MemoryTimeline]:
     """Return the curves of a case without running it, and look at what lies there at each peak."""
     case = CASES[name]
     model = case.model()
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
-    recipe = Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    recipe = CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
     job = (plan, model, case.loss, OPTIMIZERS["adamw"](model), as_batch(*case.batches([BATCH])[0]))
     more: dict[str, Any] = {"devices": pool.devices, "captures": Captures(recipe), "max_norm": max_norm}
     contents = forecast_contents(*job, **more)
-    peaks = {device: peak_at(device, found) for device, found in contents.items()}
+    peaks = {device: memory_peak(device, found) for device, found in contents.items()}
     assert {device: peak.size_bytes for device, peak in peaks.items()} == forecast_memory(*job, **more)
     for peak in peaks.values():
         assert sum(one.size_bytes for one in peak.residents) == peak.size_bytes
         assert {"parameters", "activations"} <= set(peak.sorts)
         assert ("optimizer state" in peak.sorts) == (plan.update == "device")
         assert all(one.size_bytes > 0 and one.name for one in peak.residents)
-    return {device: curve_of(device, found) for device, found in contents.items()}
+    return {device: memory_timeline(device, found) for device, found in contents.items()}

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import onebox
-from onebox.engine.captures import Captures
+from onebox.engine.workload.captures import Captures
 from onebox.errors import UsageError
 from onebox.plan import ASYNC, Action, Plan, Stage
-from onebox.plan.schedule import Kind
+from onebox.plan.model.schedule import Kind
 from onebox.pool import Link
-from onebox.wire.messages import Define, Instruction, Routine, StoredProgram
+from onebox.wire.protocol.requests import Define, Instruction, Routine, StoredProgram
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf, untouched
 from tests.process.stages import SEED, segments, staged

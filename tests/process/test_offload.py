@@ -1,4 +1,5 @@
-"""Stages of fate offload, on real workers: the same bits, less memory, and nothing left behind when something fails."""
+"""Stages of policy offload, on real workers: the same bits, less memory, and nothing left behind when something
+fails."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ import torch
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine import offloading
-from onebox.engine.batch import as_batch
-from onebox.engine.forecast import forecast_contents
-from onebox.engine.ledger import Contents, host_peak_of, peak_of
-from onebox.engine.results import Event
+from onebox.engine.compile import offload
+from onebox.engine.memory.forecast import forecast_contents
+from onebox.engine.memory.simulator import InitialContents, host_peak_of, peak_of
+from onebox.engine.steps.results import TraceEvent
+from onebox.engine.workload.batch import as_batch
 from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, WorkerHung
-from onebox.plan import Fate, Plan, Stage
+from onebox.plan import ActivationPolicy, Plan, Stage
 from onebox.pool import Fault, open_pool
-from onebox.report.memory import compare_memory
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.report.tables.memory import compare_memory
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.models import FATED, OPTIMIZERS
 from tests.process.fated import captures
 from tests.process.faults.scripts import Script, gone
@@ -39,13 +40,13 @@ ENDED_S = 30.0
 
 
 @functools.cache
-def plan_for(name: str, devices: Sequence[int], fate: Fate, schedule: str = "1f1b") -> Plan:
-    """Return a plan of stages of one fate and about as many segments each, micro-batches of 3."""
+def plan_for(name: str, devices: Sequence[int], policy: ActivationPolicy, schedule: str = "1f1b") -> Plan:
+    """Return a plan of stages of one policy and about as many segments each, micro-batches of 3."""
     names = captures(name).segments(as_batch(*FATED[name].batches([3])[0]), 3)
     count = len(devices)
     bounds = [len(names) * place // count for place in range(count + 1)]
     stages = (
-        Stage(segments=names[start:end], replicas=((device,),), shares=(1.0,), fate=fate)
+        Stage(segments=names[start:end], replicas=((device,),), shares=(1.0,), policy=policy)
         for device, (start, end) in zip(devices, itertools.pairwise(bounds), strict=True)
     )
     return Plan(stages=tuple(stages), micro_batch=3, schedule=schedule)
@@ -60,7 +61,7 @@ def trainer_on(pool: onebox.Pool, name: str, plan: Plan, *, recover: bool = Fals
     return trainer
 
 
-def train(pool: onebox.Pool, name: str, plan: Plan) -> tuple[Outcome, list[int], list[Event]]:
+def train(pool: onebox.Pool, name: str, plan: Plan) -> tuple[Outcome, list[int], list[TraceEvent]]:
     """Train a case; return how it went, the peak of each device, and what the last step did.
 
     Its memory is what was predicted at every instruction.
@@ -89,8 +90,8 @@ def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence
     pool = pools(2)
     kept, kept_bytes, _ = train(pool, name, plan_for(name, devices, "keep", schedule))
     before = kept_bytes
-    for fate in ("offload", "swap"):
-        found, found_bytes, events = train(pool, name, plan_for(name, devices, fate, schedule))
+    for policy in ("offload", "swap"):
+        found, found_bytes, events = train(pool, name, plan_for(name, devices, policy, schedule))
         assert found.losses == kept.losses
         assert found.tensors.keys() == kept.tensors.keys()
         assert all(torch.equal(tensor, kept.tensors[key]) for key, tensor in found.tensors.items())
@@ -103,11 +104,11 @@ def test_the_same_bits_in_less_memory(pools: Shelf, name: str, devices: Sequence
 
 def test_gradients_wait_where_the_optimizer_is(pools: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the optimizer on the host they are on the device only while a backward adds to them."""
-    monkeypatch.setattr(offloading, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     pool, found = pools(2), {}
-    for fate in ("keep", "swap"):
-        plan = replace(plan_for("unet", (0, 0, 0, 0, 1, 1, 0, 0), fate, "zb-h1"), update="host")
-        found[fate] = train(pool, "unet", plan)
+    for policy in ("keep", "swap"):
+        plan = replace(plan_for("unet", (0, 0, 0, 0, 1, 1, 0, 0), policy, "zb-h1"), update="host")
+        found[policy] = train(pool, "unet", plan)
         assert untouched(pool)
     kept, swapped = found["keep"], found["swap"]
     assert swapped[0].losses == kept[0].losses
@@ -116,7 +117,7 @@ def test_gradients_wait_where_the_optimizer_is(pools: Shelf, monkeypatch: pytest
     assert sum(kept[1]) - sum(swapped[1]) > parameters, (kept[1], swapped[1], parameters)
 
 
-def assert_seen(events: Sequence[Event]) -> None:
+def assert_seen(events: Sequence[TraceEvent]) -> None:
     """Require that each copy is seen on its track, for as long as it took, and ends before what waits for it."""
     for worker in {event.worker for event in events}:
         mine = [event for event in events if event.worker == worker]
@@ -130,12 +131,12 @@ def assert_seen(events: Sequence[Event]) -> None:
         assert all(event.start_ns < event.end_ns for event in kinds["prefetch "])
 
 
-def chain(fate: Fate) -> Plan:
+def chain(policy: ActivationPolicy) -> Plan:
     """Return a plan of one device."""
-    return plan_for("vgg", (0,) * 6, fate)
+    return plan_for("vgg", (0,) * 6, policy)
 
 
-def forecast(pool: onebox.Pool, name: str, plan: Plan) -> dict[int, Contents]:
+def forecast(pool: onebox.Pool, name: str, plan: Plan) -> dict[int, InitialContents]:
     """Return what each worker will have in its memory, of which nothing is run."""
     case = FATED[name]
     model, batch = case.model(), as_batch(*case.batches([BATCH])[0])
@@ -156,7 +157,7 @@ def test_a_budget_that_only_the_offloaded_run_fits_into(pools: Shelf) -> None:
                 trainer.step(*batch).item()
             trainer.wait()
             (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
-            assert isinstance(memory, Memory)
+            assert isinstance(memory, WorkerMemory)
             assert memory.peak_bytes == memory.quota_bytes, "not a byte less would do"
             contents = forecast(pool, "vgg", chain("offload"))
             assert memory.host_peak_bytes == host_peak_of(contents[0]) > 0

@@ -18,7 +18,7 @@ import onebox
 from onebox.errors import CheckpointError, UsageError
 from onebox.plan import ASYNC, Plan
 from onebox.pool import raise_first
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, staged

@@ -11,8 +11,8 @@ from torch import nn
 import onebox
 from onebox.plan import ASYNC, Plan, Stage, predict
 from onebox.pool import raise_first
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.shelf import Shelf
 
 SAMPLES = 16
@@ -45,8 +45,8 @@ def peaks_of(plan: Plan, pool: onebox.Pool, delay: Literal["none", "predict", "e
         answers = raise_first([pool.post(worker, [Ask("peak")], answer=True) for worker in plan.devices])
     assert losses[-1] < losses[0]
     found = [answer.results[0] for answer in answers]
-    assert all(isinstance(one, Memory) for one in found)
-    return tuple(one.peak_bytes for one in found if isinstance(one, Memory))
+    assert all(isinstance(one, WorkerMemory) for one in found)
+    return tuple(one.peak_bytes for one in found if isinstance(one, WorkerMemory))
 
 
 @pytest.mark.parametrize("delay", ["none", "predict", "extrapolate"])

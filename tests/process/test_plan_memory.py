@@ -1,4 +1,5 @@
-"""Plans for devices with too little memory: fates are chosen, the model trains within the budget, and is the same."""
+"""Plans for devices with too little memory: policies are chosen, the model trains within the budget, and is the
+same."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ import torch
 from torch import nn
 
 import onebox
-from onebox.engine.planning import Planned
+from onebox.engine.planning.make_plan import PlanningResult
 from onebox.errors import PlanError
 from onebox.plan import Plan
 from onebox.pool import raise_first
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.shelf import Shelf
 from tests.reference import assert_same, train
 
@@ -45,7 +46,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-def planned(pool: onebox.Pool, **options: Any) -> Planned:
+def planned(pool: onebox.Pool, **options: Any) -> PlanningResult:
     """Plan with the whole batch as one micro-batch, because of the batch norms."""
     model = deep()
     loss, (inputs, targets) = nn.functional.cross_entropy, batches()[0]
@@ -64,7 +65,7 @@ def peak_bytes(plan: Plan) -> int:
 def plain(pools: Shelf) -> int:
     """The peak of the plain plan."""
     found = planned(pools(1)).plan
-    assert {stage.fate for stage in found.stages} == {"keep"}
+    assert {stage.policy for stage in found.stages} == {"keep"}
     return peak_bytes(found)
 
 
@@ -74,8 +75,8 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
     with onebox.open("cpu", threads=1, memory=budget) as pool:
         found = planned(pool)
         plan = found.plan
-        fates = {stage.fate for stage in plan.stages}
-        assert fates & {"recompute", "offload"}
+        policies = {stage.policy for stage in plan.stages}
+        assert policies & {"recompute", "offload"}
         assert 0.6 * budget <= peak_bytes(plan) <= budget
         labels = {one.label: one for one in found.result.candidates}
         assert labels["device 0 alone"].shortfalls
@@ -90,17 +91,17 @@ def test_what_does_not_fit_gets_fates_that_fit(part: float, plain: int) -> None:
             tensors = {name.removeprefix("model."): tensor for name, tensor in job.tensors().items()}
         (answer,) = raise_first([pool.post(0, [Ask("peak")], answer=True)])
         (memory,) = answer.results
-        assert isinstance(memory, Memory)
+        assert isinstance(memory, WorkerMemory)
         assert memory.peak_bytes == pytest.approx(peak_bytes(plan), rel=0.05)
     alone = deep()
     expected = train(alone, nn.functional.cross_entropy, momentum(alone), batches(), lambda size: [size])
     assert_same(type(expected)(losses=losses, norms=[], tensors=tensors), expected)
 
 
-def test_one_fate_alone_and_none_at_all(plain: int) -> None:
+def test_one_policy_alone_and_none_at_all(plain: int) -> None:
     with onebox.open("cpu", threads=1, memory=int(plain * 0.6)) as pool:
-        for fate in ("recompute", "offload"):
-            plan = planned(pool, fates=("keep", fate)).plan
-            assert {stage.fate for stage in plan.stages} <= {"keep", fate}
+        for policy in ("recompute", "offload"):
+            plan = planned(pool, policies=("keep", policy)).plan
+            assert {stage.policy for stage in plan.stages} <= {"keep", policy}
         with pytest.raises(PlanError, match="no plan fits"):
-            planned(pool, fates=("keep",))
+            planned(pool, policies=("keep",))

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import onebox
-from onebox.engine.profiling import profile_model
+from onebox.engine.planning.profile import profile_model
 from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.plan import Plan
-from onebox.report.memory import compare_memory
+from onebox.report.tables.memory import compare_memory
 from tests.models import CASES, Case
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
@@ -132,9 +132,9 @@ def test_mixed_plans_with_fates_and_replicas(pool: onebox.Pool) -> None:
     mixed = narrowed(plain, 0, 2)
     expected = run(pool, "cnn", mixed)
     assert furthest(expected, reference("cnn", rounded=False)) > 5 * AGREE
-    fates = ("recompute", "keep", "offload")
-    pairs = zip(narrowed(staged("cnn", (0, 1, 1)), 0, 2).stages, fates, strict=True)
-    fated = replace(mixed, stages=tuple(replace(stage, fate=fate) for stage, fate in pairs))
+    policies = ("recompute", "keep", "offload")
+    pairs = zip(narrowed(staged("cnn", (0, 1, 1)), 0, 2).stages, policies, strict=True)
+    fated = replace(mixed, stages=tuple(replace(stage, policy=policy) for stage, policy in pairs))
     assert furthest(run(pool, "cnn", fated), expected) < AGREE
 
 

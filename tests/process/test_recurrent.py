@@ -140,10 +140,10 @@ def test_layers_in_stages(name: str, devices: tuple[int, ...], schedule: str, po
     assert_same(run(pools(3), name, plan), alone(name, plan))
 
 
-@pytest.mark.parametrize("fate", ["recompute", "offload"])
-def test_stages_with_other_fates(fate: str, pools: Shelf) -> None:
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_stages_with_other_policies(policy: str, pools: Shelf) -> None:
     plan = staged("lstm-dropout", (0, 1))
-    plan = replace(plan, stages=tuple(replace(stage, fate=fate) for stage in plan.stages))
+    plan = replace(plan, stages=tuple(replace(stage, policy=policy) for stage in plan.stages))
     assert_same(run(pools(2), "lstm-dropout", plan), alone("lstm-dropout", plan))
 
 

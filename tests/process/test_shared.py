@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onebox.wire import DTYPES, TensorSpec, spec_of
-from onebox.worker.memory import PeerLost, supported
+from onebox.worker.comm.shm.segment import RankLost, supported
 from tests.process import echo
 
 pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
@@ -42,6 +42,6 @@ def test_tensors_of_all_kinds_come_back_and_the_end_of_the_other_process_is_noti
     wait, total = group.receive(TensorSpec("bool", ()), 1, 2), group.reduce([torch.ones(1)])
     other.kill()
     for finish in (wait, total):
-        with pytest.raises(PeerLost, match=f"rank 1 has ended: process {other.pid} is gone"):
+        with pytest.raises(RankLost, match=f"rank 1 has ended: process {other.pid} is gone"):
             finish()
     group.close()

@@ -11,12 +11,12 @@ from torch import nn
 
 import onebox
 from onebox.errors import DeviceMemoryError, OperatorError, UsageError
-from onebox.pool import Answer, Pool, open_pool, raise_first
+from onebox.pool import Pool, WorkerReply, open_pool, raise_first
 from onebox.wire import TensorSpec, to_frame
-from onebox.wire.messages import Define, Optimizer, Put, Routine, Run, StoredProgram
-from onebox.wire.sayings import Digest, Memory, Scalars
-from onebox.wire.steps import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
-from onebox.worker.sim import MEMORY_BYTES
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, OptimizerStep, Receive, Reduce, Send
+from onebox.wire.protocol.requests import Define, OptimizerSpec, Put, Routine, Run, StoredProgram
+from onebox.wire.protocol.responses import Digest, Scalars, WorkerMemory
+from onebox.worker.emulated import MEMORY_BYTES
 from tests.unit.machines import elementwise
 
 SPEC = TensorSpec("float32", (256, 256))
@@ -35,14 +35,14 @@ def pool() -> Iterator[Pool]:
 def prepare(pool: Pool, worker: int) -> None:
     """Store a program, an optimizer and a routine that runs both."""
     program = elementwise("aten.relu.default", SPEC)
-    adam = Optimizer("Adam", (((0,), {"lr": 0.1}),), (1,), (), COST_S)
+    adam = OptimizerSpec("Adam", (((0,), {"lr": 0.1}),), (1,), (), COST_S)
     steps = (Call(RELU, (1,), (3,)), OptimizerStep(ADAM, (2,)), Free((3,)))
     defines = [Define(RELU, StoredProgram(program, COST_S)), Define(ROUTINE, Routine(steps, 0))]
     frames = [bytes(to_frame(X))] * 2
     pool.post(worker, [Put((1, 2), (SPEC, SPEC)), *defines, Define(ADAM, adam)], frames)
 
 
-def lasted_s(answer: Answer) -> list[float]:
+def lasted_s(answer: WorkerReply) -> list[float]:
     """Return how long each instruction of a traced routine took."""
     return [(end - start) / 1e9 for start, end in zip(answer.times_ns[::2], answer.times_ns[1::2], strict=True)]
 
@@ -128,12 +128,12 @@ def test_a_quota_is_that_of_a_device_with_so_much_memory() -> None:
         with pytest.raises(DeviceMemoryError, match=rf"aten\.relu\.default.*quota is {quota}"):
             pool.post(0, [Call(RELU, (1,), (3,)), Call(RELU, (1,), (4,))], answer=True).result(30)
         (memory,) = pool.post(0, [Ask("memory")], answer=True).result(30).results
-        assert memory == Memory(3 * SPEC.size_bytes, 3 * SPEC.size_bytes, quota)
+        assert memory == WorkerMemory(3 * SPEC.size_bytes, 3 * SPEC.size_bytes, quota)
         (memory,) = pool.post(1, [Ask("memory")], answer=True).result(30).results
-        assert memory == Memory(0, 0, quota)
+        assert memory == WorkerMemory(0, 0, quota)
 
 
-def memory_of_a_run(spec: str) -> list[Memory]:
+def memory_of_a_run(spec: str) -> list[WorkerMemory]:
     """Train a small model for three steps and return what each device says of its memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))

@@ -11,7 +11,7 @@ from torch import nn
 
 import onebox
 from onebox.errors import UsageError
-from onebox.plan import Fate, Plan, Stage
+from onebox.plan import ActivationPolicy, Plan, Stage
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, segments
@@ -74,9 +74,9 @@ def test_layers_split_over_workers_give_the_result_of_one_process(
 def test_split_layers_are_recomputed_and_offloaded_too(pool: onebox.Pool, name: str, schedule: str) -> None:
     """What the ranks of a stage exchange in forward they exchange again."""
     plan = split(name, "both stages")
-    fates: tuple[Fate, Fate]
-    for fates in (("recompute", "offload"), ("offload", "recompute")):
-        stages = tuple(replace(stage, fate=fate) for stage, fate in zip(plan.stages, fates, strict=True))
+    policies: tuple[ActivationPolicy, ActivationPolicy]
+    for policies in (("recompute", "offload"), ("offload", "recompute")):
+        stages = tuple(replace(stage, policy=policy) for stage, policy in zip(plan.stages, policies, strict=True))
         fated = replace(plan, stages=stages, schedule=schedule)
         assert_same(run(pool, name, fated, SIZES[:3]), reference(name, fated, SIZES[:3]))
 

@@ -13,14 +13,14 @@ import torch
 from msgspec.structs import replace
 
 import onebox
-from onebox.engine.batch import as_batch
-from onebox.engine.captures import Captures, Recipe
-from onebox.engine.curve import curve_of
-from onebox.engine.delays import DELAYS
-from onebox.engine.forecast import forecast_contents
+from onebox.engine.memory.forecast import forecast_contents
+from onebox.engine.memory.timeline import memory_timeline
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
+from onebox.engine.workload.delay_compensation import DELAYS
 from onebox.errors import OperatorError, UsageError
-from onebox.plan import ASYNC, Fate, Plan, Stage
-from onebox.report.memory import compare_memory
+from onebox.plan import ASYNC, ActivationPolicy, Plan, Stage
+from onebox.report.tables.memory import compare_memory
 from tests.late import train_late
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
@@ -194,11 +194,11 @@ def test_memory_is_what_was_predicted(
         (n, 0, "") for n in sorted(plan.devices)
     ]
     trained = frozenset(f"model.{key}" for key, _ in model.named_parameters())
-    recipe = Recipe(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
+    recipe = CaptureSpec(model=model, loss=case.loss, metrics={}, precision="fp32", device_type="cpu", trained=trained)
     job = plan, model, case.loss, OPTIMIZERS["sgd"](model), as_batch(*batch)
     ahead = forecast_contents(*job, devices=pool.devices, captures=Captures(recipe), delay=delay)
     for device, contents in ahead.items():
-        forecast, seen = curve_of(device, contents), curves[device]
+        forecast, seen = memory_timeline(device, contents), curves[device]
         assert [use.used_bytes for use in forecast.uses] == [use.used_bytes for use in seen.uses], "for nobody, too"
 
 
@@ -267,7 +267,7 @@ def test_exact_steps_that_overlap_have_the_same_bits(layout: str, pool: onebox.P
 def test_recomputed_stages(pool: onebox.Pool) -> None:
     """What is drawn at random is drawn again as it was, a step later, too."""
     plan = staged("dropping", (0, 1, 2), micro_batch=2, schedule=ASYNC)
-    plan = replace(plan, stages=tuple(replace(stage, fate="recompute") for stage in plan.stages))
+    plan = replace(plan, stages=tuple(replace(stage, policy="recompute") for stage in plan.stages))
     found, _ = run(pool, "dropping", plan, "sgd", SIZES[:5])
     assert_same(found, late("dropping", plan, "sgd", SIZES[:5]))
 
@@ -288,10 +288,10 @@ def test_what_fails_in_a_window_says_where(pool: onebox.Pool) -> None:
         assert (caught.value.worker, caught.value.stage) == (0, 0)
 
 
-def fated(fate: Fate) -> Plan:
-    """Return an asynchronous plan of a stage with a fate and another one."""
+def fated(policy: ActivationPolicy) -> Plan:
+    """Return an asynchronous plan of a stage with a policy and another one."""
     first, second = (Stage(segments=(name,), replicas=((0,),), shares=(1.0,)) for name in ("first", "second"))
-    return Plan(stages=(replace(first, fate=fate), second), micro_batch=2, schedule=ASYNC)
+    return Plan(stages=(replace(first, policy=policy), second), micro_batch=2, schedule=ASYNC)
 
 
 @pytest.mark.parametrize(

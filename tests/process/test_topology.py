@@ -12,9 +12,20 @@ from torch import nn
 
 import onebox
 from onebox.graph import TracedModel, capture
-from onebox.plan import DeviceSpec, Links, Plan, Problem, Segment, Time, Value, predict, search, stage_work
+from onebox.plan import (
+    ComputeTime,
+    DeviceSpec,
+    Links,
+    Plan,
+    Problem,
+    Segment,
+    SegmentValue,
+    predict,
+    search,
+    stage_work,
+)
 from onebox.pool import Link, Pool
-from onebox.pool.measure import measure_pool
+from onebox.pool.network.profile import measure_pool
 
 WIDTHS = (64, 256, 16, 256, 64)
 BATCH, MICRO_BATCH = 16, 2
@@ -38,7 +49,7 @@ def problem_of(links: Links) -> Problem:
     """Return what a planner is told: the names and bytes of the real model, and times that are emulated."""
     example = torch.zeros(MICRO_BATCH, WIDTHS[0]), torch.zeros(MICRO_BATCH, WIDTHS[-1])
     names = TracedModel(capture(network(), nn.functional.mse_loss, example), backward=True).segments
-    time = {"sim": Time(sample_s=1e-3)}
+    time = {"sim": ComputeTime(sample_s=1e-3)}
     return Problem(
         segments=tuple(Segment(name=name, forward_s=time, input_s=time, weight_s=time, update_s={}) for name in names),
         devices=tuple(DeviceSpec(number=number, type="sim") for number in HOST),
@@ -46,7 +57,7 @@ def problem_of(links: Links) -> Problem:
         batch=BATCH,
         micro_batches=(MICRO_BATCH,),
         values=tuple(
-            Value(source=index, consumers=(index + 1,), forward_bytes=4 * width, backward_bytes=4 * width)
+            SegmentValue(source=index, consumers=(index + 1,), forward_bytes=4 * width, backward_bytes=4 * width)
             for index, width in enumerate(WIDTHS[1:-1])
         ),
         call_s=1e-4,

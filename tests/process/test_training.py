@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 import onebox
 from onebox.errors import ReplicasParted, UsageError
 from onebox.wire import spec_of, to_frame
-from onebox.wire.messages import Put
+from onebox.wire.protocol.requests import Put
 from onebox.worker import OPTIMIZERS as NATIVE
 from tests.models import CASES, OPTIMIZERS, adam_in_groups, adamw, sgd
 from tests.process.shelf import Shelf

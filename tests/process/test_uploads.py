@@ -18,9 +18,9 @@ from onebox.errors import OneboxError, UsageError
 from onebox.plan import Plan
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Put
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask, Free, Get
+from onebox.wire.protocol.instructions import Ask, Free, Get
+from onebox.wire.protocol.requests import Put
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.models import CASES, sgd
 from tests.process.shelf import Shelf
 from tests.process.stages import staged
@@ -67,7 +67,7 @@ def expected(sizes: list[int] = SIZES) -> Outcome:
 
 def used(pool: Pool) -> list[int]:
     answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in pool.present])
-    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
 
 @pytest.mark.parametrize("name", PLANS)

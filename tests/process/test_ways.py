@@ -13,10 +13,10 @@ import onebox
 from onebox.errors import UsageError, WorkerDied
 from onebox.pool import Pool, raise_first
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import Define, Instruction, Put, StoredProgram
-from onebox.wire.sayings import Digest, Memory
-from onebox.wire.steps import Ask, Call, Free, Get, Receive, Reduce, Send
-from onebox.worker.memory import supported
+from onebox.wire.protocol.instructions import Ask, Call, Free, Get, Receive, Reduce, Send
+from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
+from onebox.wire.protocol.responses import Digest, WorkerMemory
+from onebox.worker.comm.shm.segment import supported
 from tests import leaks
 from tests.process.shelf import Shelf
 from tests.process.stages import reference, run, staged
@@ -38,7 +38,7 @@ def maps(pool: Pool) -> list[int]:
 def used_bytes(pool: Pool) -> list[int]:
     """Return how many bytes the buffers of each worker take."""
     answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
-    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
 
 def descriptors(pool: Pool) -> list[int]:
@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_while_tensors_are_under_way_is_named_and_replac
             with pytest.raises(WorkerDied) as caught:
                 future.result(30)
             assert caught.value.worker == 1
-        assert pool.heal().replaced == (1,)
+        assert pool.recover_workers().replaced == (1,)
         (answer,) = raise_first([pool.post(0, [Get((1,))], answer=True)])
         assert torch.equal(from_frame(spec, answer.frames[0]), torch.arange(4e6)), "it outlasts its sender"
         raise_first([pool.post(0, [Free((1, 2), ())], answer=True)])

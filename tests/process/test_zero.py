@@ -16,7 +16,7 @@ import onebox
 from onebox.errors import UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Link, raise_first
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.shelf import Shelf
 from tests.process.stages import SEED, reference, run, staged

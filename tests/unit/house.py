@@ -17,17 +17,17 @@ import zmq
 
 from onebox.errors import WorkerDied
 from onebox.pool import Pool, open_pool
-from onebox.pool import local as local_module
-from onebox.pool.failures import Place
+from onebox.pool.backends import local as local_module
+from onebox.pool.errors import WorkerLocation
 from onebox.wire import send
-from onebox.wire.messages import Bye, Envelope
+from onebox.wire.protocol.requests import Envelope, Shutdown
 from onebox.worker import Ports, WorkerConfig
-from onebox.worker.serve import Server
+from onebox.worker.process.main import WorkerServer
 
 OpenPool = Callable[..., Pool]
 
 
-class EndableServer(Server):
+class EndableServer(WorkerServer):
     """A server that ends when it is told to from outside, as a process would that is killed."""
 
     ended = False
@@ -35,7 +35,7 @@ class EndableServer(Server):
     def _hear(self, end_s: float = math.inf) -> bool:
         while not super()._hear(min(end_s, time.monotonic() + 0.05)):
             if self.ended:
-                self._deferred.append((Envelope(0, False, (Bye(),)), ()))
+                self._deferred.append((Envelope(0, False, (Shutdown(),)), ()))
                 return True
             if time.monotonic() >= end_s:
                 return False
@@ -63,7 +63,7 @@ class ThreadWorker:
 
     address = "127.0.0.1"
 
-    def __init__(self, place: Place, config: WorkerConfig, *, nursery: object) -> None:
+    def __init__(self, place: WorkerLocation, config: WorkerConfig, *, nursery: object) -> None:
         self.place = place
         self.pid = os.getpid()
         self.error: BaseException | None = None

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebox.wire import Operator, Program, Slot, TensorSpec, from_frame, spec_of, to_frame, with_deaths
-from onebox.wire.messages import Define, Instruction, Put, StoredProgram
-from onebox.wire.sayings import Failure, Result, Tensors
-from onebox.wire.steps import Get
-from onebox.worker.device import Device
+from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame, spec_of, to_frame, with_deaths
+from onebox.wire.protocol.instructions import Get
+from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
+from onebox.wire.protocol.responses import Result, Tensors, WorkerFailure
+from onebox.worker.comm.formation import RankLost
+from onebox.worker.device import ComputeDevice
+from onebox.worker.execution.executor import Executor
 from onebox.worker.faults import Fault, FaultInjector
-from onebox.worker.groups import PeerLost
-from onebox.worker.machine import Machine
 
 
 class Rig:
@@ -27,13 +27,15 @@ class Rig:
         device: Its device; a CPU where ``None``.
     """
 
-    def __init__(self, quota_bytes: int = 0, faults: tuple[Fault, ...] = (), device: Device | None = None) -> None:
-        self.failures: list[Failure] = []
+    def __init__(
+        self, quota_bytes: int = 0, faults: tuple[Fault, ...] = (), device: ComputeDevice | None = None
+    ) -> None:
+        self.failures: list[WorkerFailure] = []
         self.said: list[Any] = []
         self.tickets = 0
         injector = FaultInjector(faults)
-        device = device or Device("cpu", 1)
-        self.machine = Machine(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
+        device = device or ComputeDevice("cpu", 1)
+        self.machine = Executor(device, self, self.failures.append, quota_bytes=quota_bytes, faults=injector)
 
     def say(self, saying: Any, frames: Sequence[Any] = ()) -> None:
         self.said.append(saying)
@@ -43,7 +45,7 @@ class Rig:
         return self.tickets
 
     def await_ticket(self, ticket: int, timeout_s: float) -> Any:
-        raise PeerLost(f"nobody answers ticket {ticket}")
+        raise RankLost(f"nobody answers ticket {ticket}")
 
     def do(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> list[Result]:
         """Execute the instructions of one message."""
@@ -72,7 +74,7 @@ class Rig:
 
 def elementwise(name: str, spec: TensorSpec, inputs: int = 1) -> Program:
     """Return a program of one operator whose arguments and result are alike."""
-    slots = tuple(Slot(index) for index in range(inputs))
+    slots = tuple(SlotArgument(index) for index in range(inputs))
     operator = Operator(name, slots, {}, (inputs,), (spec,))
     return with_deaths(Program((spec,) * inputs, (operator,), (inputs,), inputs + 1))
 

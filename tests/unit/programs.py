@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onebox.wire import Many, Operator, Program, Slot, Value, overload, spec_of, with_deaths
+from onebox.wire import Many, Operator, Program, SlotArgument, Value, overload, spec_of, with_deaths
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class Maker:
         return with_deaths(Program(inputs, tuple(self.operators), tuple(outputs), len(self.values)))
 
     def _given(self, value: Value) -> Any:
-        if isinstance(value, Slot):
+        if isinstance(value, SlotArgument):
             return self.values[value.index]
         if isinstance(value, Many):
             return [self._given(item) for item in value.items]
@@ -94,29 +94,29 @@ def _grow(draw: st.DrawFn, maker: Maker) -> None:
     choices += ["mm"] if after else []
     match draw(st.sampled_from(choices)):
         case "add":
-            maker.add("aten.add.Tensor", Slot(a), Slot(draw(st.sampled_from(like))))
+            maker.add("aten.add.Tensor", SlotArgument(a), SlotArgument(draw(st.sampled_from(like))))
         case "mul":
-            maker.add("aten.mul.Scalar", Slot(a), 0.5)
+            maker.add("aten.mul.Scalar", SlotArgument(a), 0.5)
         case "relu":
-            maker.add("aten.relu.default", Slot(a))
+            maker.add("aten.relu.default", SlotArgument(a))
         case "cat":
             parts = draw(st.lists(st.sampled_from(like), min_size=1, max_size=2)) if value.dim() else []
             if parts:
-                maker.add("aten.cat.default", Many(tuple(Slot(part) for part in parts)), 0)
+                maker.add("aten.cat.default", Many(tuple(SlotArgument(part) for part in parts)), 0)
         case "unsqueeze":
-            maker.add("aten.unsqueeze.default", Slot(a), 0)
+            maker.add("aten.unsqueeze.default", SlotArgument(a), 0)
         case "transpose":
-            maker.add("aten.transpose.int", Slot(a), 0, 1)
+            maker.add("aten.transpose.int", SlotArgument(a), 0, 1)
         case "select":
-            maker.add("aten.select.int", Slot(a), 0, 0)
+            maker.add("aten.select.int", SlotArgument(a), 0, 0)
         case "split":
             keep = [True] * value.shape[0]
             keep[-1] = draw(st.booleans()) or len(keep) == 1
-            maker.add("aten.split.Tensor", Slot(a), 1, 0, keep=keep)
+            maker.add("aten.split.Tensor", SlotArgument(a), 1, 0, keep=keep)
         case "max":
-            maker.add("aten.max.dim", Slot(a), 0, keep=draw(st.sampled_from([(True, True), (True, False)])))
+            maker.add("aten.max.dim", SlotArgument(a), 0, keep=draw(st.sampled_from([(True, True), (True, False)])))
         case "mm":
-            maker.add("aten.mm.default", Slot(a), Slot(draw(st.sampled_from(after))))
+            maker.add("aten.mm.default", SlotArgument(a), SlotArgument(draw(st.sampled_from(after))))
 
 
 def run_plainly(program: Program, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -124,7 +124,7 @@ def run_plainly(program: Program, inputs: Sequence[Tensor]) -> dict[int, Tensor]
     values = dict(enumerate(inputs))
 
     def given(value: Value) -> Any:
-        if isinstance(value, Slot):
+        if isinstance(value, SlotArgument):
             return values[value.index]
         return [given(item) for item in value.items] if isinstance(value, Many) else value
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from onebox.pool.rendezvous import KeyValues
-from onebox.wire.grouping import EmulatedLink, FormGroup, Reduced, Rendezvous
-from onebox.wire.sayings import Contribution, Left, Lookup
-from onebox.worker.carriers import Carrier
-from onebox.worker.links import Wires
-from onebox.worker.meeting import meet
-from onebox.worker.memory import PeerLost
-from onebox.worker.shared import SharedGroup
-from onebox.worker.tape import Progress
+from onebox.pool.client.rendezvous import KeyValues
+from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
+from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.shm.gpu_copy import ShmCopier
+from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.segment import RankLost
+from onebox.worker.programs.interpreter import WorkerProgress
 from tests.unit.programs import CPU
 
 
@@ -39,7 +39,7 @@ class Keys:
         """Return the value of a key, waiting for it."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, self._timeout_s):
-                raise PeerLost(f"nobody set {key}")
+                raise RankLost(f"nobody set {key}")
         return self._values[key]
 
 
@@ -85,11 +85,11 @@ class HubChannel:
         """Wait for an answer."""
         with self.hub.changed:
             if not self.hub.changed.wait_for(lambda: (self.worker, ticket) in self.hub.answers, timeout_s):
-                raise PeerLost("nobody came")
+                raise RankLost("nobody came")
             return Rendezvous(ticket, self.hub.answers.pop((self.worker, ticket))), ()
 
 
-Rank = Callable[[int, SharedGroup], Any]
+Rank = Callable[[int, ShmGroup], Any]
 
 
 def run_ranks(
@@ -99,7 +99,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     devices: Sequence[torch.device] = (),
     links: Mapping[int, Sequence[EmulatedLink]] | None = None,
-    carriers: Mapping[int, Carrier] | None = None,
+    carriers: Mapping[int, ShmCopier] | None = None,
 ) -> list[Any]:
     """Form a group, run a function for each rank, in threads, and return what each returns.
 
@@ -117,10 +117,10 @@ def run_ranks(
         own = tuple((links or {}).get(number, ()))
         form = FormGroup(3, number, size, "gloo", "127.0.0.1", timeout_s, True, own)
         carrier = (carriers or {}).get(number)
-        met = meet(form, keys, "cpu" if carrier is None else "cuda")
+        met = find_shm_peers(form, keys, "cpu" if carrier is None else "cuda")
         if len(met.memories) < size:
-            raise PeerLost(f"only ranks {sorted(met.memories)} share memory")
-        group = SharedGroup(form, met, devices[number] if devices else CPU, Progress(), Wires(), carrier)
+            raise RankLost(f"only ranks {sorted(met.memories)} share memory")
+        group = ShmGroup(form, met, devices[number] if devices else CPU, WorkerProgress(), EmulatedLinks(), carrier)
         del met
         try:
             return rank(number, group)

@@ -44,8 +44,8 @@ METHODS = {
 
 REPLACED = {
     "vgpu/distributed/ranks.py": {"torch.multiprocessing.spawn", "torch.multiprocessing.spawn.ProcessRaisedException"},
-    "vgpu/cuda/distributed.py": {"torch.multiprocessing"},
-    "vgpu/serial.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
+    "vgpu/cuda_alias/nccl_names.py": {"torch.multiprocessing"},
+    "vgpu/integration/serialization.py": {"multiprocessing.reduction", "multiprocessing.reduction.ForkingPickler"},
 }
 """Names that scripts use and that are given something else to do here: ranks are threads, and nothing is pickled."""
 

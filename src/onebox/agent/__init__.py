@@ -1,7 +1,7 @@
-"""The agent: the process on a host that leases its devices to clients and starts a worker for each that is leased."""
+"""The agent: the process on a host that leases its devices to clients and starts a worker for each leased device."""
 
-from onebox.agent.demand import Limits, Offered
-from onebox.agent.host import offered_devices
+from onebox.agent.admission import ClientLimits, Offered
+from onebox.agent.host_devices import offered_devices
 from onebox.agent.server import Agent
 
-__all__ = ["Agent", "Limits", "Offered", "offered_devices"]
+__all__ = ["Agent", "ClientLimits", "Offered", "offered_devices"]

@@ -1,7 +1,7 @@
-"""An agent's journal: what happened, one JSON object a line, on disk and in memory; counted by event.
+"""The agent's journal: events as JSON lines, on disk and in memory, with a count for each event.
 
-What comes from a client is written here, so everything is bounded, and escaped for terminals. Keys do not get in, and
-neither do data: only plain values, and none under a name that sounds like a secret.
+Text from clients is written here, so every value is bounded, and escaped for terminals. Keys and data are excluded:
+only plain values are written, and none whose name suggests a secret.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Self, TextIO
 from onebox.errors import UsageError
 
 FILE_BYTES = 8 << 20
-"""Size at which a file is put aside as ``NAME.1`` and another one begun: two files are kept."""
+"""Size at which a file is renamed to ``NAME.1`` and a new one begun: two files are kept."""
 
 LINES = 2000
 """The most lines that are kept in memory."""
 
 LINE_BYTES = 4096
-"""The most bytes of a line, with its end."""
+"""The most bytes of a line, including its newline."""
 
 _TEXT = 600
-"""The most characters of a value; escaped they are up to twelve times as many bytes, and then may not fit a line."""
+"""The most characters of a value; escaped they are up to twelve times as many bytes, and may then exceed a line."""
 
 _SCANNED = 1 << 16
 
@@ -42,23 +42,23 @@ _OWN = frozenset({"time", "event", "host"})
 _SECRET = re.compile(r"key|secret|passw|token|cookie|credential|(?<!exit_)code$|payload|content|data$")
 _WITHHELD = "(withheld)"
 
-# A CURVE key is 40 characters of Z85. A run of exactly so many, perhaps behind a name and "=" or ":", is taken for one,
-# but not a fingerprint at the end of a sentence.
+# A CURVE key is 40 characters of Z85. A run of exactly that length, optionally after a name and "=" or ":", counts as
+# one, but not a fingerprint at the end of a sentence.
 _Z85 = r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]"
 _PRINT = r"[a-z2-7]{4}(?::[a-z2-7]{4}){7}"
 _KEY = re.compile(rf"(?:(?<!{_Z85})|(?<=[=:]))(?!{_PRINT}){_Z85}{{40}}(?!{_Z85})")
 
 
 class Journal:
-    """Lines of what happened; it may be told from any thread, and from a handler of signals.
+    """A log of events; callable from any thread, and from a signal handler.
 
-    It never fails whoever tells it: what cannot be written to the disk is counted in :attr:`lost`, and stays in memory.
+    Logging never raises: lines that cannot be written to the disk are counted in :attr:`lost`, and stay in memory.
 
     Args:
-        path: The file, in a folder that exists; None for none. Readable by its owner alone. What is in it stays.
-        stream: Where every line goes as well, such as standard error.
-        file_bytes: Size at which the file is put aside.
-        clock: Now, in seconds since 1970.
+        path: The file, in a folder that exists; None for none. Readable by its owner alone. Existing lines stay.
+        stream: Second destination of every line, such as standard error.
+        file_bytes: Size at which the file is rotated.
+        clock: Function that returns the time in seconds since 1970.
 
     Raises:
         UsageError: The file cannot be opened.
@@ -83,7 +83,7 @@ class Journal:
         self._file_bytes = file_bytes
         self._clock = clock or (lambda: datetime.now(UTC).timestamp())
         self._host = _clean(platform.node() or "unknown")
-        self._lock = threading.RLock()  # a handler of signals may come in the midst of a line
+        self._lock = threading.RLock()  # a signal handler may run in the middle of a line
         self._counts: Counter[str] = Counter()
         self._lines: deque[str] = deque(maxlen=LINES)
         self.lost = 0
@@ -109,7 +109,7 @@ class Journal:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How often each event was told, since this journal was opened."""
+        """The number of occurrences of each event since this journal was opened."""
         with self._lock:
             return dict(self._counts)
 
@@ -117,10 +117,9 @@ class Journal:
         """Write a line.
 
         Args:
-            event: What happened: lower-case words with hyphens.
-            **fields: What is to be known of it; ``times`` if the line stands for several events. Long text is cut, text
-                that looks like a key and fields whose names sound like secrets are withheld, what is not plain is
-                named by its type.
+            event: Name of the event: lower-case words with hyphens.
+            **fields: Its details; ``times`` if the line stands for several events. Long text is cut, text that looks
+                like a key and fields whose names suggest secrets are withheld, other values are replaced by their type.
         """
         name = event if _NAME.fullmatch(event) else "unnamed"
         with self._lock:
@@ -134,14 +133,14 @@ class Journal:
             try:
                 print(line, file=self._stream, flush=True)
             except (OSError, ValueError):
-                self._stream = None  # nobody reads it any more
+                self._stream = None  # the reader is gone
 
     def last(self, count: int, *, size_bytes: int = 1 << 19) -> list[str]:
-        """Return the newest lines, oldest first, as many of them as fit.
+        """Return the newest lines, oldest first, within both limits.
 
         Args:
             count: The most lines.
-            size_bytes: The most bytes of them all: they may have to fit a message.
+            size_bytes: The most bytes in total, such as the size of a message.
         """
         found: list[str] = []
         with self._lock:
@@ -153,7 +152,7 @@ class Journal:
         return found[::-1]
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. What is told afterwards stays in memory."""
+        """Close the file. Idempotent. Later lines stay in memory."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -188,7 +187,7 @@ def _open(path: Path) -> int:
     try:
         os.fchmod(descriptor, 0o600)
         end = os.lseek(descriptor, 0, os.SEEK_END)
-        if end and os.pread(descriptor, 1, end - 1) != b"\n":  # a crash in the midst of a line
+        if end and os.pread(descriptor, 1, end - 1) != b"\n":  # a crash in the middle of a line
             os.write(descriptor, b"\n")
     except OSError:
         os.close(descriptor)
@@ -206,20 +205,20 @@ def _tail(path: Path) -> list[str]:
 
 
 def _line(now_s: float, event: str, host: str, fields: Mapping[str, object]) -> str:
-    """Return a line of at most LINE_BYTES with its end; of a longer one the last fields are left out."""
+    """Format a line of at most LINE_BYTES with its newline; the last fields of a longer one are left out."""
     time = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     record: dict[str, object] = {"time": time, "event": event, "host": host}
     size = len(json.dumps(record)) + len(', "cut": true}\n')
     for count, (name, value) in enumerate(fields.items()):
         if not _NAME.fullmatch(name) or name in _OWN:
-            name = f"field_{count}"  # noqa: PLW2901 - whatever it is called, it is not lost
+            name = f"field_{count}"  # noqa: PLW2901 - whatever its name, the field is kept
         plain = _WITHHELD if _SECRET.search(name) else _plain(value)
         size += len(json.dumps({name: plain}))
         if count >= _FIELDS or size > LINE_BYTES:
             record["cut"] = True
             break
         record[name] = plain
-    return json.dumps(record)  # escapes all but ASCII: what a client calls itself must not steer a terminal
+    return json.dumps(record)  # escapes all but ASCII: a client's name must not control a terminal
 
 
 def _plain(value: object) -> str | int | float | None:
@@ -235,8 +234,8 @@ def _plain(value: object) -> str | int | float | None:
 
 
 def _clean(text: str) -> str:
-    """Return text without keys, and not too long."""
+    """Return text without keys, cut to the maximum length."""
     whole = len(text) <= _SCANNED
     text = _KEY.sub(_WITHHELD, text[:_SCANNED].replace("\x7f", "?"))
-    text = text if whole else text[:-40]  # where a key may have been cut in two
+    text = text if whole else text[:-40]  # a key may have been cut in two here
     return text if len(text) <= _TEXT else text[: _TEXT // 3] + " ... " + text[-(_TEXT * 2 // 3 - 5) :]

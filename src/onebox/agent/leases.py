@@ -1,7 +1,7 @@
-"""Who has leased which devices of a host, and who waits for them; pure: events and the time in, decisions out.
+"""Leases and the queue of a host's devices: events and the time in, decisions out. Pure.
 
-Who waits is served first come, first served: a later request gets devices only if no earlier one could use any of them,
-so that small requests never starve a large one. What a lease held is free again only when its workers have ended.
+The queue is first come, first served: a later request gets devices only if no earlier one could use any of them, so
+that small requests never starve a large one. A lease's devices are free again only when its workers have ended.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from onebox.agent.demand import Limits, Offered, Room, Share, all_room, fit, reach, settled, taken
+from onebox.agent.admission import ClientLimits, Offered, Room, Share, all_room, fit, reach, settled, taken
 from onebox.errors import UsageError
-from onebox.wire.agents import Holder, Offer, Want
+from onebox.wire.protocol.agents import Holder, Offer, Want
 
 QUEUE = 256
-"""The most requests that wait."""
+"""The most requests in the queue."""
 
 LEAST_GRACE_S = 1.0
-"""The shortest grace of a lease: twice as long as between two signs of life."""
+"""The shortest grace of a lease: two heartbeat intervals."""
 
 DROPPED = "it was silent for longer than its grace while it waited, and has lost its place in the queue; ask again"
 _LISTED = 4
@@ -29,9 +29,9 @@ class Client:
     """One session of a client.
 
     Args:
-        key: Its public key, which limits go by.
-        session: What tells its sessions apart.
-        name: For a person.
+        key: Its public key, to which limits apply.
+        session: Identifier that distinguishes its sessions.
+        name: Its name, for messages.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Grant:
-    """A request is granted: workers are to be started, one for each share, in the order of what was wanted."""
+    """Decision to grant a request: workers are to be started, one for each share, in the order of the wants."""
 
     client: Client
     number: int
@@ -54,7 +54,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Wait:
-    """A request waits, at another place than before."""
+    """Decision that a request waits at a new position in the queue."""
 
     client: Client
     number: int
@@ -64,7 +64,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Refuse:
-    """A request is refused."""
+    """Decision to refuse a request."""
 
     client: Client
     number: int
@@ -74,13 +74,13 @@ class Refuse:
 
 @dataclass(frozen=True)
 class End:
-    """A lease ends: its workers are to be ended, then :meth:`Leases.freed` is to be called.
+    """Decision to end a lease: its workers are to be ended, and then :meth:`Leases.freed` to be called.
 
     Args:
-        client: Who had it.
-        lease: Which.
-        cause: ``released`` by its client, ``silent`` client, ``time`` is over, ``failed`` to start.
-        why: For a person.
+        client: Its holder.
+        lease: Its number.
+        cause: ``released`` by its client, ``silent`` client, ``time`` limit, ``failed`` start.
+        why: The reason, for messages.
     """
 
     client: Client
@@ -90,15 +90,15 @@ class End:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """A request has left the queue: its client is silent, or its session was ended."""
+class Dequeue:
+    """A request has left the queue because its client is silent or its session was ended."""
 
     client: Client
     number: int
     why: str
 
 
-Decision = Grant | Wait | Refuse | End | Drop
+Decision = Grant | Wait | Refuse | End | Dequeue
 
 
 @dataclass
@@ -126,13 +126,13 @@ class Leases:
 
     Args:
         offers: Its devices.
-        limits: Of each client.
+        limits: Limits of each client.
 
     Raises:
         UsageError: A device is offered twice.
     """
 
-    def __init__(self, offers: Sequence[Offered], limits: Limits) -> None:
+    def __init__(self, offers: Sequence[Offered], limits: ClientLimits) -> None:
         self._offers = {offer.device: offer for offer in offers}
         if len(self._offers) < len(offers):
             raise UsageError(f"a device is offered twice: {', '.join(offer.device for offer in offers)}")
@@ -142,19 +142,19 @@ class Leases:
         self._heard: dict[Client, float] = {}
         self._last = 0
 
-    # ---- what clients do
+    # ---- requests of clients
 
     def ask(
         self, client: Client, number: int, wants: Sequence[Want], *, grace_s: float, wait: bool, now_s: float
     ) -> list[Decision]:
-        """Take a request for devices, all or none. Asked again under its number, it is not a second one.
+        """Handle a request for devices, all or none. A repetition under the same number is not a second request.
 
         Args:
-            client: Who asks.
-            number: What it calls the request.
+            client: The requesting session.
+            number: The session's number of the request.
             wants: The devices.
             grace_s: How long the client may be silent.
-            wait: Whether it waits where devices are leased by others.
+            wait: Whether it waits for devices that others have leased.
             now_s: The time.
         """
         for waiting in self._queue:
@@ -174,66 +174,66 @@ class Leases:
         return self._advance(now_s)
 
     def heard(self, client: Client, now_s: float) -> tuple[int, ...]:
-        """Take a client's sign of life and return its leases."""
+        """Record a client's heartbeat and return its leases."""
         if client in self._heard:
             self._heard[client] = now_s
         return self.of(client)
 
     def of(self, client: Client) -> tuple[int, ...]:
-        """Return the leases of a client's connection."""
+        """Return the leases of a session."""
         return tuple(lease for lease, held in self._held.items() if held.client == client and not held.ending)
 
     def release(self, client: Client, lease: int) -> list[Decision]:
-        """Take a lease back from a client, over whichever of its connections; nothing if it has no such lease."""
+        """Release a lease of a client, over any of its connections; no decision if it has no such lease."""
         held = self._held.get(lease)
         if held is None or held.ending or held.client.key != client.key:
             return []
         return [self._end(lease, "released", "its client released it")]
 
     def part(self, client: Client, why: str, now_s: float) -> list[Decision]:
-        """End all that a session has or waits for."""
+        """End all leases and requests of a session."""
         waiting = [each for each in self._queue if each.client == client]
         self._queue = [each for each in self._queue if each.client != client]
-        made: list[Decision] = [Drop(client, each.number, why) for each in waiting]
+        made: list[Decision] = [Dequeue(client, each.number, why) for each in waiting]
         made += [self._end(lease, "failed", why) for lease in self.of(client)]
         return made + self._advance(now_s)
 
     def leave(self, client: Client, number: int, now_s: float) -> list[Decision] | None:
-        """Take a request out of the queue; None if it does not wait there."""
+        """Remove a request from the queue; None if it is not there."""
         found = [waiting for waiting in self._queue if (waiting.client, waiting.number) == (client, number)]
         if not found:
             return None
         self._queue.remove(found[0])
         return self._advance(now_s)
 
-    # ---- what befalls workers
+    # ---- events of workers
 
     def worker_ended(self, lease: int, worker: int, now_s: float) -> list[Decision]:
-        """Take the news that a worker of a lease ended by itself: its share is free, the lease goes on."""
+        """Record that a worker of a lease ended by itself: its share is free, the lease goes on."""
         held = self._held.get(lease)
         if held is not None and not held.ending:
             held.shares.pop(worker, None)
         return self._advance(now_s)
 
     def failed(self, lease: int, why: str) -> list[Decision]:
-        """Take the news that a worker of a lease could not be started."""
+        """Record that a worker of a lease could not be started."""
         held = self._held.get(lease)
         return [self._end(lease, "failed", why)] if held is not None and not held.ending else []
 
     def freed(self, lease: int, now_s: float) -> list[Decision]:
-        """Take the news that all workers of a lease that was to end have ended."""
+        """Record that all workers of an ending lease have ended."""
         self._held.pop(lease, None)
         return self._advance(now_s)
 
     # ---- time
 
     def tick(self, now_s: float) -> list[Decision]:
-        """Find who has been silent for too long, and whose time is over."""
+        """End the leases of clients that have been silent for too long, and those whose time is over."""
         made: list[Decision] = []
         for waiting in list(self._queue):
             if now_s - self._heard[waiting.client] > waiting.grace_s:
                 self._queue.remove(waiting)
-                made.append(Drop(waiting.client, waiting.number, DROPPED))
+                made.append(Dequeue(waiting.client, waiting.number, DROPPED))
         for lease, held in self._held.items():
             silent_s = now_s - self._heard.get(held.client, now_s)
             if held.ending:
@@ -246,17 +246,17 @@ class Leases:
         return made + self._advance(now_s)
 
     def forgive(self, seconds: float) -> None:
-        """Count a time as heard from everybody, in which this host itself was held up."""
+        """Extend every client's grace by a time in which this host itself was held up."""
         self._heard = {client: heard_s + seconds for client, heard_s in self._heard.items()}
 
-    # ---- what is there
+    # ---- state
 
     def stock(self, now_s: float, load: Callable[[str], float]) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
-        """Return what is offered and who has it, and the names of those who wait.
+        """Return the offers with their holders, and the names of the waiting clients.
 
         Args:
             now_s: The time.
-            load: From a device to the share of the time that it was busy; -1 where that is not known.
+            load: Maps a device to the fraction of time that it was busy; -1 where unknown.
         """
         room = self._room()
         return (
@@ -280,22 +280,22 @@ class Leases:
         )
 
     def busy(self, client: Client) -> bool:
-        """Tell whether a connection has a lease, or waits for one."""
+        """Return whether a session has a lease, or waits for one."""
         return client in self._heard
 
-    # ---- inside
+    # ---- internals
 
     def _request(self, client: Client, number: int, wants: Sequence[Want], grace_s: float) -> _Waiting:
-        """Return a request that is within the limits.
+        """Return a request after checking the limits.
 
         Raises:
-            UsageError: It is not.
+            UsageError: It exceeds a limit.
         """
         if not LEAST_GRACE_S <= grace_s <= self._limits.grace_s:
             raise UsageError(f"a grace of {grace_s} s; allowed are {LEAST_GRACE_S:g} to {self._limits.grace_s:g} s")
         made = settled(wants, self._offers)
         estimate = fit(made, all_room(self._offers), self._offers)
-        assert estimate is not None  # settled() has seen to it
+        assert estimate is not None  # guaranteed by settled()
         if len(self._queue) >= QUEUE:
             raise UsageError(f"{QUEUE} requests wait already; try again later")
         mine = [held for held in self._held.values() if held.client.key == client.key and not held.ending]
@@ -311,7 +311,7 @@ class Leases:
         return _Waiting(client, number, made, estimate, grace_s)
 
     def _over(self, shares: Sequence[Share]) -> str:
-        """Say which limit of a client shares are over; nothing if none."""
+        """Describe the limit of a client that shares exceed; empty if none."""
         limits = self._limits
         sums = (
             (len(shares), limits.devices, "devices"),
@@ -333,13 +333,13 @@ class Leases:
         return None if shares is None or self._over([*mine, *shares]) else shares
 
     def _could_be_next(self, request: _Waiting) -> bool:
-        """Tell whether a request would be granted at once."""
+        """Return whether a request would be granted at once."""
         mine = reach(request.wants, self._offers)
         first = all(mine.isdisjoint(reach(waiting.wants, self._offers)) for waiting in self._queue)
         return first and self._fit(request) is not None
 
     def _advance(self, now_s: float) -> list[Decision]:
-        """Grant what can be granted, and tell those who wait of their places."""
+        """Grant the requests that fit, and report new queue positions."""
         made: list[Decision] = []
         kept: set[str] = set()
         for waiting in list(self._queue):
@@ -362,7 +362,7 @@ class Leases:
         return made
 
     def _behind(self, waiting: _Waiting) -> str:
-        """Say who has, or comes first for, what a request could use."""
+        """Describe the holders of, or the earlier requests for, the devices that a request could use."""
         mine = reach(waiting.wants, self._offers)
         names = [held.client.name for _, held, share in self._shares() if share.device in mine]
         for other in self._queue:
@@ -380,9 +380,9 @@ class Leases:
         return End(held.client, lease, cause, why)
 
     def _forget(self) -> None:
-        """Forget when clients were heard that have nothing here any more."""
+        """Remove the heartbeat times of clients without leases or requests."""
         here = {waiting.client for waiting in self._queue} | {held.client for held in self._held.values()}
         self._heard = {client: heard_s for client, heard_s in self._heard.items() if client in here}
 
 
-__all__ = ["Client", "Decision", "Drop", "End", "Grant", "Leases", "Limits", "Offered", "Refuse", "Wait"]
+__all__ = ["Client", "ClientLimits", "Decision", "Dequeue", "End", "Grant", "Leases", "Offered", "Refuse", "Wait"]

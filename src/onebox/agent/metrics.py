@@ -1,7 +1,7 @@
-"""An agent's metrics, in the text format of Prometheus, over HTTP on this machine's own address.
+"""The agent's metrics, in the text format of Prometheus, over HTTP on this machine's own address.
 
-They are made when they are asked for, from what the agent has and what its journal has counted. No label holds what a
-client says, so there are only as many series as devices and events.
+They are computed for each request, from the agent's state and its journal's counts. No label contains text from a
+client, so the number of series is bounded by devices and events.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from onebox.errors import UsageError
 from onebox.extras import import_extra
-from onebox.wire.agents import Offer, Stock
+from onebox.wire.protocol.agents import Offer, Stock
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
 METRICS_ADDRESS = "127.0.0.1"
-"""Where metrics are served unless told otherwise: they are not encrypted, and nobody is asked who he is."""
+"""Default address of the metrics: they are neither encrypted nor authenticated."""
 
 _COUNTERS = {
     "leased": ("onebox_agent_leases_granted", "Leases granted."),
@@ -35,19 +35,19 @@ _COUNTERS = {
     "handshake-refused": ("onebox_agent_handshakes_refused", "Connections of unknown keys."),
     "worker-ended": ("onebox_agent_worker_deaths", "Workers that ended by themselves."),
 }
-"""From a journal's event to the counter that it is, beside that of all events."""
+"""Counters of single events, beside that of all events."""
 
 _ASK_S = 2.0
 _TICK_S = 0.1
 
 
 class AgentMetrics:
-    """A collector for the Prometheus client: the state of an agent as metrics.
+    """Prometheus collector of an agent's metrics.
 
     Args:
-        stock: What the agent offers and who has it, at this moment; called from the thread that serves metrics.
-        counts: How often each event happened: a journal's.
-        lost: How many lines of the journal could not be written.
+        stock: Returns the current offers and their holders; called from the thread that serves metrics.
+        counts: Returns the number of occurrences of each event, from a journal.
+        lost: Returns the number of journal lines that could not be written.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class AgentMetrics:
         self._lost = lost
 
     def describe(self) -> Iterator[Metric]:
-        """Name nothing beforehand: to be registered takes no look at the agent."""
+        """Describe no metrics: registration must not query the agent."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Return the values of now."""
+        """Yield the current values."""
         core = _prometheus("core")
         gauge, counter = core.GaugeMetricFamily, core.CounterMetricFamily
         stock = self._stock()
@@ -103,7 +103,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where Prometheus finds them."""
+        """The URL of the metrics."""
         host, port = self._server.server_address[:2]
         shown = f"[{host!s}]" if ":" in str(host) else host
         return f"http://{shown!s}:{port}/metrics"
@@ -130,14 +130,14 @@ def serve_metrics(
     """Serve an agent's metrics at ``http://ADDRESS:PORT/metrics`` until the result is closed.
 
     Args:
-        stock: What the agent offers; called from the server's thread.
-        counts: How often each event happened.
-        port: 0 for any that is free.
-        address: An IP address of this machine. Whoever reaches it can read the metrics.
-        lost: How many lines of the journal could not be written.
+        stock: Returns the agent's offers; called from the server's thread.
+        counts: Returns the number of occurrences of each event.
+        port: The port; 0 for any free one.
+        address: An IP address of this machine. Everybody who can reach it can read the metrics.
+        lost: Returns the number of journal lines that could not be written.
 
     Raises:
-        UsageError: It is no such address, or the port is taken.
+        UsageError: The address is invalid, or the port is taken.
         MissingExtra: The Prometheus client is not installed.
     """
     registry = _prometheus("registry").CollectorRegistry(auto_describe=False)
@@ -159,7 +159,7 @@ class _Server(HTTPServer):
     registry: CollectorRegistry
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that hangs up is no news."""
+        """Ignore clients that hang up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Answer with the metrics of now."""
+        """Answer with the current metrics."""
         if self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "Only /metrics is here")
             return
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the journal is for what the agent does."""
+        """Log nothing: the journal is for the agent's events."""
 
 
 def _prometheus(module: str) -> ModuleType:

@@ -1,7 +1,7 @@
-"""The agent: lets in the clients that were paired with it, leases them this host's devices, and starts their workers.
+"""The agent: accepts paired clients, leases them this host's devices, and starts their workers.
 
-One thread does everything, and waits for nobody: workers start and end while it goes on. Each part of its work may
-fail, by a mistake in it or below it: that costs the session whose message or lease it was, and the agent goes on.
+One thread does everything without blocking: workers start and end in the background. A failure in one part of its work
+ends the session whose message or lease caused it, and the agent goes on.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from functools import partial
 
 import zmq
 
-from onebox.agent.demand import Limits, Offered
-from onebox.agent.desk import Desk
-from onebox.agent.door import Door
-from onebox.agent.host import Load
+from onebox.agent.admission import ClientLimits, Offered
+from onebox.agent.host_devices import DeviceLoad
+from onebox.agent.lease_service import LeaseService
 from onebox.agent.leases import Leases
-from onebox.agent.listening import check_address, listen_at
-from onebox.agent.mailbox import Mailbox
-from onebox.agent.quiet import Reporter, Tell
+from onebox.agent.listener import check_address, listen_at
+from onebox.agent.log_rate_limit import EventSink, Reporter
+from onebox.agent.session_channel import SessionChannel
 from onebox.agent.sessions import Session, newest
 from onebox.agent.workers import Workers
+from onebox.agent.zap_auth import ZapAuthenticator
 from onebox.errors import WireError
-from onebox.pool.account import Account
-from onebox.pool.versions import mismatch, own_versions
+from onebox.pool.backends.compatibility import mismatch, own_versions
+from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import KeyPair
-from onebox.wire.agents import (
+from onebox.wire.protocol.agents import (
     Inspect,
     Introduce,
     Introduced,
@@ -46,7 +46,7 @@ from onebox.wire.agents import (
 )
 
 LOG_LINES = 1000
-"""The most lines of its log that a client gets."""
+"""Limit of log lines sent to a client."""
 
 _FAILED = "the agent failed at a message of this session and has ended it; its journal says where"
 
@@ -56,24 +56,24 @@ _HELD_UP_S = 1.0
 
 
 class Agent:
-    """The agent of a host. It binds when it is made, and serves in :meth:`run`.
+    """The agent of a host. The constructor binds its socket; :meth:`run` serves.
 
     Args:
-        keys: Its own.
-        name_of: From a public key to the name of its client; None for a stranger, who is not let in.
-        bind: The IP address to listen at, for the agent and for its workers.
-        port: The agent's port; 0 for any that is free.
+        keys: Its own key pair.
+        name_of: Maps a public key to the name of its client; None for an unknown key, which is rejected.
+        bind: The IP address to listen on, for the agent and for its workers.
+        port: The agent's port; 0 for any free one.
         advertise: The address of this host that clients, and workers of other hosts, connect to.
-        offers: What is offered.
-        limits: Of each client.
-        tell: Told of everything that happens: an event, and what is to be known of it.
-        has_clients: Whether there is anybody whom ``name_of`` knows.
-        read_log: Returns the last lines of the log, as many as asked for at most.
-        account: Whom workers run as; the agent's own user where ``None``.
-        worker_ports: The TCP ports that workers bind, two each; none for any that are free.
+        offers: The offered devices.
+        limits: Limits of each client.
+        tell: Sink of events with their details.
+        has_clients: Whether ``name_of`` knows any key.
+        read_log: Returns the last lines of the log, at most the given number.
+        account: User that workers run as; the agent's own user where ``None``.
+        worker_ports: The TCP ports that workers bind, two each; empty for any free ones.
 
     Raises:
-        UsageError: It cannot listen there, or must not.
+        UsageError: It cannot, or must not, listen there.
 
     Example:
         >>> from onebox.wire import new_keys
@@ -96,11 +96,11 @@ class Agent:
         port: int,
         advertise: str,
         offers: Sequence[Offered],
-        limits: Limits,
-        tell: Tell,
+        limits: ClientLimits,
+        tell: EventSink,
         has_clients: bool = False,
         read_log: Callable[[int], Sequence[str]] = lambda lines: (),
-        account: Account | None = None,
+        account: WorkerUser | None = None,
         worker_ports: range = range(0),
     ) -> None:
         check_address(bind, port, advertise, has_clients)
@@ -110,25 +110,25 @@ class Agent:
         self._host = platform.node() or "this host"
         self._began_s = time.monotonic()
         self._leases = Leases(offers, limits)
-        self._load = Load()
-        self._lock = threading.RLock()  # a handler of signals may come while it is held
+        self._load = DeviceLoad()
+        self._lock = threading.RLock()  # a signal handler may run while it is held
         self._stopping = False
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._workers = Workers(host=self._host, bind=bind, advertise=advertise, account=account, ports=worker_ports)
         try:
-            self._door = Door(self._context, name_of, self._report)
+            self._door = ZapAuthenticator(self._context, name_of, self._report)
             self._socket = self._context.socket(zmq.ROUTER)
             self.endpoint = listen_at(self._socket, keys, bind, port)
-            self._mail = Mailbox(self._socket, name_of, self._leases.busy, self._report)
-            self._desk = Desk(self._leases, self._workers, self._mail.say, self._report)
+            self._mail = SessionChannel(self._socket, name_of, self._leases.busy, self._report)
+            self._desk = LeaseService(self._leases, self._workers, self._mail.say, self._report)
         except BaseException:
             os.close(self._bell)
             self._context.destroy(linger=0)
             raise
 
-    # ---- for its owner
+    # ---- called by its owner
 
     def run(self) -> None:
         """Serve until :meth:`stop`; then end all leases and workers, and close."""
@@ -139,28 +139,28 @@ class Agent:
             self.close()
 
     def stop(self) -> None:
-        """Let :meth:`run` return; callable from a handler of signals, and from any thread."""
+        """Make :meth:`run` return; callable from a signal handler, and from any thread."""
         self._stopping = True
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """End all workers and close all sockets; not while :meth:`run` runs elsewhere. Idempotent."""
+        """End all workers and close all sockets; not while :meth:`run` is active in another thread. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             os.close(self._bell)
             self._desk.close("the agent has ended", time.monotonic())
-        self._socket.close(200)  # milliseconds for the last words to go
+        self._socket.close(200)  # milliseconds for the last messages to be sent
         self._door.close()
         self._context.term()
         self._report.tick(time.monotonic(), last=True)
         self._report("stopped", process=os.getpid())
 
     def stock(self) -> Stock:
-        """Return what is offered, who has it and who waits; callable from any thread."""
+        """Return the offers, their holders and the queue; callable from any thread."""
         with self._lock:
             return self._stock(0)
 
@@ -175,16 +175,16 @@ class Agent:
             ready = dict(poller.poll(0 if self._workers.pressed else _TICK_MS))
             now_s = time.monotonic()
             with self._lock:
-                if now_s > expected_s + _HELD_UP_S:  # stopped, or starved: what clients said meanwhile may be lost
+                if now_s > expected_s + _HELD_UP_S:  # stopped, or starved: messages of clients may be lost
                     self._leases.forgive(now_s - expected_s)
                     self._report("held-up", seconds=round(now_s - expected_s, 3))
                 fine = self._turn({each for each in ready if isinstance(each, int)}, now_s)
             if not fine:
-                time.sleep(_PAUSE_S)  # what fails once may fail again at once
+                time.sleep(_PAUSE_S)  # a failure may repeat at once
             expected_s = time.monotonic() + 2 * _TICK_MS / 1000
 
     def _turn(self, ready: Set[int], now_s: float) -> bool:
-        """See to everything once; tell whether nothing failed."""
+        """Handle all pending work once; return whether nothing failed."""
         parts: dict[str, Callable[[float], None]] = {
             "door": self._door.attend,
             "workers": partial(self._desk.attend, ready),
@@ -195,7 +195,7 @@ class Agent:
         return all(done)
 
     def _listen(self, now_s: float) -> None:
-        """Take what clients have said; a message that cannot be handled ends the session that it was said in."""
+        """Handle received messages; a failure ends the session that sent the message."""
         for session, route, frame in self._mail.take(now_s):
             take = partial(self._take, session, route, frame, now_s)
             if not self._desk.guard("message", session.client, take, now_s):
@@ -208,7 +208,7 @@ class Agent:
         self._report.tick(now_s)
 
     def _take(self, session: Session, route: bytes, frame: bytes, now_s: float) -> None:
-        """Take one message of a client."""
+        """Handle one message of a client."""
         client = session.client
         self._mail.hear(session, route, now_s)
         try:

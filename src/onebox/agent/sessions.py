@@ -1,7 +1,7 @@
-"""The sessions of clients that an agent knows of: not too many of them, each heard not too often; pure.
+"""The client sessions of an agent, limited in number and message rate. Pure.
 
-A session is a client's key, which its connection was opened with, and a token that the client chose. It outlives its
-connection: a client that comes back over another one says the same token, and goes on.
+A session is identified by a client's key, with which its connection was opened, and a token that the client chose. It
+outlives its connection: a client that reconnects with the same token continues it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from onebox.agent.leases import Client
-from onebox.agent.quiet import Rate
-from onebox.wire.agents import AgentSaying, LogLines, Renewed, Stock
+from onebox.agent.log_rate_limit import TokenBucket
+from onebox.wire.protocol.agents import AgentResponse, LogLines, Renewed, Stock
 
 SESSIONS = 1024
-"""The most sessions that are known at a time."""
+"""The most sessions at a time."""
 
 SESSIONS_OF_ONE = 64
-"""The most of one key."""
+"""The most sessions of one key."""
 
 NEW_S = 0.05
-"""How often there may be another session of one key, after as many as there may be: the bursts that come with them are
-less than what so many sessions may say."""
+"""Interval of new sessions of one key beyond the limit's burst: the message bursts that come with new sessions stay
+below the limit of so many sessions."""
 
 IDLE_S = 60.0
-"""How long a session is remembered that says nothing and has nothing."""
+"""How long an idle session without leases is kept."""
 
 CUT_S = 0.9
-"""A client that was silent for so long, almost two signs of life, may have lost what was said to it meanwhile."""
+"""Silence, of almost two heartbeat intervals, after which a client may have missed messages."""
 
 LOG_BYTES = 512 << 10
-"""The most bytes of a log that are said at once: they have to fit a message."""
+"""The most bytes of a log in one message."""
 
 _FLIGHT_S = 1.0
 _REMEMBERED = 64
@@ -42,30 +42,29 @@ _EVERY_S = 0.02
 
 @dataclass
 class Session:
-    """A session: whose it is, over which connection it was heard last, how often it may say something, whether its
-    versions match, what it was told of late.
+    """A session: its client, its last connection, its message rate, its version check, its latest messages.
 
-    What was under way when the line was cut is lost, and neither side is told; what is said twice, clients ignore.
+    Messages in flight at an interruption are lost without notice to either side; clients ignore duplicates.
     """
 
     client: Client
-    rate: Rate
+    rate: TokenBucket
     heard_s: float
     route: bytes = b""
     introduced: bool = False
-    _said: deque[tuple[float, AgentSaying]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _said: deque[tuple[float, AgentResponse]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def said(self, saying: AgentSaying, now_s: float) -> None:
-        """Remember what a client is told, unless it will ask again."""
+    def said(self, saying: AgentResponse, now_s: float) -> None:
+        """Store a message to the client, unless the client would ask again for it."""
         if not isinstance(saying, Renewed | Stock | LogLines):
             self._said.append((now_s, saying))
 
-    def heard(self, now_s: float, route: bytes = b"") -> list[AgentSaying]:
-        """Take a sign of life, and return what the client may have missed.
+    def heard(self, now_s: float, route: bytes = b"") -> list[AgentResponse]:
+        """Record a heartbeat, and return the messages that the client may have missed.
 
         Args:
             now_s: The time.
-            route: The connection that it came over, where the client is answered from now on.
+            route: The connection that it came over, which replies use from now on.
         """
         since_s, self.heard_s = self.heard_s, now_s
         cut = self.introduced and route != self.route
@@ -76,41 +75,41 @@ class Session:
 
 
 class Sessions:
-    """All sessions."""
+    """The set of all sessions."""
 
     def __init__(self) -> None:
         self._known: dict[Client, Session] = {}
-        self._new: dict[str, Rate] = {}
+        self._new: dict[str, TokenBucket] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def find(self, client: Client, now_s: float, busy: Callable[[Client], bool]) -> Session | None:
-        """Return a session, a new one if it is not known; None if there are too many, or new ones too often.
+        """Return a session, a new one if it is unknown; None if there are too many, or new ones too often.
 
         Args:
-            client: Whose it is.
+            client: Its client.
             now_s: The time.
-            busy: Whether a session has something, and may not be forgotten for another one.
+            busy: Returns whether a session has leases or requests, and must be kept.
         """
         session = self._known.get(client)
         if session is None:
-            new = self._new.setdefault(client.key, Rate(SESSIONS_OF_ONE, NEW_S, now_s))
+            new = self._new.setdefault(client.key, TokenBucket(SESSIONS_OF_ONE, NEW_S, now_s))
             if not new.allows(now_s) or not self._room_for(client, busy):
                 return None
-            session = self._known[client] = Session(client, Rate(_BURST, _EVERY_S, now_s), now_s)
+            session = self._known[client] = Session(client, TokenBucket(_BURST, _EVERY_S, now_s), now_s)
         return session
 
     def get(self, client: Client) -> Session | None:
-        """Return a session that is known."""
+        """Return a known session."""
         return self._known.get(client)
 
     def end(self, client: Client) -> None:
-        """Forget a session at once."""
+        """Remove a session."""
         self._known.pop(client, None)
 
     def forget(self, now_s: float, busy: Callable[[Client], bool]) -> None:
-        """Forget sessions that have long been idle, and keys that have none and could have all again."""
+        """Remove sessions that have long been idle, and rate limits of keys that are full again."""
         for client, session in list(self._known.items()):
             if now_s - session.heard_s > IDLE_S and not busy(client):
                 del self._known[client]
@@ -119,7 +118,8 @@ class Sessions:
             del self._new[key]
 
     def _room_for(self, client: Client, busy: Callable[[Client], bool]) -> bool:
-        """Tell whether there may be one more, for which the idle one that was heard the longest ago makes room."""
+        """Return whether there is room for one more session, evicting the idle one that was silent the longest if
+        needed."""
         mine = [session for session in self._known.values() if session.client.key == client.key]
         if len(mine) < SESSIONS_OF_ONE and len(self._known) < SESSIONS:
             return True

@@ -1,4 +1,4 @@
-"""The workers of all leases of a host: started, watched and ended without anybody waiting for them."""
+"""The workers of all leases of a host: started, monitored and ended without blocking."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 
-from onebox.agent.demand import Share
-from onebox.agent.nursing import LeaseNursery
+from onebox.agent.admission import Share
+from onebox.agent.worker_spawner import LeaseForkServer
 from onebox.errors import PoolError
-from onebox.pool.account import Account
-from onebox.pool.dealing import Cores
-from onebox.pool.failures import Place
-from onebox.pool.process import START_S, WorkerProcess
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.cpu_affinity import CoreAllocator
+from onebox.pool.launch.worker_process import START_S, WorkerProcess
+from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
-from onebox.wire.agents import Started
+from onebox.wire.protocol.agents import Started
 from onebox.worker import Ports, WorkerConfig
 
 STARTS = 4
-"""How many workers of a lease are started before others get a turn: to start one takes some ten milliseconds."""
+"""Workers of a lease that are started in one turn: one start takes some ten milliseconds."""
 
 CLOSE_S = 2.0
-"""How long the workers of an agent that ends may take to be gone."""
+"""How long the workers may take to end when the agent ends."""
 
 
 class LeasedWorker(WorkerProcess):
@@ -34,32 +34,32 @@ class LeasedWorker(WorkerProcess):
     ports_found: Ports | None = None
     ended = False
     mute = False
-    """Whether it says nothing any more."""
+    """True when its output has ended."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
 
     def bury(self) -> None:
-        """Let go of a process that has ended."""
+        """Release the resources of a process that has ended."""
         self.ended = True
         self.close(grace_s=0.0)
 
 
-# ---- news
+# ---- events
 
 
 @dataclass(frozen=True)
-class Ready:
-    """All workers of a lease can be connected to."""
+class LeaseReady:
+    """All workers of a lease are ready for connections."""
 
     lease: int
     workers: tuple[Started, ...]
 
 
 @dataclass(frozen=True)
-class NotStarted:
+class LeaseNotStarted:
     """The workers of a lease could not be started."""
 
     lease: int
@@ -67,7 +67,7 @@ class NotStarted:
 
 
 @dataclass(frozen=True)
-class Died:
+class LeasedWorkerExited:
     """A worker ended by itself."""
 
     lease: int
@@ -77,20 +77,20 @@ class Died:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """All workers of a lease that was to end have ended."""
+class LeaseClosed:
+    """All workers of an ending lease have ended."""
 
     lease: int
 
 
-News = Ready | NotStarted | Died | Gone
+LeaseEvent = LeaseReady | LeaseNotStarted | LeasedWorkerExited | LeaseClosed
 
 
 @dataclass
 class _Crew:
     lease: int
     until_s: float
-    nursery: LeaseNursery
+    nursery: LeaseForkServer
     client_key: str = ""
     speed: float = 1.0
     to_start: deque[Share] = field(default_factory=deque)
@@ -109,12 +109,12 @@ class Workers:
         host: Its name, for messages.
         bind: The IP address that workers bind to.
         advertise: The address of this host that clients connect to.
-        account: Whom workers run as; the agent's own user where ``None``.
-        ports: The TCP ports that workers bind, two each; none for any that are free.
+        account: User that workers run as; the agent's own user where ``None``.
+        ports: The TCP ports that workers bind, two each; empty for any free ones.
     """
 
     def __init__(
-        self, *, host: str, bind: str, advertise: str, account: Account | None = None, ports: range = range(0)
+        self, *, host: str, bind: str, advertise: str, account: WorkerUser | None = None, ports: range = range(0)
     ) -> None:
         self._host = host
         self._bind = bind
@@ -123,34 +123,34 @@ class Workers:
         self._ports = ports
         self._crews: dict[int, _Crew] = {}
         self._closed = False
-        self._dealer = Cores()
+        self._dealer = CoreAllocator()
 
     def start(self, lease: int, shares: Sequence[Share], client_key: str, speed: float, now_s: float) -> str | None:
-        """Start the workers of a lease, which takes them seconds; news follow.
+        """Start the workers of a lease, which takes seconds; events follow.
 
         Args:
-            lease: The lease, which has none yet.
-            shares: What each is to have.
-            client_key: The public key of the client that they are to let in.
+            lease: The lease, which has no workers yet.
+            shares: The share of each worker.
+            client_key: The public key of the client that they accept.
             speed: Fraction of their full speed that CPU workers work at.
             now_s: The time.
 
         Returns:
-            Why that failed at once; None if it did not.
+            The reason for an immediate failure; None if there was none.
         """
         cores = self._dealer.deal([share.threads if share.device == "cpu" else 0 for share in shares])
-        nursery = LeaseNursery(shares, self._account)
+        nursery = LeaseForkServer(shares, self._account)
         crew = _Crew(lease, now_s + START_S, nursery, client_key, speed, deque(shares), cores=cores)
         self._crews[lease] = crew
         return self._start_some(crew)
 
     @property
     def pressed(self) -> bool:
-        """Whether :meth:`attend` has more to do at once."""
+        """True when :meth:`attend` has more to do at once."""
         return any(crew.to_start and not crew.nursery.descriptors() for crew in self._crews.values())
 
     def descriptors(self) -> Iterator[int]:
-        """Yield the file descriptors that become readable when there is something to attend to."""
+        """Yield the file descriptors that are readable when :meth:`attend` has work."""
         for crew in self._crews.values():
             if crew.to_start:
                 yield from crew.nursery.descriptors()
@@ -161,9 +161,9 @@ class Workers:
                         yield worker.outlet
 
     def end(self, lease: int, grace_s: float, now_s: float) -> None:
-        """End the workers of a lease: wait for their own end for a while, then kill them; :class:`Gone` follows, also
-        where there are none."""
-        crew = self._crews.setdefault(lease, _Crew(lease, now_s, LeaseNursery((), None)))
+        """End the workers of a lease: wait a while for them to end by themselves, then kill them. :class:`Gone`
+        follows, even without workers."""
+        crew = self._crews.setdefault(lease, _Crew(lease, now_s, LeaseForkServer((), None)))
         crew.ending = True
         crew.to_start.clear()
         crew.until_s = now_s + grace_s
@@ -171,26 +171,25 @@ class Workers:
             self._kill(crew)
 
     def kill(self, lease: int, worker: int) -> bool:
-        """End one worker of a lease at once, and tell whether there is such a one; :class:`Died` or :class:`Gone`
-        follows."""
+        """Kill one worker of a lease, and return whether it exists; :class:`Died` or :class:`Gone` follows."""
         crew = self._crews.get(lease)
         if crew is None or not 0 <= worker < len(crew.workers) or crew.workers[worker].ended:
             return False
         crew.workers[worker].kill()
         return True
 
-    def attend(self, ready: Set[int], now_s: float) -> list[News]:
-        """See to what has happened.
+    def attend(self, ready: Set[int], now_s: float) -> list[LeaseEvent]:
+        """Process events of the workers.
 
         Args:
             ready: The descriptors that are readable.
             now_s: The time.
         """
-        news: list[News] = []
+        news: list[LeaseEvent] = []
         for crew in list(self._crews.values()):
             why = self._start_some(crew)
             if why is not None:
-                news.append(NotStarted(crew.lease, why))
+                news.append(LeaseNotStarted(crew.lease, why))
             for number, worker in enumerate(crew.workers):
                 if not worker.ended:
                     news += self._look(crew, number, worker, ready)
@@ -202,7 +201,7 @@ class Workers:
                 self._dealer.give_back([core for own in crew.cores for core in own])
                 crew.nursery.close()
                 del self._crews[crew.lease]
-                news.append(Gone(crew.lease))
+                news.append(LeaseClosed(crew.lease))
         return news
 
     def close(self) -> None:
@@ -217,12 +216,12 @@ class Workers:
         self._dealer.close()
 
     def _start_some(self, crew: _Crew) -> str | None:
-        """Start the next workers of a lease, a few: each takes the thread of everybody else's clients some time.
+        """Start the next few workers of a lease: each start delays all other clients.
 
-        None is started while there is a nursery that is not ready.
+        None is started while the lease's fork server is not ready.
 
         Returns:
-            Why that failed; None if it did not.
+            The reason for a failure; None if there was none.
         """
         if crew.to_start and not crew.nursery.attend():
             return None
@@ -243,10 +242,10 @@ class Workers:
                 owner=os.getpid(),
                 cores=crew.cores[len(crew.workers)],
             )
-            place = Place(worker=len(crew.workers), host=self._host, device=share.device)
+            place = WorkerLocation(worker=len(crew.workers), host=self._host, device=share.device)
             try:
                 crew.workers.append(LeasedWorker(place, config, self._account, crew.nursery))
-            except (OSError, SubprocessError) as error:  # the latter is of what comes between fork and exec
+            except (OSError, SubprocessError) as error:  # the latter for errors between fork and exec
                 crew.to_start.clear()
                 crew.failed = True
                 return (
@@ -255,8 +254,8 @@ class Workers:
             crew.keys.append(keys.public)
         return None
 
-    def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[News]:
-        """See what has become of one worker."""
+    def _look(self, crew: _Crew, number: int, worker: LeasedWorker, ready: Set[int]) -> list[LeaseEvent]:
+        """Process the events of one worker."""
         if worker.descriptor in ready:
             death = worker.death()
             worker.bury()
@@ -264,13 +263,13 @@ class Workers:
                 return []
             if not crew.ready:
                 return [self._fail(crew, str(death))]
-            return [Died(crew.lease, number, death.exit_status, death.last_words)]
+            return [LeasedWorkerExited(crew.lease, number, death.exit_status, death.last_words)]
         if crew.ready or crew.failed or crew.ending or worker.ports_found is not None or worker.outlet not in ready:
             return []
         try:
             worker.ports_found = worker.hear()
         except EOFError:
-            worker.mute = True  # its end follows, or its time is over
+            worker.mute = True  # its end follows, or its time limit
         except PoolError as error:
             return [self._fail(crew, str(error))]
         if crew.to_start or worker.ports_found is None:
@@ -279,10 +278,10 @@ class Workers:
         if any(each is None for each in started):
             return []
         crew.ready = True
-        return [Ready(crew.lease, tuple(each for each in started if each is not None))]
+        return [LeaseReady(crew.lease, tuple(each for each in started if each is not None))]
 
     def _started(self, key: str, worker: LeasedWorker) -> Started | None:
-        """Return what a client is told of a worker; None while its sockets are not bound."""
+        """Return a worker's report for the client; None while its sockets are not bound."""
         ports = worker.ports_found
         if ports is None:
             return None
@@ -291,14 +290,14 @@ class Workers:
         )
 
     def _advertised(self, endpoint: str) -> str:
-        """Return the endpoint that clients are to connect to."""
+        """Return the endpoint that clients connect to."""
         host = f"[{self._advertise}]" if ":" in self._advertise else self._advertise
         return f"tcp://{host}:{endpoint.rpartition(':')[2]}"
 
-    def _fail(self, crew: _Crew, why: str) -> NotStarted:
+    def _fail(self, crew: _Crew, why: str) -> LeaseNotStarted:
         crew.failed = True
         crew.to_start.clear()
-        return NotStarted(crew.lease, why)
+        return LeaseNotStarted(crew.lease, why)
 
     def _kill(self, crew: _Crew) -> None:
         for worker in crew.workers:

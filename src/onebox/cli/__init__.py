@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from onebox.cli.exits import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit
+from onebox.cli.exit_status import BROKEN_PIPE, FAILED, INTERRUPTED, OK, USAGE, Exit
 from onebox.errors import CheckpointError, DataError, OneboxError, UsageError
 
 __all__ = ["main"]
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     """Find the command, run it, and return the exit status."""
-    from onebox.cli.arguments import parse
+    from onebox.cli.parser import parse
 
     config = parse(arguments)
     with _importing():
@@ -69,40 +69,40 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _command(config: Any) -> Callable[[Any], int | None]:
     """Return the command that a configuration is of; each is imported only when it is called."""
-    from onebox.cli.config import PlanConfig, TrainConfig
-    from onebox.cli.fit_config import FitConfig
-    from onebox.cli.machines_config import MachinesConfig
-    from onebox.cli.pool_config import DevicesConfig, ProfileConfig, RunConfig
+    from onebox.cli.options.agents import MachinesConfig
+    from onebox.cli.options.estimates import MemoryConfig
+    from onebox.cli.options.jobs import PlanConfig, TrainConfig
+    from onebox.cli.options.pools import DevicesConfig, ProfileConfig, RunConfig
 
     if isinstance(config, TrainConfig):
-        from onebox.cli.train import train
+        from onebox.cli.commands.train import train
 
         return train
     if isinstance(config, PlanConfig):
-        from onebox.cli.plan import show_plan
+        from onebox.cli.commands.plan import show_plan
 
         return show_plan
-    if isinstance(config, FitConfig):
-        from onebox.cli.fit import show_fit
+    if isinstance(config, MemoryConfig):
+        from onebox.cli.commands.memory import show_memory_estimate
 
-        return show_fit
+        return show_memory_estimate
     if isinstance(config, RunConfig):
-        from onebox.cli.run import run_script
+        from onebox.cli.commands.run import run_script
 
         return run_script
     if isinstance(config, DevicesConfig):
-        from onebox.cli.devices import show_devices
+        from onebox.cli.commands.devices import show_devices
 
         return show_devices
     if isinstance(config, ProfileConfig):
-        from onebox.cli.profile import show_profile
+        from onebox.cli.commands.profile import show_profile
 
         return show_profile
     if isinstance(config, MachinesConfig):
-        from onebox.cli.machines import run_machines
+        from onebox.cli.commands.agents_dispatch import run_machines
 
         return run_machines
-    from onebox.cli.env import show_environment
+    from onebox.cli.commands.env import show_environment
 
     return show_environment
 

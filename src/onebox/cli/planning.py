@@ -10,23 +10,23 @@ import msgspec
 from torch import Tensor
 from torch.nn import functional
 
-from onebox.cli.begin import make_model, make_optimizer
-from onebox.cli.config import JobConfig, LateConfig, TrainConfig
-from onebox.cli.stored import read_config
-from onebox.engine.batch import as_batch
-from onebox.engine.delays import delays_of, extra_copies
-from onebox.engine.forecast import forecast_memory
-from onebox.engine.planning import make_plan, pool_links
-from onebox.engine.problem import make_problem
-from onebox.engine.profiling import profile_model
+from onebox.cli.options.jobs import JobConfig, StalenessConfig, TrainConfig
+from onebox.cli.options.run_config import read_config
+from onebox.cli.run_setup import make_model, make_optimizer
+from onebox.engine.memory.forecast import forecast_memory
+from onebox.engine.planning.make_plan import make_plan, pool_links
+from onebox.engine.planning.profile import profile_model
+from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.delay_compensation import delays_of, extra_copies
 from onebox.errors import UsageError
 from onebox.feed import Data
 from onebox.plan import (
+    ACTIVATION_POLICIES,
     ASYNC,
-    FATES,
-    Candidate,
-    ChainFate,
+    ChainPolicy,
     Plan,
+    PlanCandidate,
     Problem,
     Schedule,
     Simulation,
@@ -35,16 +35,16 @@ from onebox.plan import (
     stage_work,
     validate,
 )
-from onebox.plan.prices import AWAY
+from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
 from onebox.pool import Pool, open_pool
 from onebox.report import RunFolder
-from onebox.report.files import write_atomically
+from onebox.report.run.json_files import write_atomically
 from onebox.sizes import enough_text
-from onebox.wire.steps import GroupDelays
+from onebox.wire.protocol.instructions import GroupDelays
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class PlanForecast:
     """A plan with what is expected of it.
 
     Args:
@@ -58,7 +58,7 @@ class Foreseen:
     plan: Plan
     simulation: Simulation
     problem: Problem
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[PlanCandidate, ...] = ()
     delays: GroupDelays = "none"
 
     @property
@@ -82,18 +82,18 @@ def sample_batch(config: JobConfig, data: Data) -> tuple[Tensor, Tensor]:
 
 
 def search_plan(
-    config: LateConfig,
+    config: StalenessConfig,
     data: Data,
     pool: Pool,
     *,
     micro_batches: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
-    fates: Sequence[ChainFate] = FATES,
+    policies: Sequence[ChainPolicy] = ACTIVATION_POLICIES,
     update: Sequence[UpdateAt] = ("device",),
     preparing: float = 0.0,
     budget_s: float = 5.0,
     fresh: bool = False,
-) -> Foreseen:
+) -> PlanForecast:
     """Measure, and search for the best plan.
 
     Args:
@@ -102,7 +102,7 @@ def search_plan(
         pool: The devices.
         micro_batches: Allowed sizes of micro-batches.
         schedules: Allowed schedules.
-        fates: What may become of activations.
+        policies: What may become of activations.
         update: Where the optimizer's state may be.
         preparing: Cores of this machine that the preparation of batches keeps busy.
         budget_s: About how many seconds the search may take.
@@ -124,7 +124,7 @@ def search_plan(
         pool=pool,
         micro_batches=micro_batches,
         schedules=schedules,
-        fates=fates,
+        policies=policies,
         update=update,
         preparing=preparing,
         memory=config.memory,
@@ -135,7 +135,7 @@ def search_plan(
         delay=config.delay,
     )
     _, simulation = predict(planned.problem, planned.plan)  # with every action and message, which a search leaves out
-    return Foreseen(
+    return PlanForecast(
         plan=planned.plan,
         simulation=simulation,
         problem=planned.problem,
@@ -145,8 +145,8 @@ def search_plan(
 
 
 def predict_plan(
-    config: LateConfig, data: Data, pool: Pool, plan: Plan, *, preparing: float = 0.0, fresh: bool = False
-) -> Foreseen:
+    config: StalenessConfig, data: Data, pool: Pool, plan: Plan, *, preparing: float = 0.0, fresh: bool = False
+) -> PlanForecast:
     """Measure, and predict a given plan.
 
     Args:
@@ -206,7 +206,7 @@ def predict_plan(
     )
     exact = msgspec.structs.replace(predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
     plan = msgspec.structs.replace(plan, predicted=exact)
-    return Foreseen(plan=plan, simulation=simulation, problem=problem, delays=late)
+    return PlanForecast(plan=plan, simulation=simulation, problem=problem, delays=late)
 
 
 def _check_table(problem: Problem, plan: Plan) -> None:
@@ -246,14 +246,16 @@ def plan_of_run(
         say("planning: the model, the devices and the links are measured unless they are known")
         with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
             # What is on its way to a host's memory at a step's end cannot be left to the next one.
-            fates = [fate for fate in FATES if fate not in AWAY or not config.overlap]
-            found = search_plan(config, data, pool, micro_batches=[size] if size else None, fates=fates)
+            policies = [
+                policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not config.overlap
+            ]
+            found = search_plan(config, data, pool, micro_batches=[size] if size else None, policies=policies)
             if config.overlap and found.plan.schedule != ASYNC:
                 found = replace(found, simulation=predict(found.problem, found.plan, overlap=True)[1])
         plan, simulation = found.plan, found.simulation
     else:
         plan = Plan.read(Path(config.plan).expanduser())
-    check_late(config, plan)
+    check_staleness(config, plan)
     if before is not None and plan.micro_batch != size:
         raise UsageError(
             f"--plan {config.plan} has micro-batches of {plan.micro_batch or 'a share'}, the run to be resumed of "
@@ -262,7 +264,7 @@ def plan_of_run(
     return plan, simulation
 
 
-def check_late(config: TrainConfig, plan: Plan) -> None:
+def check_staleness(config: TrainConfig, plan: Plan) -> None:
     """Refuse a plan whose gradients are late where the run's are not to be, and the other way round.
 
     Raises:

@@ -1,22 +1,24 @@
-"""What things cost: memory from buffer lifetimes; devices and links as they were measured, and a cache for that."""
+"""Costs: memory from buffer lifetimes; measured profiles of devices and links, and their cache."""
 
 from onebox.cost.cache import key_of, load, store
-from onebox.cost.fit import CEILING_BPS, fit_link
+from onebox.cost.collectives import AllReduceAlgorithm, all_reduce_algorithms, choose_all_reduce
 from onebox.cost.lifetimes import Footprint, alive_at, footprint, owners
-from onebox.cost.profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
-from onebox.cost.sums import Way, way_to_sum, ways_to_sum
-from onebox.cost.topology import Groups, near_groups, shortest_tree
+from onebox.cost.links import CEILING_BPS, fit_link
+from onebox.cost.pool_profile import ACCELERATOR_BPS, DeviceProfile, PoolProfile, Speeds
+from onebox.cost.topology import DeviceGroups, near_groups, shortest_tree
 
 __all__ = [
     "ACCELERATOR_BPS",
     "CEILING_BPS",
+    "AllReduceAlgorithm",
+    "DeviceGroups",
     "DeviceProfile",
     "Footprint",
-    "Groups",
     "PoolProfile",
     "Speeds",
-    "Way",
     "alive_at",
+    "all_reduce_algorithms",
+    "choose_all_reduce",
     "fit_link",
     "footprint",
     "key_of",
@@ -25,6 +27,4 @@ __all__ = [
     "owners",
     "shortest_tree",
     "store",
-    "way_to_sum",
-    "ways_to_sum",
 ]

@@ -1,7 +1,7 @@
-"""A small cache on disk for what has been measured: JSON files under the user's cache folder, named by a hash.
+"""A small on-disk cache of measurements: JSON files in the user's cache folder, named by a hash.
 
-Nothing is trusted that is read: a file that is damaged, too large, of another format or type counts as not there.
-Writers and readers may be many at once: a file is put in place whole.
+Files are not trusted: one that is damaged, too large, or of another format or type counts as missing. Concurrent
+readers and writers are allowed: a file is put in place atomically.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from msgspec import Raw, Struct
 from onebox.files import put_file
 
 FORMAT = 1
-"""Version of the files: another one counts as not there."""
+"""Version of the files: other versions count as missing."""
 
 MOST_FILES = 256
 MOST_BYTES = 16 << 20
-"""Of one file."""
+"""Maximum bytes of one file."""
 
 _ABANDONED_S = 3600.0
-"""A temporary file that is older was left by a writer that was killed."""
+"""Age from which a temporary file counts as left by a killed writer."""
 
 T = TypeVar("T")
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds."""
+    """Contents of a file."""
 
     format: int
     key: str
@@ -41,7 +41,7 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def key_of(*parts: object) -> str:
-    """Return the name under which something is kept that depends on some parts, and on nothing else.
+    """Return the name of a cache entry that depends on some parts only.
 
     Args:
         parts: Anything that msgspec encodes as JSON.
@@ -53,9 +53,9 @@ def key_of(*parts: object) -> str:
 
 
 def cache_folder() -> Path:
-    """Return where files are kept: ``onebox/profiles`` in the user's folder for caches.
+    """Return the folder of the files: ``onebox/profiles`` in the user's cache folder.
 
-    Which one that is follows the XDG base directory specification.
+    The cache folder follows the XDG base directory specification.
 
     Raises:
         RuntimeError: The user has no home.
@@ -66,11 +66,11 @@ def cache_folder() -> Path:
 
 
 def load(key: str, kind: type[T]) -> T | None:
-    """Return what has been stored, or ``None`` where nothing whole is found.
+    """Return a stored value, or ``None`` where there is no valid one.
 
     Args:
         key: From :func:`key_of`.
-        kind: Its type, by which it is checked.
+        kind: Its type, which is checked.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError, msgspec.MsgspecError):
         path = cache_folder() / f"{key}.json"
@@ -85,14 +85,14 @@ def load(key: str, kind: type[T]) -> T | None:
 
 
 def store(key: str, value: object) -> bool:
-    """Keep something, and forget the oldest where there is too much; nothing is raised where it cannot be kept.
+    """Store a value, and delete the oldest ones above the limit; a failure raises no error.
 
     Args:
         key: From :func:`key_of`.
         value: Anything that msgspec encodes as JSON and decodes again.
 
     Returns:
-        Whether it is kept.
+        Whether it was stored.
     """
     content = msgspec.json.encode(_File(FORMAT, key, Raw(msgspec.json.encode(value))))
     if len(content) > MOST_BYTES:
@@ -109,10 +109,10 @@ def store(key: str, value: object) -> bool:
 
 
 def _own(folder: Path) -> None:
-    """Make sure that nobody else can write to the folder.
+    """Ensure that only the user can write to the folder.
 
     Raises:
-        OSError: It is not there or belongs to somebody else.
+        OSError: It is missing or belongs to another user.
     """
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -122,7 +122,7 @@ def _own(folder: Path) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Delete the oldest files above the limit, and temporary ones that nobody will finish."""
+    """Delete the oldest files above the limit, and abandoned temporary ones."""
     with contextlib.suppress(OSError):
         files = sorted((when, path) for path in folder.glob("*.json") if (when := _modified_s(path)) is not None)
         for _, path in files[: max(0, len(files) - MOST_FILES)]:
@@ -134,7 +134,7 @@ def _prune(folder: Path) -> None:
 
 
 def _modified_s(path: Path) -> float | None:
-    """Return when a file was written; ``None`` where another process has deleted it."""
+    """Return a file's modification time; ``None`` where another process has deleted it."""
     try:
         return path.lstat().st_mtime
     except FileNotFoundError:

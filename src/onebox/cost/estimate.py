@@ -1,7 +1,7 @@
-"""How long a program takes by what it computes and moves, where nobody has measured it. Pure.
+"""Estimated time of a program, from its operations and bytes, without measurements. Pure.
 
 An operator takes as long as its floating-point operations or its bytes take, whichever is longer: the roofline of
-Williams et al. 2009 (doi:10.1145/1498765.1498785), with what a call of an operator costs on top.
+Williams et al. 2009 (doi:10.1145/1498765.1498785), plus the cost of an operator's call.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from onebox.cost.recurrent import recurrent
 from onebox.wire import Operator, Program, TensorSpec, overload, reads, shares_memory, specs_by_slot
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
-"""Matrix products, with the place of the first factor among their tensors."""
+"""Matrix products, with the index of the first factor among their tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
-    """How fast a device is.
+class DeviceRates:
+    """Throughput of a device.
 
     Args:
-        flops: Floating-point operations a second, 2 for each multiply-add, of products and convolutions.
-        bandwidth_bps: Bytes a second, read and written, of everything else.
-        operator_s: Seconds that each operator takes at least.
+        flops: Floating-point operations per second, 2 for each multiply-add, of products and convolutions.
+        bandwidth_bps: Bytes per second, read and written, of everything else.
+        operator_s: Minimum seconds of each operator.
 
     Raises:
         ValueError: One is not positive and finite.
@@ -41,12 +41,12 @@ class Rates:
                 raise ValueError(f"{name}={value}: a rate is positive and finite")
 
 
-def program_s(program: Program, rates: Rates) -> float:
-    """Return about how many seconds a program takes.
+def program_s(program: Program, rates: DeviceRates) -> float:
+    """Return the estimated seconds of a program.
 
     Args:
         program: The tape.
-        rates: How fast the device is.
+        rates: Throughput of the device.
     """
     specs = specs_by_slot(program)
     return math.fsum(operator_s(operator, specs, rates) for operator in program.operators)
@@ -55,11 +55,11 @@ def program_s(program: Program, rates: Rates) -> float:
 def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
     """Return the floating-point operations of a product, a convolution, an attention or a recurrent layer.
 
-    They are 0 for all else.
+    They are 0 for other operators.
 
     Args:
         operator: The operator.
-        specs: What each slot of its program holds.
+        specs: Specs of the program's slots.
     """
     name = operator.name.split(".")[1]
     shapes = [specs[slot].shape for slot in reads(operator)]
@@ -83,18 +83,18 @@ def flops_of(operator: Operator, specs: Mapping[int, TensorSpec]) -> float:
 def _convolution(
     operator: Operator, made: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], transposed: int
 ) -> float:
-    """Return the operations of a convolution: each element of its output, or of its input, meets a whole filter."""
+    """Return the operations of a convolution: a whole filter for each element of its output, or input if transposed."""
     each = prod(weight_shape[1:])
     return 2.0 * each * (prod(input_shape) if operator.args[transposed] is True else made)
 
 
-def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: Rates) -> float:
-    """Return about how many seconds an operator takes; none for a view.
+def operator_s(operator: Operator, specs: Mapping[int, TensorSpec], rates: DeviceRates) -> float:
+    """Return the estimated seconds of an operator; 0 for a view.
 
     Args:
         operator: The operator.
-        specs: What each slot of its program holds.
-        rates: How fast the device is.
+        specs: Specs of the program's slots.
+        rates: Throughput of the device.
     """
     if shares_memory(overload(operator.name)):
         return 0.0

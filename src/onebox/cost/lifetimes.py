@@ -12,12 +12,12 @@ from onebox.wire import Operator, Program, overload, reads, shares_memory, specs
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a run of a program needs beyond the buffers that are there when it starts.
+    """Memory that a run of a program needs beyond the buffers that exist when it starts.
 
     Args:
-        peak_bytes: The most that it needs at any operator; never negative.
+        peak_bytes: Maximum at any operator; never negative.
         peak_operator: The number of that operator.
-        net_bytes: What is more (or less, when it takes inputs) after it has ended.
+        net_bytes: Increase (negative when it takes inputs) after its end.
     """
 
     peak_bytes: int
@@ -26,7 +26,7 @@ class Footprint:
 
 
 def owners(program: Program) -> dict[int, int]:
-    """Return for each filled slot the slot whose memory it lies in: its own, or what it is a view of."""
+    """Return for each filled slot the slot that owns its memory: its own, or the base of its view."""
     found = {slot: slot for slot in range(len(program.inputs))}
     for operator in program.operators:
         view = shares_memory(overload(operator.name))
@@ -36,14 +36,14 @@ def owners(program: Program) -> dict[int, int]:
 
 
 def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
-    """Follow the buffers of a program through its tape.
+    """Compute the memory of a program's buffers along its tape.
 
-    An output that nobody reads takes memory while its operator runs, where the program specifies it; so does what a
-    recurrent layer needs for all its time steps.
+    An unread output takes memory while its operator runs, where the program specifies it; so does the workspace of a
+    recurrent layer for all its time steps.
 
     Args:
         program: The tape, with deaths set.
-        takes: Inputs that end with it: their memory goes after their last use, unless an output is a view of them.
+        takes: Inputs that end with it: their memory is freed after their last use, unless an output is a view of them.
     """
     specs = specs_by_slot(program)
     root = owners(program)
@@ -68,10 +68,10 @@ def footprint(program: Program, takes: Collection[int] = ()) -> Footprint:
 
 
 def alive_at(program: Program, number: int, takes: Collection[int] = ()) -> dict[int, int]:
-    """Return what is there while an operator runs: the bytes of each storage, by the slot that owns it.
+    """Return the live bytes of each storage while an operator runs, by the slot that owns it.
 
-    Inputs are among them, unless they have ended before. Together with what the operator makes and nobody reads, and
-    what it needs for itself, they are more than the inputs by what :func:`footprint` counts there.
+    Inputs are among them, unless they have ended before. With the operator's unread outputs and workspace, their sum
+    minus the inputs is the number that :func:`footprint` counts there.
 
     Args:
         program: The tape, with deaths set.
@@ -94,7 +94,7 @@ def alive_at(program: Program, number: int, takes: Collection[int] = ()) -> dict
 
 
 def _unread_bytes(operator: Operator) -> int:
-    """Return the bytes of what an operator makes and nobody reads."""
+    """Return the bytes of an operator's unread outputs."""
     made = zip(operator.outs, operator.specs, strict=True)
     unread = sum(spec.size_bytes for slot, spec in made if slot is None and spec is not None)
     return 0 if unread and shares_memory(overload(operator.name)) else unread

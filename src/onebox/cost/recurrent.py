@@ -1,4 +1,4 @@
-"""Recurrent layers, which are one operator of many kernels: what they compute, start and need meanwhile. Pure."""
+"""Recurrent layers, which are one operator of many kernels: their operations, kernel launches and workspace. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from math import prod
 from typing import NamedTuple
 
 from onebox.errors import WireError
-from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many, Operator, Slot, TensorSpec
+from onebox.wire import RECURRENT, RECURRENT_BACKWARD, Many, Operator, SlotArgument, TensorSpec
 
 _SEQUENCES = {"lstm": (5, 12), "gru": (4, 11), "rnn_tanh": (3, 4), "rnn_relu": (3, 4)}
-"""For each kind what forward and backward need besides what they make: so many times the hidden states of all steps.
-Measured with PyTorch's kernels for CPUs: values before and after the gates, and in backward what autograd keeps."""
+"""For each kind the workspace of forward and backward, as a multiple of the hidden states of all steps. Measured with
+PyTorch's kernels for CPUs: values before and after the gates, and in backward the tensors that autograd keeps."""
 
 _KERNELS = {"lstm": 12, "gru": 12, "rnn_tanh": 4, "rnn_relu": 4}
-"""How many kernels forward starts for each time step and direction."""
+"""Number of kernels that forward starts for each time step and direction."""
 
 _BACKWARD = 3
 """Backward computes the layer again, then the gradients of both factors of each product."""
@@ -31,8 +31,8 @@ class Recurrent(NamedTuple):
 
     Args:
         flops: Floating-point operations of its products.
-        kernels: How many kernels it starts.
-        passing_bytes: Memory that it needs while it runs, besides its arguments and what it makes.
+        kernels: Number of kernels that it starts.
+        passing_bytes: Workspace that it needs while it runs, beside its arguments and outputs.
     """
 
     flops: float
@@ -41,20 +41,20 @@ class Recurrent(NamedTuple):
 
 
 def recurrent(operator: Operator, specs: Mapping[int, TensorSpec]) -> Recurrent | None:
-    """Return the cost of an operator; ``None`` if it is no recurrent layer.
+    """Return the cost of an operator; ``None`` if it is not a recurrent layer.
 
     Args:
         operator: The operator.
-        specs: What each slot of its program holds.
+        specs: Specs of the program's slots.
 
     Raises:
-        WireError: Its arguments are none of such a layer.
+        WireError: Its arguments do not fit such a layer.
     """
     if operator.name not in _NAMES:
         return None
     backward = _NAMES[operator.name]
     source, states, weights, kind, *_ = *operator.args[backward:], *(None,) * 4
-    if not (isinstance(source, Slot) and isinstance(states, Many) and isinstance(weights, Many)) or (
+    if not (isinstance(source, SlotArgument) and isinstance(states, Many) and isinstance(weights, Many)) or (
         not isinstance(kind, str) or kind not in _SEQUENCES
     ):
         raise WireError(f"{operator.name} takes {operator.args}, which are no arguments of a recurrent layer")
@@ -71,4 +71,4 @@ def recurrent(operator: Operator, specs: Mapping[int, TensorSpec]) -> Recurrent 
 
 
 def _specs(tensors: Many, specs: Mapping[int, TensorSpec]) -> list[TensorSpec]:
-    return [specs[item.index] for item in tensors.items if isinstance(item, Slot)]
+    return [specs[item.index] for item in tensors.items if isinstance(item, SlotArgument)]

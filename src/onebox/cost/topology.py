@@ -1,9 +1,9 @@
-"""Which devices are near to each other: hosts and switches, seen in the speeds of the links alone. Pure.
+"""Topology of a pool: groups of devices that are near to each other, hosts and switches, from link speeds alone. Pure.
 
-A name does not tell how devices are wired, their times do. Devices are clustered by single linkage (Gower and Ross,
-Minimum spanning trees and single linkage cluster analysis, 1969), because what disturbs a measurement only makes a
-link seem farther; and the tree is cut only where it is plain: where clusters are joined over a distance that is a
-multiple of all those before, and each device is nearer to its own than to any other.
+Names do not show the wiring of devices, link times do. Devices are clustered by single linkage (Gower and Ross, Minimum
+spanning trees and single linkage cluster analysis, 1969), because disturbances of a measurement only make a link seem
+longer; and the tree is cut only at clear gaps: where clusters are joined over a distance that is a multiple of all
+those before, and each device is nearer to its own cluster than to any other.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-Groups = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """A partition of devices: each in one group."""
 
 LARGE_BYTES = 8 << 20
-"""The large message by which links are compared."""
+"""Bytes of the large message by which links are compared."""
 
 _FLOOR_S = 100e-6
-"""Added to every time: what differs by less is the scheduler of an operating system, not a wire."""
+"""Seconds added to every time: smaller differences come from the scheduler of an operating system, not from a wire."""
 
 APART = 2.0
-"""How many times the distance within groups the one between groups is, at least."""
+"""Minimum ratio of the distance between groups to that within groups."""
 
 _NEARER = 1.5
-"""How many times the distance of a device from its own group the one from any other is, at least."""
+"""Minimum ratio of a device's distance from any other group to that from its own."""
 
 _MOST_LEVELS = 2
-"""Hosts, and the switches that they hang on."""
+"""Number of levels: hosts, and their switches."""
 
 _FAR = 100.0
-"""How many times the largest distance it is to where nothing can be sent but by way of another device."""
+"""Distance of devices that cannot send to each other directly, as a multiple of the largest distance."""
 
 
 def near_groups(
     latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
-) -> tuple[Groups, ...]:
+) -> tuple[DeviceGroups, ...]:
     """Return groups of devices that are nearer to each other than to others, the smallest groups first.
 
     Args:
-        latency_s: ``latency_s[source][target]``, seconds; no entry where nothing can be sent. Each device is a source.
+        latency_s: ``latency_s[source][target]``, seconds; no entry for unconnected devices. Each device is a source.
         bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second, likewise.
 
     Returns:
-        One or two partitions; the groups of the second are made of those of the first. Where no group is well apart
-        from the others, one partition with one group. Devices that nothing can be sent between are never together.
+        One or two partitions; the groups of the second are made of those of the first. Without a clearly separate
+        group, one partition with one group. Devices that cannot send to each other are never in one group.
     """
     known = _distances(latency_s, bandwidth_bps)
     parts = [_levels(part, known) for part in _reachable(sorted(latency_s), known)]
@@ -60,16 +60,16 @@ def near_groups(
 def shortest_tree(
     latency_s: Mapping[int, Mapping[int, float]], bandwidth_bps: Mapping[int, Mapping[int, float]]
 ) -> list[tuple[int, int]]:
-    """Return the shortest links that join all devices: a minimum spanning tree, on which the groups rest.
+    """Return the shortest links that connect all devices: a minimum spanning tree, which determines the groups.
 
-    A group that one disturbed measurement has made, or hidden, comes out right with another one of these links.
+    Another measurement of these links corrects a group that one disturbed measurement has made or hidden.
 
     Args:
         latency_s: As in :func:`near_groups`.
         bandwidth_bps: Likewise.
 
     Returns:
-        Two devices each, the lower number first: one link fewer than there are devices, where all can be reached.
+        Pairs of devices, the lower number first: one link fewer than there are devices, where all are connected.
     """
     return [(a, b) for _, a, b, _ in _spanning(latency_s, _distances(latency_s, bandwidth_bps))]
 
@@ -84,7 +84,7 @@ def _spanning(
         apart: The lengths of links between two of them.
 
     Yields:
-        The length, the two devices, and for each device one that stands for all that hang together without this link.
+        The length, the two devices, and for each device the representative of its component without this link.
     """
     home = {device: device for device in devices}
     for length, a, b in sorted((length, a, b) for (a, b), length in apart.items()):
@@ -94,7 +94,7 @@ def _spanning(
 
 
 def _joined(home: Mapping[int, int], a: int, b: int) -> dict[int, int]:
-    """Return where devices belong when the groups of two of them are one."""
+    """Return the representatives after the groups of two devices are joined."""
     return {device: home[a] if place == home[b] else place for device, place in home.items()}
 
 
@@ -115,24 +115,24 @@ def distance(
     source: int,
     target: int,
 ) -> float:
-    """Return how far a device is from another: the geometric mean of the times of an empty and of a large message.
+    """Return the distance from a device to another: the geometric mean of the times of an empty and of a large message.
 
-    So a link is as far off with twice the latency as with half the bandwidth.
+    So twice the latency counts as much as half the bandwidth.
     """
     empty_s = latency_s[source][target] + _FLOOR_S
     return math.sqrt(empty_s * (empty_s + LARGE_BYTES / bandwidth_bps[source][target]))
 
 
 def _reachable(devices: Sequence[int], known: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Return the devices in sets between which nothing can be sent."""
+    """Return the connected components of the devices."""
     home = {device: device for device in devices}
     for a, b in known:
         home = _joined(home, a, b)
     return [[device for device in devices if home[device] == place] for place in dict.fromkeys(home.values())]
 
 
-def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> list[Groups]:
-    """Return the partitions of some devices at the plainest cuts, the one with the smallest groups first.
+def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> list[DeviceGroups]:
+    """Return the partitions of some devices at the clearest cuts, the one with the smallest groups first.
 
     Args:
         devices: The devices, in order.
@@ -142,7 +142,7 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
         return [(tuple(devices),)]
     far = _FAR * max(known.values())
     apart = {pair: known.get(pair, far) for pair in itertools.combinations(devices, 2)}
-    found: list[tuple[float, Groups]] = []
+    found: list[tuple[float, DeviceGroups]] = []
     for before, after, groups in joins(devices, apart):
         if after >= APART * before and _is_plain(groups, apart, before):
             found.append((after / before, groups))
@@ -150,8 +150,10 @@ def _levels(devices: Sequence[int], known: Mapping[tuple[int, int], float]) -> l
     return sorted((groups for _, groups in plainest), key=len, reverse=True) or [(tuple(devices),)]
 
 
-def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Iterator[tuple[float, float, Groups]]:
-    """Yield how single linkage joins devices: each time the last distance, the next one, and the groups in between.
+def joins(
+    devices: Sequence[int], apart: Mapping[tuple[int, int], float]
+) -> Iterator[tuple[float, float, DeviceGroups]]:
+    """Yield the steps of single linkage: each time the last distance, the next one, and the groups in between.
 
     Args:
         devices: The devices, in order.
@@ -166,13 +168,13 @@ def joins(devices: Sequence[int], apart: Mapping[tuple[int, int], float]) -> Ite
         before = after
 
 
-def _is_plain(groups: Groups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
-    """Tell whether each device is nearer to its own group than to each other group.
+def _is_plain(groups: DeviceGroups, apart: Mapping[tuple[int, int], float], within: float) -> bool:
+    """Return whether each device is nearer to its own group than to each other group.
 
     Args:
         groups: The groups.
         apart: Distances between two devices, the lower number first.
-        within: What stands for the distance within a group of one.
+        within: Distance that is used within a group of one.
     """
 
     def between(device: int, others: Sequence[int]) -> float:

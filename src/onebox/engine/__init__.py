@@ -1,8 +1,8 @@
 """Training on a pool: lowering, steps, evaluation, checkpoints."""
 
-from onebox.engine.loss_reduction import Weighted
-from onebox.engine.results import Evaluation, Event, StepLoss
+from onebox.engine.data.prefetch import UploadCounters, UploadedBatch
+from onebox.engine.steps.results import Evaluation, StepLoss, TraceEvent
 from onebox.engine.trainer import Trainer
-from onebox.engine.upload import UploadCounters, Uploaded
+from onebox.engine.workload.loss_reduction import Weighted
 
-__all__ = ["Evaluation", "Event", "StepLoss", "Trainer", "UploadCounters", "Uploaded", "Weighted"]
+__all__ = ["Evaluation", "StepLoss", "TraceEvent", "Trainer", "UploadCounters", "UploadedBatch", "Weighted"]

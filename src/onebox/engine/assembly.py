@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from onebox.engine.adaptive import Adaptive
-from onebox.engine.captures import Recipe
-from onebox.engine.delays import WARM_UP
-from onebox.engine.emulated import SegmentCosts, check_costs
-from onebox.engine.following import problem_maker
-from onebox.engine.launch import Settings
-from onebox.engine.optimizers import Optimizers
-from onebox.engine.overlap import check_overlap, treatment
-from onebox.engine.remote import RemoteState
-from onebox.engine.run import TrainingRun
-from onebox.engine.settings import Request
+from onebox.engine.adaptive.controller import AdaptiveController
+from onebox.engine.adaptive.problem_source import problem_maker
+from onebox.engine.config import PlanRequest
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.steps.launch import StepSettings
+from onebox.engine.steps.overlap_scheduler import check_overlap, choose_compensation
+from onebox.engine.workload.captures import CaptureSpec
+from onebox.engine.workload.delay_compensation import WARM_UP
+from onebox.engine.workload.emulated_costs import SegmentCosts, check_costs
+from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.graph import Loss, Metrics, Precision
-from onebox.graph.front import OnDevice
+from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.plan import Plan, Sync, UpdateAt
-from onebox.plan.inputs import Problem
+from onebox.plan.model.problem import Problem
 from onebox.pool import Pool
 
 _LOG = logging.getLogger("onebox")
@@ -30,13 +30,13 @@ _LOG = logging.getLogger("onebox")
 
 def requested(
     pool: Pool, plan: Plan | None, shares: Any, micro_batch: int | None, sync: Sync, update: UpdateAt, *, shard: bool
-) -> Request:
-    """Return what is to be computed where; see :class:`~onebox.engine.settings.Request`.
+) -> PlanRequest:
+    """Return what is to be computed where; see :class:`~onebox.engine.config.PlanRequest`.
 
     Raises:
         UsageError: It cannot be.
     """
-    request = Request(
+    request = PlanRequest(
         plan=plan,
         shares=shares,
         micro_batch=micro_batch,
@@ -50,23 +50,23 @@ def requested(
 
 def exact_settings(
     seed: int, check_every: int, in_flight: int, clip_grad_norm: float | None, *, trace: bool
-) -> Settings:
+) -> StepSettings:
     """Return what is the same for all steps, those steps being exact and none overlapping."""
-    return Settings(
+    return StepSettings(
         seed=seed, trace=trace, check_every=check_every, in_flight=in_flight, max_norm=clip_grad_norm or 0.0
     )
 
 
 def with_lateness(
-    settings: Settings,
+    settings: StepSettings,
     optimizer: Optimizers,
-    request: Request,
+    request: PlanRequest,
     staleness: int,
     delay: str,
     warm_up: int | None,
     *,
     overlap: bool,
-) -> Settings:
+) -> StepSettings:
     """Return the settings of steps that overlap as the user wants them to, and log what was left open.
 
     Args:
@@ -88,7 +88,7 @@ def with_lateness(
         return found
     if warm_up is None:
         _LOG.info("warm_up=%d: so many steps are exact first, as weights move fastest at the beginning", exact)
-    return dataclasses.replace(found, delay=treatment(optimizer, delay))
+    return dataclasses.replace(found, delay=choose_compensation(optimizer, delay))
 
 
 def recipe_of(
@@ -102,15 +102,15 @@ def recipe_of(
     costs: SegmentCosts | None,
     *,
     fuse: bool,
-) -> Recipe:
-    """Return what the model is captured with; see :class:`~onebox.engine.compiler.Recipe`.
+) -> CaptureSpec:
+    """Return what the model is captured with; see :class:`~onebox.engine.compile.compiler.Recipe`.
 
     Raises:
         UsageError: The costs are none.
     """
     check_costs(costs or {})
     kinds = {device.kind for device in pool.devices}
-    return Recipe(
+    return CaptureSpec(
         model=model,
         loss=loss,
         metrics=metrics,
@@ -123,9 +123,9 @@ def recipe_of(
     )
 
 
-def follow(run: TrainingRun, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:
+def follow(run: TrainingSession, adaptive: bool | Problem, pool: Pool, optimizer: Optimizers) -> None:
     """Let a run follow its devices if that is wanted, from the problem that its plan was made for if it is known."""
     if adaptive:
         known = adaptive if isinstance(adaptive, Problem) else None
         make = problem_maker(pool, lambda: run.captures, optimizer, lambda: run.examples.largest, known)
-        run.adaptive = Adaptive(run, make, lambda: run.examples.samples)
+        run.adaptive = AdaptiveController(run, make, lambda: run.examples.samples)

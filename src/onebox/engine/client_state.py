@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onebox.engine.changes import Detector
-from onebox.engine.optimizer_state import OptimizersOnWorkers, StaleState
-from onebox.engine.remote import RemoteState
-from onebox.engine.run import TrainingRun
-from onebox.engine.state import OptimizerEntries
-from onebox.engine.transfer import Changes
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.change_detection import ChangeDetector
+from onebox.engine.state.optimizer_state import OptimizersOnWorkers, StaleState
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.transfer import StateChanges
+from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.sizes import size_text
 
@@ -42,10 +42,10 @@ class ClientState:
         loss: The user's loss, which may be a module.
     """
 
-    def __init__(self, run: TrainingRun, remote: RemoteState, model: nn.Module, loss: Any) -> None:
+    def __init__(self, run: TrainingSession, remote: RemoteState, model: nn.Module, loss: Any) -> None:
         self._run = run
         self._remote = remote
-        self._detector = Detector(model, loss, remote.named)
+        self._detector = ChangeDetector(model, loss, remote.named)
         self._at = -1
         """The step count at which the model here is what the workers have."""
         self._news: dict[str, int] = {}
@@ -87,7 +87,7 @@ class ClientState:
         """
         run, tensors = self._run, self._remote.named.tensors
         try:
-            run.surely(lambda: run.transfer.into(tensors))
+            run.with_recovery(lambda: run.transfer.into(tensors))
         finally:
             self._note(tensors, fully=True)
         if run.begun:
@@ -194,7 +194,7 @@ class ClientState:
         copies = {name: tensors[name].detach().to("cpu", copy=True) for name in chosen if name in held}
         self._note(chosen, fully=True)
         self._have_news(chosen)
-        self._run.change(Changes(tensors=copies, entries=entries))
+        self._run.change(StateChanges(tensors=copies, entries=entries))
 
     def _brought(self) -> None:
         """Take note that the model here has been brought to the workers, if it is for the first time."""
@@ -252,14 +252,14 @@ class ClientState:
         if theirs:
             run.drain()
             run.wait(0)
-            run.surely(lambda: run.transfer.into(theirs))
+            run.with_recovery(lambda: run.transfer.into(theirs))
             shared = {own[id(tensor)]: tensor for tensor in theirs.values()}
             self._note(shared, fully=self._in_step)
             self._say(shared)
             if self._run.begun:
                 held = self._run.transfer.held()
                 copies = {n: tensor.detach().to("cpu", copy=True) for n, tensor in shared.items() if n in held}
-                self._run.change(Changes(tensors=copies))
+                self._run.change(StateChanges(tensors=copies))
         self._seen[partner] = newest
 
     def _say(self, shared: Mapping[str, Tensor]) -> None:
@@ -286,10 +286,10 @@ class ClientState:
             return self._remote.remembered
         run.drain()
         run.wait(0)
-        return run.surely(run.transfer.optimizer_state)
+        return run.with_recovery(run.transfer.optimizer_state)
 
 
-class Apart:
+class DetachedClientState:
     """In place of a :class:`ClientState` where a trainer has its copy of the state for itself.
 
     It only measures: neither the model and the optimizers in this process nor trainers of the same model have a part in

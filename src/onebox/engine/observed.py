@@ -8,25 +8,25 @@ from typing import Any
 
 from torch import Tensor
 
-from onebox.engine.adaptive import Made
-from onebox.engine.batch import Batch, as_batch
-from onebox.engine.captures import Captures
-from onebox.engine.checkpoint import write
-from onebox.engine.client_state import Apart, ClientState
-from onebox.engine.curve import Curve, curve_of
-from onebox.engine.history import Recovery
-from onebox.engine.loss_reduction import LossReduction, reduction_name
-from onebox.engine.remote import RemoteState
-from onebox.engine.restore import contents
-from onebox.engine.results import Event
-from onebox.engine.run import TrainingRun
-from onebox.engine.state import OptimizerEntries
-from onebox.engine.upload import UploadCounters
+from onebox.engine.adaptive.controller import AppliedDecision
+from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.data.prefetch import UploadCounters
+from onebox.engine.memory.timeline import MemoryTimeline, memory_timeline
+from onebox.engine.recovery.policy import RecoveryRecord
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.checkpoint_files import write
+from onebox.engine.state.checkpoint_restore import contents
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.steps.results import TraceEvent
+from onebox.engine.workload.batch import Batch, as_batch
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.loss_reduction import LossReduction, reduction_name
+from onebox.engine.workload.named_state import OptimizerEntries
 from onebox.errors import UsageError
 from onebox.graph import Precision
 from onebox.padding import Buckets
 from onebox.plan import Plan
-from onebox.wire.sayings import Memory
+from onebox.wire.protocol.responses import WorkerMemory
 
 
 class Observed:
@@ -49,7 +49,7 @@ class Observed:
     loss_reduction: LossReduction
     pad: Buckets | None
 
-    def __init__(self, run: TrainingRun, remote: RemoteState, client: ClientState | Apart) -> None:
+    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState | DetachedClientState) -> None:
         self._run = run
         self._client = client
         self._remote = remote
@@ -83,7 +83,7 @@ class Observed:
         self._run.captures = captures
 
     @property
-    def recoveries(self) -> tuple[Recovery, ...]:
+    def recoveries(self) -> tuple[RecoveryRecord, ...]:
         """What was lost so far, and how the run went on."""
         return tuple(self._run.guard.recoveries) if self._run.guard else ()
 
@@ -93,7 +93,7 @@ class Observed:
         return self._run.overlap.measured()
 
     @property
-    def decisions(self) -> tuple[Made, ...]:
+    def decisions(self) -> tuple[AppliedDecision, ...]:
         """What was decided on so far because devices or links were not as planned; nothing without ``adaptive``."""
         return self._run.adaptive.decisions if self._run.adaptive else ()
 
@@ -102,10 +102,10 @@ class Observed:
         """Steps from one snapshot to the next, as it is now; 0 without ``recover``."""
         return self._run.guard.cadence.every if self._run.guard else 0
 
-    def memory(self) -> list[Memory]:
+    def memory(self) -> list[WorkerMemory]:
         """Return for each device the bytes used, the peak so far, and the quota."""
         self._require_open()
-        return self._run.surely(self._remote.memory)
+        return self._run.with_recovery(self._remote.memory)
 
     def predicted_memory(self, inputs: Any, targets: Any = None, *, ahead: int = 0) -> dict[int, int]:
         """Return the most bytes that each device of the plan will use in a step with a batch, from lifetimes alone.
@@ -122,7 +122,7 @@ class Observed:
         peaks = self._run.set_up(batch).peaks(batch, ahead=ahead)
         return {device: peak + self._run.uploads.cached_bytes(device) for device, peak in peaks.items()}
 
-    def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, Curve]:
+    def predicted_curves(self, inputs: Any, targets: Any = None) -> dict[int, MemoryTimeline]:
         """Return how much memory each device of the plan will use over a step with a batch, instruction by instruction.
 
         What it used in fact is in :meth:`events`.
@@ -134,9 +134,9 @@ class Observed:
         self._require_open()
         batch = self._batch(inputs, targets)
         contents = self._run.set_up(batch).contents(batch)
-        return {device: curve_of(device, found) for device, found in contents.items()}
+        return {device: memory_timeline(device, found) for device, found in contents.items()}
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TraceEvent]:
         """Return what the workers did in the last steps, for a timeline; empty without ``trace``."""
         return [event for trace in self._run.traces for event in trace.events()]
 
@@ -160,14 +160,14 @@ class Observed:
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.surely(self._run.transfer.tensors)
+        return self._run.with_recovery(self._run.transfer.tensors)
 
     def optimizer_state(self) -> OptimizerEntries:
         """Return what the optimizer remembers, as (parameter, key, value)."""
         self._require_open()
         self._client.bring()
         self.wait()
-        return self._run.surely(self._run.transfer.optimizer_state)
+        return self._run.with_recovery(self._run.transfer.optimizer_state)
 
     def save(self, path: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 2) -> Path:
         """Write a checkpoint, atomically; a process that is killed meanwhile leaves the earlier ones whole.
@@ -207,7 +207,7 @@ class Observed:
             plan = self.plan or self._planned
             return write(Path(path), contents(remote, run.transfer, plan=plan, **settings), keep=keep)
 
-        run.saved = run.surely(written)
+        run.saved = run.with_recovery(written)
         return run.saved
 
     def _require_open(self) -> None:

@@ -11,29 +11,29 @@ from typing import Any, Literal, Self
 
 from torch import nn
 
+from onebox.engine.adaptive.problem_source import check_adaptive
 from onebox.engine.assembly import exact_settings, follow, recipe_of, requested, with_lateness
-from onebox.engine.batch import as_pair
-from onebox.engine.captures import Captures
-from onebox.engine.checkpoint import read
-from onebox.engine.client_state import Apart, ClientState
-from onebox.engine.emulated import SegmentCosts
-from onebox.engine.evaluate import evaluate
-from onebox.engine.following import check_adaptive
-from onebox.engine.loss_reduction import LossReduction, check_reduction, resumed_reduction
+from onebox.engine.client_state import ClientState, DetachedClientState
+from onebox.engine.config import check_settings, recovery_enabled, steps_in_flight
+from onebox.engine.data.prefetch import AHEAD_BYTES, BatchPrefetcher, UploadedBatch, cache_bytes
 from onebox.engine.observed import Observed
-from onebox.engine.optimizers import Optimizers
-from onebox.engine.remote import RemoteState
-from onebox.engine.restore import planned_options, remembered, restore, said_of_plan, versions
-from onebox.engine.results import Evaluation, StepLoss
-from onebox.engine.run import TrainingRun
-from onebox.engine.settings import check_settings, recovers, steps_in_flight
-from onebox.engine.upload import AHEAD_BYTES, Uploaded, Uploads, cache_bytes
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.checkpoint_files import read
+from onebox.engine.state.checkpoint_restore import planned_options, remembered, restore, said_of_plan, versions
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.steps.evaluation import evaluate
+from onebox.engine.steps.results import Evaluation, StepLoss
+from onebox.engine.workload.batch import as_pair
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.emulated_costs import SegmentCosts
+from onebox.engine.workload.loss_reduction import LossReduction, check_reduction, resumed_reduction
+from onebox.engine.workload.parameter_groups import Optimizers
 from onebox.errors import UsageError
 from onebox.graph import Loss, Metrics, Precision
-from onebox.graph.front import OnDevice
+from onebox.graph.capture.on_device_transform import OnDevice
 from onebox.padding import Buckets, require_buckets
 from onebox.plan import Plan, Sync, UpdateAt
-from onebox.plan.inputs import Problem
+from onebox.plan.model.problem import Problem
 from onebox.pool import Pool
 
 Shares = Literal["auto", "equal", "measured"] | Sequence[float]
@@ -195,13 +195,22 @@ class Trainer(Observed):
         remote = RemoteState(model, loss, optimizer, pool)
         recipe = recipe_of(pool, remote, model, loss, self._metrics, precision, on_device, costs, fuse=fuse)
         recipe = replace(recipe, reduction=loss_reduction)
-        parts = pool, request, Captures(recipe), remote, settings, Uploads(pool, ahead_bytes, cache_bytes(cache))
-        run = TrainingRun(*parts, recover=recovers(pool, recover, snapshot_every), snapshot_every=snapshot_every)
+        parts = (
+            pool,
+            request,
+            Captures(recipe),
+            remote,
+            settings,
+            BatchPrefetcher(pool, ahead_bytes, cache_bytes(cache)),
+        )
+        run = TrainingSession(
+            *parts, recover=recovery_enabled(pool, recover, snapshot_every), snapshot_every=snapshot_every
+        )
         follow(run, adaptive, pool, optimizer)
         super().__init__(run, remote, self._client_of(run, remote))
         self._planned = request.said(len(pool))
 
-    def _client_of(self, run: TrainingRun, remote: RemoteState) -> ClientState | Apart:
+    def _client_of(self, run: TrainingSession, remote: RemoteState) -> ClientState | DetachedClientState:
         """Return what keeps the model and the optimizers in this process in step with the workers."""
         return ClientState(run, remote, self.model, self.loss)
 
@@ -215,7 +224,7 @@ class Trainer(Observed):
 
     # ---- training
 
-    def upload(self, inputs: Any, targets: Any = None, samples: Any = None) -> Uploaded:
+    def upload(self, inputs: Any, targets: Any = None, samples: Any = None) -> UploadedBatch:
         """Begin to bring each worker its part of a batch, ahead of its step; any thread may call this.
 
         Up to two batches lie at the workers ahead of the steps under way, as far as there is room; what is uploaded
@@ -268,7 +277,7 @@ class Trainer(Observed):
             OneboxError: This or an earlier step failed.
         """
         self._require_open()
-        if isinstance(inputs, Uploaded):
+        if isinstance(inputs, UploadedBatch):
             if targets is not None or samples is not None:
                 raise UsageError("step() was given an upload and targets; an upload has its targets already")
             batch, uploaded = inputs.parcel.batch, inputs

@@ -9,8 +9,8 @@ hands these on, all while its user computes on earlier ones::
 """
 
 from onebox.feed.adapt import as_source
-from onebox.feed.catalog import load_dataset, open_dataset
-from onebox.feed.dataset import Data, DataSet, Split
+from onebox.feed.datasets.catalog import load_dataset, open_dataset
+from onebox.feed.datasets.dataset import Data, DataSet, Split
 from onebox.feed.feed import Feed
 from onebox.feed.order import Position
 from onebox.feed.source import Source, Stream

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from onebox.errors import UsageError
 from onebox.feed.source import Source, Stream
 from onebox.feed.sources.arrays import Arrays
-from onebox.feed.sources.huggingface import HuggingFace, HuggingFaceStream
-from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
-from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
+from onebox.feed.sources.libraries.huggingface import HuggingFace, HuggingFaceStream
+from onebox.feed.sources.libraries.iterables import IterableStream, MadeStream, OneShotStream
+from onebox.feed.sources.libraries.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 
 ALLOWED = (
     "a Source or Stream, a torch Dataset, IterableDataset or DataLoader, a datasets.Dataset or IterableDataset, "

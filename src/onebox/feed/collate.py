@@ -42,7 +42,7 @@ def form_of(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def misfits(samples: Sequence[Any]) -> tuple[list[int], str]:
+def find_mismatches(samples: Sequence[Any]) -> tuple[list[int], str]:
     """Find the samples of a batch whose form is not the one that most of them have.
 
     Args:

@@ -117,7 +117,7 @@ class ImageDecoder:
                 if self.library == "torchvision" and not self.size and image.format in ("JPEG", "PNG"):
                     return self._by_torchvision(raw)
                 return self._by_pillow(image)
-        except Unsuitable as error:
+        except UnsupportedMode as error:
             raise _bad(f"{where} {error}", path, sample) from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
             raise _bad(f"{where} has too many pixels ({error})", path, sample) from error
@@ -147,7 +147,7 @@ class ImageDecoder:
         return decoded.contiguous() if decoded.dtype == torch.uint8 else (decoded >> 8).to(torch.uint8)
 
 
-class Unsuitable(Exception):
+class UnsupportedMode(Exception):
     """A picture that has no meaning as 8 bits a channel."""
 
 
@@ -158,7 +158,7 @@ def _in_mode(picture: Image.Image, mode: str) -> Image.Image:
     if picture.mode.startswith("I;16"):
         picture = _pillow("Image").fromarray((np.asarray(picture).astype(np.uint16) >> 8).astype(np.uint8))
     if picture.mode not in EIGHT_BITS:
-        raise Unsuitable(f"has pixels of Pillow's mode {picture.mode!r}; allowed are 8 or 16 bits a channel")
+        raise UnsupportedMode(f"has pixels of Pillow's mode {picture.mode!r}; allowed are 8 or 16 bits a channel")
     if picture.mode == "P" and "transparency" in picture.info:
         picture = picture.convert("RGBA")  # Pillow warns of the direct way
     return picture.convert(mode)

@@ -11,18 +11,18 @@ from typing import Any, Self
 
 from onebox.errors import UsageError
 from onebox.feed.adapt import as_source
-from onebox.feed.advice import bound_line
 from onebox.feed.checks import require_int
 from onebox.feed.collate import Collate
-from onebox.feed.counters import StageCounters
 from onebox.feed.epoch import Epoch
-from onebox.feed.identity import namespace
 from onebox.feed.order import Position, batch_count
-from onebox.feed.pipeline import Pipeline
-from onebox.feed.preparation import OnError, Transform
-from onebox.feed.probing import By
-from onebox.feed.recipe import Concurrency, Recipe
-from onebox.feed.skipping import Skips
+from onebox.feed.pipeline.autotune import bottleneck_line
+from onebox.feed.pipeline.counters import StageCounters
+from onebox.feed.pipeline.runner import Pipeline
+from onebox.feed.prepare.epoch_builder import Concurrency, EpochBuilder
+from onebox.feed.prepare.preparation import OnError, Transform
+from onebox.feed.prepare.randomness import ProcessBy
+from onebox.feed.prepare.skip_log import SkipLog
+from onebox.feed.sample_ids import namespace
 from onebox.padding import Buckets
 
 
@@ -94,7 +94,7 @@ class Feed:
         pad: Buckets | None = None,
         read: Concurrency = "auto",
         process: Concurrency = "auto",
-        process_by: By = "auto",
+        process_by: ProcessBy = "auto",
         ahead: int = 2,
         limit_bytes: int | None = None,
         on_error: OnError = "stop",
@@ -106,7 +106,7 @@ class Feed:
         for name, number, least in (("ahead", ahead, 1), ("max_skipped", max_skipped, 0), ("cores", cores, 1)):
             if number is not None:
                 require_int(name, number, least=least)
-        self._recipe = Recipe(
+        self._recipe = EpochBuilder(
             source=as_source(source),
             batch_size=batch_size,
             seed=seed,
@@ -125,7 +125,7 @@ class Feed:
         )
         self.source, self.seed = self._recipe.source, seed
         self._ahead, self._limit_bytes, self._cores = ahead, limit_bytes, cores
-        self.skipped = Skips(limit=max_skipped)
+        self.skipped = SkipLog(limit=max_skipped)
         self.position = self._at(0, 0, 0)
         self._pending: Position | None = None
         self._running: Callable[[], Epoch | None] = lambda: None
@@ -196,7 +196,7 @@ class Feed:
         """Say which stage bounded the last epoch, what would help, and what it left out."""
         if self._last is None:
             return "no batch has been asked for yet"
-        line = bound_line(*self._last, self._cores or len(os.sched_getaffinity(0)))
+        line = bottleneck_line(*self._last, self._cores or len(os.sched_getaffinity(0)))
         return f"{line}; {self.skipped}" if self.skipped.in_epoch else line
 
     @property

@@ -66,7 +66,7 @@ class Position:
         return cls(**values)
 
 
-def order_of(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
+def epoch_order(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
     """The indices of samples in the order of an epoch.
 
     Args:
@@ -105,7 +105,7 @@ def batch_count(samples: int, size: int, *, drop_last: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSlice:
     """The samples of one batch.
 
     Args:
@@ -119,7 +119,7 @@ class Cut:
     indices: tuple[int, ...]
 
 
-def cuts(order_N: Tensor, size: int, *, number: int, first: int, drop_last: bool) -> Iterator[Cut]:
+def batch_slices(order_N: Tensor, size: int, *, number: int, first: int, drop_last: bool) -> Iterator[BatchSlice]:
     """Cut the order of an epoch into batches.
 
     Args:
@@ -133,7 +133,7 @@ def cuts(order_N: Tensor, size: int, *, number: int, first: int, drop_last: bool
         indices = tuple(order_N[begin : begin + size].tolist())
         if len(indices) < size and drop_last:
             return
-        yield Cut(number, begin, indices)
+        yield BatchSlice(number, begin, indices)
         number += 1
 
 

@@ -20,7 +20,7 @@ import torch
 
 from onebox.feed.order import mix
 
-Part = Literal["read", "process"]
+SeedPurpose = Literal["read", "process"]
 """Reading and processing are seeded apart, so that they may be done by different workers."""
 
 Globals = Literal["untouched", "owned", "shared"]
@@ -31,7 +31,7 @@ _NUMPY_SEEDS = 1 << 32  # of numpy.random.seed
 _TORCH_SEEDS = 1 << 63
 
 
-def sample_seed(part: Part, seed: int, epoch: int, index: int) -> int:
+def sample_seed(part: SeedPurpose, seed: int, epoch: int, index: int) -> int:
     """64 bits for one sample of one epoch.
 
     Args:

@@ -1,14 +1,15 @@
-"""From a model to programs: capture as an ATen graph, gradients, lowering to tapes, cutting."""
+"""From a model to programs: capture as an ATen graph, gradients, lowering to tapes, division into stages."""
 
-from onebox.graph.capture import Captured, Loss, Metrics, Mode, Precision, capture
-from onebox.graph.extract import add_all, combine_all, extract, round_all, scale_all, square_norm, zeros
-from onebox.graph.joint import Port
-from onebox.graph.phases import Phase, PhaseKind
+from onebox.graph.capture.export import Captured, Loss, Metrics, Mode, Precision, capture
+from onebox.graph.capture.joint import Port
+from onebox.graph.lower.phases import Phase, PhaseKind
+from onebox.graph.lower.small_programs import add_all, combine_all, extract, round_all, scale_all, square_norm, zeros
+from onebox.graph.lower.split import Piece, split
 from onebox.graph.programs import ModelPrograms, NamedProgram, TracedModel, model_programs
-from onebox.graph.split import Piece, split
-from onebox.graph.updates import Update
+from onebox.graph.transform.buffer_updates import BufferUpdate
 
 __all__ = [
+    "BufferUpdate",
     "Captured",
     "Loss",
     "Metrics",
@@ -21,7 +22,6 @@ __all__ = [
     "Port",
     "Precision",
     "TracedModel",
-    "Update",
     "add_all",
     "capture",
     "combine_all",

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from onebox.errors import UsageError
-from onebox.graph.capture import Captured
-from onebox.graph.divisors import Divisor, loss_divisors, normalises_by_batch
-from onebox.graph.extract import relaid, sum_alike
-from onebox.graph.halves import part_gradients
-from onebox.graph.joint import Joint, Port
-from onebox.graph.kinds import require_types
-from onebox.graph.lower import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
-from onebox.graph.narrow import narrowed
-from onebox.graph.phases import Body, Division, Phase, PhaseKind, again, divide
-from onebox.graph.segments import Segments, accumulates, find_segments, picks, root_of
-from onebox.graph.updates import Update, buffer_updates
+from onebox.graph.capture.export import Captured
+from onebox.graph.capture.joint import Joint, Port
+from onebox.graph.lower.element_types import require_types
+from onebox.graph.lower.loss_divisors import Divisor, loss_divisors, normalises_by_batch
+from onebox.graph.lower.lowering import arguments_of, canonical, fold_numbers, is_view, lower, random_positions
+from onebox.graph.lower.phases import Body, Division, Phase, PhaseKind, again, divide
+from onebox.graph.lower.segments import Segments, accumulates, find_segments, picks, root_of
+from onebox.graph.lower.small_programs import relaid, sum_alike
+from onebox.graph.transform.buffer_updates import BufferUpdate, buffer_updates
+from onebox.graph.transform.halves import split_backward_convolutions
+from onebox.graph.transform.mixed_precision import to_mixed_precision
 from onebox.wire import Program, TensorSpec, specs_by_slot
 
 
@@ -39,26 +39,26 @@ class NamedProgram:
     outputs: tuple[Port, ...]
 
     def specs(self) -> dict[Port, TensorSpec]:
-        """Return what each output is."""
+        """Return the spec of each output."""
         by_slot = specs_by_slot(self.program)
         return {port: by_slot[slot] for port, slot in zip(self.outputs, self.program.outputs, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPrograms:
-    """What a captured model computes, divided over stages.
+    """The programs of a captured model, divided over stages.
 
     Args:
-        phases: The programs: of each stage F and, for training, B and, where asked for, I and W. Together with F they
-            take the same values, so that each micro-batch may do either.
-        stages: How many stages there are.
-        updates: How each buffer changes with a micro-batch.
-        constants: Tensors that the graph holds itself, by name.
+        phases: The programs: of each stage F and, for training, B and, on request, I and W. Together with F they take
+            the same values, so that each micro-batch may use either.
+        stages: Number of stages.
+        updates: The kind of change of each buffer with a micro-batch.
+        constants: Constant tensors of the graph, by name.
     """
 
     phases: Mapping[Phase, NamedProgram]
     stages: int
-    updates: Mapping[str, Update]
+    updates: Mapping[str, BufferUpdate]
     constants: Mapping[str, Tensor]
 
     def of(self, stage: int, kind: PhaseKind) -> NamedProgram:
@@ -88,12 +88,12 @@ class TracedModel:
     Args:
         captured: The model.
         backward: Whether gradients are wanted; without them nothing is updated either.
-        trained: Parameters whose gradients are wanted; all that have one when ``None``.
+        trained: Parameters whose gradients are wanted; ``None`` for all that have one.
         halves: Whether backward is to be divided into I and W too.
-        updates: Whether what forward writes to buffers is wanted, with the gradients.
+        updates: Whether forward's writes to buffers are wanted, with the gradients.
 
     Raises:
-        CaptureError: The graph holds something that no worker can run.
+        CaptureError: The graph holds something that a worker cannot run.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class TracedModel:
         self._halves = halves and backward
         self._updating = updates and backward
         if self._halves:
-            part_gradients(joint.graph)
+            split_backward_convolutions(joint.graph)
         self._updates = buffer_updates(joint) if self._updating else {}
         self._take(joint)
 
     def _take(self, joint: Joint, segments: Segments | None = None) -> None:
-        """Take a graph for the model's; its segments are found unless they are known."""
+        """Set the model's graph, and its segments, which are computed unless given."""
         self._joint = joint
         kinds = ("result", "update") if self._updating else ("result",)
         self._kept = [(node, port) for node, port in joint.outputs if port.kind in kinds]
@@ -136,18 +136,18 @@ class TracedModel:
         self._readers = self._find_readers()
 
     def halved(self) -> TracedModel:
-        """Return the model, of which backward is whole here, with backward in halves, too; nothing is traced again."""
+        """Return the model with backward in halves, too, without another trace."""
         made, joint = copy.copy(self), self._joint.copied()
-        part_gradients(joint.graph)
+        split_backward_convolutions(joint.graph)
         made._halves = self._backward
         made._take(joint)
         return made
 
     def with_weight_in_batch(self, leaf: int) -> TracedModel:
-        """Return the model with the weight of its loss as one of the tensors of the batch; nothing is traced again.
+        """Return the model with the weight of its loss as one of the tensors of the batch, without another trace.
 
         Args:
-            leaf: The number that it has among them.
+            leaf: Its index among them.
         """
         made = copy.copy(self)
         ports = ((node, Port("leaf", leaf) if port.kind == "weight" else port) for node, port in self._joint.inputs)
@@ -156,29 +156,29 @@ class TracedModel:
 
     @functools.cached_property
     def divisors(self) -> tuple[Divisor, ...]:
-        """What of the batch the loss divides by."""
+        """The divisors of the loss that depend on the batch."""
         return loss_divisors(self._joint)
 
     @property
     def draws(self) -> bool:
-        """Whether anything of it is drawn at random."""
+        """Return whether it draws random numbers."""
         return bool(self._positions)
 
     @property
     def by_batch(self) -> bool:
-        """Whether samples are normalised by statistics of their micro-batch."""
+        """Return whether samples are normalised by statistics of their micro-batch."""
         return any(map(normalises_by_batch, self._joint.graph.nodes))
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
-        """The tensors that the graph holds itself, by name."""
+        """The constant tensors of the graph, by name."""
         return self._joint.constants
 
     def _narrowed(self, stages: Sequence[Sequence[str]], narrow: Collection[int]) -> TracedModel:
         """Return the model with the products of some stages in bfloat16."""
         made = copy.copy(self)
         place = _stage_of_segments(self._segments, stages)
-        made._take(*narrowed(self._joint, self._segments, place, narrow))
+        made._take(*to_mixed_precision(self._joint, self._segments, place, narrow))
         return made
 
     @property
@@ -190,31 +190,31 @@ class TracedModel:
         self,
         stages: Sequence[Sequence[str]] | None = None,
         *,
-        fates: Sequence[str] | None = None,
+        policies: Sequence[str] | None = None,
         blocks: Sequence[int] = (),
         narrow: Collection[int] = (),
     ) -> ModelPrograms:
         """Return the programs of stages.
 
         Args:
-            stages: The names of the segments of each stage; ``None`` for one stage. A segment that is not named goes
-                with the one before it, and names that the model does not have are passed over: captures of a model
-                for evaluation may have fewer.
-            fates: What becomes of the values of each stage's forward until its backward. With ``recompute`` backward
-                makes them again, from what other stages gave; random operators draw the same numbers again, and in
-                halves I is all of backward, and W is empty. Any other fate leaves the programs as they are.
-            blocks: The number of the block of each stage, if several are on the same devices. What a recomputed stage
-                gave to the next one of its block, whose backward needs it, is there still, and not made again.
-            narrow: Stages whose products are computed in bfloat16; see :mod:`onebox.graph.narrow`.
+            stages: The names of the segments of each stage; ``None`` for one stage. A segment that is not named belongs
+                to the stage of the one before it, and unknown names are ignored: captures for evaluation may have fewer
+                segments.
+            policies: The activation policy of each stage. With ``recompute`` backward recomputes its forward's values
+                from the stage's inputs; random operators draw the same numbers again, and in halves I is all of
+                backward, and W is empty. Other policies do not change the programs.
+            blocks: The block number of each stage, if several are on the same devices. Values that a recomputed stage
+                passed to the next one of its block, whose backward needs them, are still there, and not recomputed.
+            narrow: Stages whose products are computed in bfloat16; see :mod:`onebox.graph.transform.mixed_precision`.
 
         Raises:
             UsageError: A stage needs a value of a later one, or one that is to be in bfloat16 is in float64.
-            CaptureError: An operator that cannot travel.
+            CaptureError: An operator cannot travel.
         """
         if narrow:
             other = self._narrowed(stages or [self.segments], narrow)
-            return other.divide(stages, fates=fates, blocks=blocks)
-        remade = frozenset(stage for stage, fate in enumerate(fates or ()) if fate == "recompute")
+            return other.divide(stages, policies=policies, blocks=blocks)
+        remade = frozenset(stage for stage, policy in enumerate(policies or ()) if policy == "recompute")
         division = replace(self._division(stages or [self.segments]), remade=remade, blocks=tuple(blocks))
         outputs = [*self._kept, *self._terms(division)]
         bodies = divide(division, outputs, backward=self._backward, halves=self._halves)
@@ -224,7 +224,7 @@ class TracedModel:
         return ModelPrograms(phases=made, stages=division.stages, updates=self._updates, constants=constants)
 
     def _find_readers(self) -> dict[str, list[fx.Node]]:
-        """Return the nodes of forward that read each parameter, itself or a view of it."""
+        """Return the forward nodes that read each parameter, directly or through a view."""
         names = {node: str(port.name) for node, port in self._joint.inputs if port.kind in ("parameter", "rounded")}
         found: dict[str, list[fx.Node]] = {}
         for node in self._segments.of:
@@ -248,7 +248,8 @@ class TracedModel:
             stage = place[self._segments.of[node]]
             if node not in self._ahead:  # a gradient goes from later stages to earlier ones
                 behind = [stage_of[source] for source in _behind(node, self._ahead, stage_of)]
-                # What adds up the gradients of one value stays where they are made: their sum travels, not each.
+                # The nodes that sum the gradients of one value stay in its stage of origin, so that only their sum
+                # travels.
                 stage = min(behind) if behind and accumulates(node) else min([stage, *behind])
             stage_of[node] = stage
         changed = {str(port.name): canonical(node) for node, port in self._kept if port.kind == "update"}
@@ -286,10 +287,10 @@ class TracedModel:
                     )
 
     def _terms(self, division: Division) -> list[tuple[fx.Node, Port]]:
-        """Return the gradients of the parameters; one of a parameter that several stages read comes as a term of each.
+        """Return the gradients of the parameters; that of a parameter that several stages read as one term for each.
 
-        Where one stage reads it, its gradient is made there whole, whatever that is the sum of: the gradient of what is
-        added to a stream is that of the stream, to which all later stages contribute.
+        Where one stage reads it, its gradient is made there whole, even if it is a sum: the gradient of an addend of a
+        stream is that of the stream, to which all later stages contribute.
         """
         found: list[tuple[fx.Node, Port]] = []
         for node, port in self._gradients:
@@ -322,16 +323,16 @@ def model_programs(captured: Captured, *, backward: bool, trained: frozenset[str
     Args:
         captured: The model.
         backward: Whether gradients are wanted; without them nothing is updated either.
-        trained: Parameters whose gradients are wanted; all that have one when ``None``.
+        trained: Parameters whose gradients are wanted; ``None`` for all that have one.
 
     Raises:
-        CaptureError: The graph holds something that no worker can run.
+        CaptureError: The graph holds something that a worker cannot run.
     """
     return TracedModel(captured, backward=backward, trained=trained).divide()
 
 
 def _orders(ends: Sequence[tuple[fx.Node, Port]]) -> dict[int, tuple[int, ...]]:
-    """Return for each value that does not lie in the order of its dimensions, by place, the order in which it does."""
+    """Return the memory order of dimensions, by index, for each value where it is not the plain order."""
     found: dict[int, tuple[int, ...]] = {}
     for place, (node, port) in enumerate(ends):
         value = node.meta["val"]
@@ -343,7 +344,7 @@ def _orders(ends: Sequence[tuple[fx.Node, Port]]) -> dict[int, tuple[int, ...]]:
 
 
 def _addends(node: fx.Node) -> list[fx.Node]:
-    """Return the gradients that a gradient of something read in several places is the sum of."""
+    """Return the addends of the gradient of a value that is read in several places."""
     operands = [canonical(source) for source in node.all_input_nodes]
     if not accumulates(node) or len(operands) != 2:
         return [node]
@@ -351,13 +352,13 @@ def _addends(node: fx.Node) -> list[fx.Node]:
 
 
 def _behind(node: fx.Node, ahead: set[fx.Node], stage_of: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Return what of backward a node of backward reads."""
+    """Return the backward nodes that a backward node reads."""
     sources = [canonical(source) for source in arguments_of(node)]
     return [source for source in sources if source in stage_of and source not in ahead]
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all that they depend on, and the nodes that name outputs of those with several."""
+    """Return nodes and all their dependencies, and the nodes that name outputs of multi-output ones."""
     seen: set[fx.Node] = set()
     stack = [canonical(node) for node in nodes]
     while stack:
@@ -369,7 +370,7 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _stage_of_segments(segments: Segments, stages: Sequence[Sequence[str]]) -> list[int]:
-    """Return the stage of each segment; one that no stage names goes with the one before it."""
+    """Return the stage of each segment; a segment that is not named belongs to the stage of the one before it."""
     named = {name: stage for stage, names in enumerate(stages) for name in names}
     found: list[int] = []
     for name in segments.names:

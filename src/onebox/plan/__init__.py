@@ -1,76 +1,84 @@
-"""Plans: which device computes what part of the model and of the batch, and in which order."""
+"""Plans: the device and the time of every computation of a step."""
 
-from onebox.plan.blocks import block_numbers, block_schedule
-from onebox.plan.costs import stage_work
-from onebox.plan.endless import simulate_endless
-from onebox.plan.follow import Follower
-from onebox.plan.follow_types import Decision, FollowOptions, Outcome
-from onebox.plan.inputs import DeviceSpec, Problem, Segment, Tie, Time, Value
-from onebox.plan.misfit import Shortfall
-from onebox.plan.picture import picture
-from onebox.plan.plan import ASYNC, SCHEDULES, MicroBatch, Plan, Prediction, as_data
-from onebox.plan.predict import predict
-from onebox.plan.prices import FATES, ChainFate
-from onebox.plan.results import Candidate, SearchResult
-from onebox.plan.schedule import Action, Kind, Routes, Schedule
-from onebox.plan.schedules import NAMED, named_schedule
-from onebox.plan.search import search
-from onebox.plan.seen import Carried, Seen, Task, Took
-from onebox.plan.shares import apportion, deal, shares_from_speeds
-from onebox.plan.simulate import Simulation, Span, Transfer, Update, simulate
-from onebox.plan.stage import Fate, OptimizerState, Stage, Sync, UpdateAt
-from onebox.plan.synthesis import auto_schedule
-from onebox.plan.theory import theory
-from onebox.plan.trivial import even_plan
-from onebox.plan.validate import validate
-from onebox.plan.why import Reason, reasons
-from onebox.plan.windows import check_window, drain_of, endless, fill_of, in_flight_of, steady_window, unrolled
-from onebox.plan.work import Edge, Links, StageWork, Work
+from onebox.plan.evaluate.infeasibility import Shortfall
+from onebox.plan.evaluate.predict import predict
+from onebox.plan.model.cost_model import stage_work
+from onebox.plan.model.plan import ASYNC, SCHEDULES, MicroBatch, Plan, Prediction, as_data
+from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
+from onebox.plan.model.schedule import Action, Kind, Routes, Schedule
+from onebox.plan.model.shares import apportion, deal, shares_from_speeds
+from onebox.plan.model.stage import ActivationPolicy, OptimizerStateLayout, Stage, Sync, UpdateAt
+from onebox.plan.model.work import Edge, Links, PlanWork, StageWork
+from onebox.plan.policies.explain import PolicyReason, explain_policies
+from onebox.plan.policies.policy_costs import ACTIVATION_POLICIES, ChainPolicy
+from onebox.plan.replan.controller import ReplanController
+from onebox.plan.replan.decisions import ReplanDecision, ReplanOptions, ReplanOutcome
+from onebox.plan.replan.measurements import LinkTime, StepMeasurement, TaskTime, TimedTask
+from onebox.plan.schedules.async_window import (
+    check_window,
+    drain_of,
+    fill_of,
+    in_flight_of,
+    repeated_routes,
+    steady_window,
+    unrolled,
+)
+from onebox.plan.schedules.blocks import block_numbers, block_schedule
+from onebox.plan.schedules.ideal_times import ideal_step_time
+from onebox.plan.schedules.named import NAMED, named_schedule
+from onebox.plan.schedules.synthesis import auto_schedule
+from onebox.plan.search.baselines import even_plan
+from onebox.plan.search.result import PlanCandidate, SearchResult
+from onebox.plan.search.search import search
+from onebox.plan.simulate.steady_state import simulate_steady_state
+from onebox.plan.simulate.step import ActionSpan, Simulation, Transfer, UpdateSpan, simulate
+from onebox.plan.simulate.text_timeline import draw_timeline
+from onebox.plan.simulate.validate import validate
 
 __all__ = [
+    "ACTIVATION_POLICIES",
     "ASYNC",
-    "FATES",
     "NAMED",
     "SCHEDULES",
     "Action",
-    "Candidate",
-    "Carried",
-    "ChainFate",
-    "Decision",
+    "ActionSpan",
+    "ActivationPolicy",
+    "ChainPolicy",
+    "ComputeTime",
     "DeviceSpec",
     "Edge",
-    "Fate",
-    "FollowOptions",
-    "Follower",
     "Kind",
+    "LinkTime",
     "Links",
     "MicroBatch",
-    "OptimizerState",
-    "Outcome",
+    "OptimizerStateLayout",
     "Plan",
+    "PlanCandidate",
+    "PlanWork",
+    "PolicyReason",
     "Prediction",
     "Problem",
-    "Reason",
+    "ReplanController",
+    "ReplanDecision",
+    "ReplanOptions",
+    "ReplanOutcome",
     "Routes",
     "Schedule",
     "SearchResult",
-    "Seen",
     "Segment",
+    "SegmentValue",
     "Shortfall",
     "Simulation",
-    "Span",
     "Stage",
     "StageWork",
+    "StepMeasurement",
     "Sync",
-    "Task",
+    "TaskTime",
     "Tie",
-    "Time",
-    "Took",
+    "TimedTask",
     "Transfer",
-    "Update",
     "UpdateAt",
-    "Value",
-    "Work",
+    "UpdateSpan",
     "apportion",
     "as_data",
     "auto_schedule",
@@ -79,21 +87,21 @@ __all__ = [
     "check_window",
     "deal",
     "drain_of",
-    "endless",
+    "draw_timeline",
     "even_plan",
+    "explain_policies",
     "fill_of",
+    "ideal_step_time",
     "in_flight_of",
     "named_schedule",
-    "picture",
     "predict",
-    "reasons",
+    "repeated_routes",
     "search",
     "shares_from_speeds",
     "simulate",
-    "simulate_endless",
+    "simulate_steady_state",
     "stage_work",
     "steady_window",
-    "theory",
     "unrolled",
     "validate",
 ]

@@ -1,10 +1,10 @@
 """Where devices come from: this machine's, each owned by a worker process."""
 
-from onebox.pool.failures import raise_first
-from onebox.pool.links import Link
-from onebox.pool.opening import open_pool
+from onebox.pool.client.loop import WorkerReply
+from onebox.pool.errors import raise_first
+from onebox.pool.network.emulated import Link
+from onebox.pool.open import open_pool
 from onebox.pool.pool import DeviceInfo, Pool
-from onebox.pool.switchboard import Answer
 from onebox.worker import Fault
 
-__all__ = ["Answer", "DeviceInfo", "Fault", "Link", "Pool", "open_pool", "raise_first"]
+__all__ = ["DeviceInfo", "Fault", "Link", "Pool", "WorkerReply", "open_pool", "raise_first"]

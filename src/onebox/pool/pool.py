@@ -15,20 +15,20 @@ from typing import Any, Literal, Self
 
 from onebox.cost import PoolProfile, load, store
 from onebox.errors import OneboxError, PoolError, UsageError
-from onebox.pool.cores import HostCores, host_cores
-from onebox.pool.device import DeviceInfo
-from onebox.pool.discover import cores
-from onebox.pool.failures import raise_first
-from onebox.pool.heal import PATIENCE_S, Healing, heal
-from onebox.pool.links import LinkMap, changed, directed, outgoing
-from onebox.pool.local import LOCAL_HOST
-from onebox.pool.measure import measure_pool, profile_key
-from onebox.pool.member import Member, Replacing, Source, end_all
-from onebox.pool.switchboard import Answer, Switchboard
-from onebox.pool.uplinks import Uplinks
-from onebox.pool.ways import hindrances, shares_memory
-from onebox.wire.grouping import FormGroup, LeaveGroup, Retime
-from onebox.wire.messages import Bye, Instruction
+from onebox.pool.backends.base import RestartableSource, WorkerHandle, WorkerSource, end_all
+from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.client.loop import ClientLoop, WorkerReply
+from onebox.pool.core_usage import HostCores, host_cores
+from onebox.pool.devices import DeviceInfo
+from onebox.pool.discovery import cores
+from onebox.pool.errors import raise_first
+from onebox.pool.network.client_bandwidth import ClientBandwidth
+from onebox.pool.network.emulated import LinkMap, changed, directed, outgoing
+from onebox.pool.network.profile import measure_pool, profile_key
+from onebox.pool.network.transport_paths import explain_unshared, shares_memory
+from onebox.pool.recovery import PATIENCE_S, RecoveryReport, recover_workers
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
+from onebox.wire.protocol.requests import Instruction, Shutdown
 
 _LOG = logging.getLogger("onebox")
 
@@ -46,9 +46,9 @@ class Pool:
 
     def __init__(
         self,
-        members: Sequence[Member],
-        sources: Sequence[Source],
-        switchboard: Switchboard,
+        members: Sequence[WorkerHandle],
+        sources: Sequence[WorkerSource],
+        client_loop: ClientLoop,
         devices: Sequence[DeviceInfo],
         links: LinkMap | None = None,
         channel_latency_s: float = 0.0,
@@ -60,19 +60,19 @@ class Pool:
         self.channel_bandwidth_bps = channel_bandwidth_bps
         self._members = list(members)
         self._sources = sources
-        self._switchboard = switchboard
-        self._forming: dict[int, list[Future[Answer]]] = {}  # of groups that nobody has left
+        self._client_loop = client_loop
+        self._forming: dict[int, list[Future[WorkerReply]]] = {}  # of groups that nobody has left
         self._numbers = itertools.count(1)
         self._owner = os.getpid()
         self._closed = False
         self.shared = shares_memory()
         """Whether groups that are formed from now on use memory that workers of one host share, where they can."""
-        self.uplinks = Uplinks(self)
+        self.client_bandwidth = ClientBandwidth(self)
         """How fast tensors go to the workers."""
         self.round_trip_s = 0.0
         """How long a question to the furthest worker took when the pool was opened; 0 where all are of this machine."""
         self.gone: frozenset[int] = frozenset()
-        """Devices whose workers were lost and could not be replaced; see :meth:`heal`."""
+        """Devices whose workers were lost and could not be replaced; see :meth:`recover_workers`."""
         self.closing: list[Callable[[], object]] = []
         """Called when the pool is closed, before its workers end."""
         atexit.register(self.close)
@@ -117,13 +117,13 @@ class Pool:
     @property
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes of tensors that have been sent to each worker so far, as they travel."""
-        sent = self._switchboard.sent_bytes
+        sent = self._client_loop.sent_bytes
         return tuple(sent.get(worker, 0) for worker in range(len(self.devices)))
 
     @property
     def broken(self) -> bool:
         """Whether nothing can be posted any more, or until it is healed."""
-        return self._switchboard.broken is not None
+        return self._client_loop.broken is not None
 
     def near(self, worker: int) -> bool:
         """Tell whether a worker is a process of this machine, and nothing slower than that is emulated."""
@@ -140,11 +140,11 @@ class Pool:
         frames: Sequence[Any] = (),
         *,
         answer: bool = False,
-    ) -> Future[Answer]:
-        """Send instructions to a worker; see :meth:`Switchboard.post`."""
+    ) -> Future[WorkerReply]:
+        """Send instructions to a worker; see :meth:`ClientLoop.post`."""
         if os.getpid() != self._owner:
             raise PoolError("a forked process cannot use its parent's pool; open one there with onebox.open()")
-        return self._switchboard.post(worker, instructions, frames, answer=answer)
+        return self._client_loop.post(worker, instructions, frames, answer=answer)
 
     def form_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, aside: bool = False, number: int = 0
@@ -175,7 +175,7 @@ class Pool:
 
     def begin_group(
         self, workers: Sequence[int], via: Literal["workers", "client"], *, number: int, aside: bool = False
-    ) -> list[Future[Answer]]:
+    ) -> list[Future[WorkerReply]]:
         """Let a group be formed, and do not wait for it: for the arguments see :meth:`form_group`.
 
         Returns:
@@ -204,7 +204,7 @@ class Pool:
             backend = "nccl"
         shared = backend == "gloo" and (self.shared or "sim" in kinds or any(links))
         addresses = [self.devices[worker].address for worker in workers]
-        self._switchboard.form(group, workers)
+        self._client_loop.form(group, workers)
         self._forming[group] = asked = [
             self.post(
                 worker,
@@ -222,9 +222,9 @@ class Pool:
         """
         return all(future.done() for future in self._forming.get(group, ()))
 
-    def note_group(self, workers: Sequence[int], answers: Sequence[Answer]) -> None:
+    def note_group(self, workers: Sequence[int], answers: Sequence[WorkerReply]) -> None:
         """Take in what the members of a group answered that has been formed: why some do not share memory is logged."""
-        for line in hindrances([self.devices[worker] for worker in workers], answers):
+        for line in explain_unshared([self.devices[worker] for worker in workers], answers):
             _LOG.warning("%s", line)
 
     def profile(self, *, fresh: bool = False, cache: bool = True) -> PoolProfile:
@@ -259,7 +259,7 @@ class Pool:
 
     def is_whole(self, group: int) -> bool:
         """Tell whether a group is formed and, as far as is known, no member has left it."""
-        return self._switchboard.serves(group)
+        return self._client_loop.serves(group)
 
     def leave_group(self, group: int, workers: Sequence[int]) -> None:
         """Dissolve a group."""
@@ -305,7 +305,7 @@ class Pool:
             self.links = changed(self.links, link, bandwidth_bps, latency_s)
             self.post(link[0], [Retime(links=outgoing(self.links, link, 0))])
 
-    def heal(self, *, patience_s: float = PATIENCE_S) -> Healing:
+    def recover_workers(self, *, patience_s: float = PATIENCE_S) -> RecoveryReport:
         """Go on after a loss: end the workers that are lost, start them again where that can be, keep the others.
 
         What the lost ones held is gone, and so are the groups that they were in. Workers that survive keep what they
@@ -322,17 +322,21 @@ class Pool:
             OneboxError: The pool is closed, or something else is wrong with it than lost workers, or workers are lost
                 again and again.
         """
-        healing = heal(self._switchboard, self._members, self._replace, present=self.present, patience_s=patience_s)
+        healing = recover_workers(
+            self._client_loop, self._members, self._replace, present=self.present, patience_s=patience_s
+        )
         for source in self._sources:
             source.connected()
         self.gone |= set(healing.gone)
         self.devices = tuple(healing.devices.get(device.number, device) for device in self.devices)
         return healing
 
-    def _replace(self, worker: int) -> tuple[Member, str] | None:
+    def _replace(self, worker: int) -> tuple[WorkerHandle, str] | None:
         """Let the source of a worker start it again, where that is possible."""
         for source in self._sources:
-            made = source.replace(worker, self._switchboard.client_key) if isinstance(source, Replacing) else None
+            made = (
+                source.replace(worker, self._client_loop.client_key) if isinstance(source, RestartableSource) else None
+            )
             if made is not None:
                 return made
         return None
@@ -345,8 +349,8 @@ class Pool:
         atexit.unregister(self.close)
         for call in self.closing:
             call()
-        broken = self._switchboard.broken is not None
-        self._switchboard.stop(Bye())
+        broken = self._client_loop.broken is not None
+        self._client_loop.stop(Shutdown())
         end_all(self._members, grace_s=0.0 if broken else 2.0)
         for source in self._sources:
             source.close()

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from onebox.errors import UsageError
-from onebox.pool.discover import MOST_CPU_WORKERS
-from onebox.pool.keys.ring import full_address
+from onebox.pool.discovery import MOST_CPU_WORKERS
+from onebox.pool.keys.keyring import full_address
 from onebox.sizes import Budgets, parse_budgets
-from onebox.wire.agents import Offer, Want
+from onebox.wire.protocol.agents import Offer, Want
 
 POOL_VARIABLE = "ONEBOX_POOL"
 """The environment variable that says what ``auto`` stands for."""
@@ -38,7 +38,7 @@ class LocalPart:
     """Devices of this machine.
 
     Args:
-        devices: What :func:`~onebox.pool.discover.requested_devices` takes.
+        devices: What :func:`~onebox.pool.discovery.requested_devices` takes.
         threads: Threads of each worker; ``None`` for an equal share of the cores.
         memory: The most bytes of each worker's buffers, in the order of the devices; ``None`` where nothing is said.
     """

@@ -3,34 +3,35 @@
 Nothing here starts a thread or touches a global logger.
 """
 
-from onebox.report.comparison import Comparison, DeviceComparison, Pair, StageComparison, compare, typical_step
-from onebox.report.folder import RunFolder
-from onebox.report.machines import HostState, OfferRow, offer_table, printable, status_lines, status_table
-from onebox.report.memory import MemoryComparison, compare_memory
-from onebox.report.metrics import MetricsLog, rewind_metrics
-from onebox.report.plan_tables import (
-    candidate_table,
-    comparison_tables,
-    plan_device_table,
-    stage_table,
-    summary_line,
+from onebox.report.figures.chrome_trace import Span, Timeline
+from onebox.report.figures.worker_timeline import timeline_of
+from onebox.report.run.folder import RunFolder
+from onebox.report.run.metrics import MetricsLog, rewind_metrics
+from onebox.report.run.progress import Progress
+from onebox.report.tables.agents import HostState, OfferRow, offer_table, printable, status_lines, status_table
+from onebox.report.tables.comparison import (
+    DeviceComparison,
+    PlanComparison,
+    PredictedMeasured,
+    StageComparison,
+    compare,
+    typical_step,
 )
-from onebox.report.progress import Progress
-from onebox.report.segments import segment_tables
-from onebox.report.speeds import profile_tables
-from onebox.report.tables import DeviceRow, device_table, epoch_line
-from onebox.report.timeline import Span, Timeline
-from onebox.report.trace import timeline_of
+from onebox.report.tables.memory import MemoryComparison, compare_memory
+from onebox.report.tables.model_profile import segment_tables
+from onebox.report.tables.plan import candidate_table, comparison_tables, plan_device_table, stage_table, summary_line
+from onebox.report.tables.pool_profile import profile_tables
+from onebox.report.tables.text import DeviceRow, device_table, epoch_line
 
 __all__ = [
-    "Comparison",
     "DeviceComparison",
     "DeviceRow",
     "HostState",
     "MemoryComparison",
     "MetricsLog",
     "OfferRow",
-    "Pair",
+    "PlanComparison",
+    "PredictedMeasured",
     "Progress",
     "RunFolder",
     "Span",

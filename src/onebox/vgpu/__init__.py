@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 from onebox.pool import Pool, open_pool
-from onebox.vgpu.box import attach, current_box
-from onebox.vgpu.cuda import alias_cuda
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.cuda_alias import alias_cuda
 from onebox.vgpu.distributed.ranks import Ranks, spawn
 from onebox.vgpu.registration import install
-from onebox.vgpu.tensor import VirtualTensor
+from onebox.vgpu.runtime.context import attach, current_context
 
 P = ParamSpec("P")
 
@@ -41,7 +41,7 @@ open_devices = _with_devices(open_pool)
 
 def set_synchronous(on: bool) -> None:
     """Let every operator be waited for, so that an error is raised at its own line; for finding it."""
-    for stream in current_box().streams:
+    for stream in current_context().streams:
         stream.synchronous = on
 
 

@@ -17,12 +17,32 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from onebox.errors import PoolError
-from onebox.vgpu import accelerator, backward, box, conversion, copies, defaults, interrupts, lazy, module, serial
-from onebox.vgpu.compiled import compilers
-from onebox.vgpu.distributed import parallel, process_group, ranks, reducer, syncnorm
-from onebox.vgpu.generators import Generator
-from onebox.vgpu.operators import attention, autocast, factories, histogram, lengths, outputs, padded, recurrent, sparse
-from onebox.vgpu.tensor import VirtualTensor
+from onebox.vgpu import signals
+from onebox.vgpu.compile import default_backend
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.dispatch import copies, factories
+from onebox.vgpu.distributed import data_parallel, ddp_reducer, process_group, ranks, sync_batchnorm
+from onebox.vgpu.integration import (
+    accelerator,
+    backward,
+    default_dtype,
+    device_module,
+    lazy_modules,
+    module_conversion,
+    serialization,
+)
+from onebox.vgpu.integration.generators import VirtualGenerator
+from onebox.vgpu.ops import (
+    attention,
+    autocast,
+    histogram,
+    out_arguments,
+    padded_batches,
+    recurrent_cells,
+    sequence_lengths,
+    sparse,
+)
+from onebox.vgpu.runtime import context
 
 _lock = threading.Lock()
 _done: list[bool] = []
@@ -41,29 +61,29 @@ def install() -> None:
         if name not in ("privateuseone", "vgpu"):
             raise PoolError(f"PyTorch has a device {name!r} of its own kind already, and room for one only")
         _setup_privateuseone_for_python_backend(
-            rename="vgpu", backend_module=module.as_module(), device_guard=backward.Guard()
+            rename="vgpu", backend_module=device_module.as_module(), device_guard=backward.VirtualDeviceGuard()
         )
         factories.register()
-        defaults.register()
-        serial.register()
+        default_dtype.register()
+        serialization.register()
         autocast.register()
         accelerator.register()
-        lengths.register()
-        parallel.register()
+        sequence_lengths.register()
+        data_parallel.register()
         process_group.register()
         ranks.register()
-        reducer.register()
-        outputs.register()
+        ddp_reducer.register()
+        out_arguments.register()
         sparse.register()
-        lazy.register()
+        lazy_modules.register()
         attention.register()
-        compilers.register()
-        torch.Generator = Generator  # type: ignore[misc]
+        default_backend.register()
+        torch.Generator = VirtualGenerator  # type: ignore[misc]
         backward.register()
-        interrupts.register()
+        signals.register()
         _let_optimizers_group()
         _let_graphs_record()
-        conversion.register()
+        module_conversion.register()
         torch_optimizer.register_optimizer_step_post_hook(_after_step)
         _done.append(True)
 
@@ -93,9 +113,9 @@ def _let_graphs_record() -> None:
 
 def _after_step(*_: Any) -> None:
     """Send what a step has recorded: the same boundaries in each step make the same batches."""
-    if box.device_count():
-        for stream in box.current_box().streams:
+    if context.device_count():
+        for stream in context.current_context().streams:
             stream.flush()
 
 
-__all__ = ["copies", "histogram", "install", "padded", "recurrent", "syncnorm"]
+__all__ = ["copies", "histogram", "install", "padded_batches", "recurrent_cells", "sync_batchnorm"]

@@ -1,33 +1,18 @@
 """Message types, tensor framing and the encrypted channel between a client and its workers."""
 
-from onebox.wire.channel import (
-    KeyPair,
-    check_frames,
-    configure,
-    decode_envelope,
-    decode_saying,
-    encode,
-    endure,
-    listen,
-    new_keys,
-    receive,
-    send,
-)
-from onebox.wire.eager import FREE, Argument, Block, Generator, Hole, Items, Kernel, Source, Strided
-from onebox.wire.link import Link
+from onebox.wire.compression import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.operators import is_known, is_random, overload, shares_memory
-from onebox.wire.packing import MOST_BYTES, Codec, codecs, pack, unpack
 from onebox.wire.program import (
     PROGRAM_TYPES,
     Complex,
     DType,
-    Layout,
+    LayoutArgument,
     Many,
     MemoryFormat,
     Operator,
     OwnDevice,
     Program,
-    Slot,
+    SlotArgument,
     TensorSpec,
     Value,
     check,
@@ -35,9 +20,19 @@ from onebox.wire.program import (
     specs_by_slot,
     with_deaths,
 )
+from onebox.wire.protocol.eager import (
+    FREE,
+    Argument,
+    BlockSpec,
+    GeneratorArgument,
+    GeneratorSpec,
+    Hole,
+    Items,
+    KernelSpec,
+    Strided,
+)
 from onebox.wire.recurrent import KINDS as RECURRENT_KINDS
 from onebox.wire.recurrent import RECURRENT, RECURRENT_BACKWARD
-from onebox.wire.reliable import Restarted
 from onebox.wire.tensors import (
     DTYPES,
     check_elements,
@@ -48,6 +43,21 @@ from onebox.wire.tensors import (
     spec_of,
     to_frame,
 )
+from onebox.wire.transport.channel import (
+    KeyPair,
+    check_frames,
+    configure,
+    decode_envelope,
+    decode_worker_message,
+    detect_dead_peers,
+    encode,
+    listen,
+    new_keys,
+    receive,
+    send,
+)
+from onebox.wire.transport.connection import Connection
+from onebox.wire.transport.reliable import Restarted
 
 __all__ = [
     "DTYPES",
@@ -58,25 +68,25 @@ __all__ = [
     "RECURRENT_BACKWARD",
     "RECURRENT_KINDS",
     "Argument",
-    "Block",
+    "BlockSpec",
     "Codec",
     "Complex",
+    "Connection",
     "DType",
-    "Generator",
+    "GeneratorArgument",
+    "GeneratorSpec",
     "Hole",
     "Items",
-    "Kernel",
+    "KernelSpec",
     "KeyPair",
-    "Layout",
-    "Link",
+    "LayoutArgument",
     "Many",
     "MemoryFormat",
     "Operator",
     "OwnDevice",
     "Program",
     "Restarted",
-    "Slot",
-    "Source",
+    "SlotArgument",
     "Strided",
     "TensorSpec",
     "Value",
@@ -86,10 +96,10 @@ __all__ = [
     "codecs",
     "configure",
     "decode_envelope",
-    "decode_saying",
+    "decode_worker_message",
+    "detect_dead_peers",
     "dtype_name",
     "encode",
-    "endure",
     "from_frame",
     "is_known",
     "is_random",

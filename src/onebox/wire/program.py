@@ -41,7 +41,7 @@ SLOTS = 1 << 20
 """The most slots of one program: one of 100,000 operators has about 150,000."""
 
 
-class _Part(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class WireStruct(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all parts of a program: immutable, encoded as arrays, with no field too many."""
 
 
@@ -49,7 +49,7 @@ class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, encoded as arrays, with no field too many."""
 
 
-class TensorSpec(_Part, frozen=True):
+class TensorSpec(WireStruct, frozen=True):
     """Element type and shape of a dense tensor.
 
     Args:
@@ -69,51 +69,53 @@ class TensorSpec(_Part, frozen=True):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-class Slot(_Part, frozen=True, tag="s"):
+class SlotArgument(WireStruct, frozen=True, tag="s"):
     """An operator argument: the tensor in a slot."""
 
     index: int
 
 
-class DType(_Part, frozen=True, tag="d"):
+class DType(WireStruct, frozen=True, tag="d"):
     """An operator argument: an element type, by name."""
 
     name: str
 
 
-class OwnDevice(_Part, frozen=True, tag="o"):
+class OwnDevice(WireStruct, frozen=True, tag="o"):
     """An operator argument: the device of the worker that runs the program."""
 
 
-class Layout(_Part, frozen=True, tag="l"):
+class LayoutArgument(WireStruct, frozen=True, tag="l"):
     """An operator argument: a memory layout; only ``strided`` travels."""
 
     name: str = "strided"
 
 
-class MemoryFormat(_Part, frozen=True, tag="m"):
+class MemoryFormat(WireStruct, frozen=True, tag="m"):
     """An operator argument: a memory format, such as ``contiguous_format``."""
 
     name: str
 
 
-class Complex(_Part, frozen=True, tag="c"):
+class Complex(WireStruct, frozen=True, tag="c"):
     """An argument: a complex number."""
 
     real: float
     imag: float
 
 
-class Many(_Part, frozen=True, tag="n"):
+class Many(WireStruct, frozen=True, tag="n"):
     """An operator argument: a flat list of numbers, or of tensors that may be missing."""
 
-    items: tuple[Slot | bool | int | float | None, ...]
+    items: tuple[SlotArgument | bool | int | float | None, ...]
 
 
-Value = Slot | DType | OwnDevice | Layout | MemoryFormat | Many | Complex | bool | int | float | str | None
+Value = (
+    SlotArgument | DType | OwnDevice | LayoutArgument | MemoryFormat | Many | Complex | bool | int | float | str | None
+)
 
 
-class Operator(_Part, frozen=True):
+class Operator(WireStruct, frozen=True):
     """One operator of a program.
 
     Args:
@@ -136,7 +138,7 @@ class Operator(_Part, frozen=True):
     position: int = -1
 
 
-class Program(_Part, frozen=True):
+class Program(WireStruct, frozen=True):
     """A straight-line tape of operators.
 
     Args:
@@ -156,10 +158,10 @@ def reads(operator: Operator) -> list[int]:
     """Return the slots that an operator reads, in argument order, with repeats."""
     found: list[int] = []
     for value in (*operator.args, *operator.kwargs.values()):
-        if isinstance(value, Slot):
+        if isinstance(value, SlotArgument):
             found.append(value.index)
         elif isinstance(value, Many):
-            found.extend(item.index for item in value.items if isinstance(item, Slot))
+            found.extend(item.index for item in value.items if isinstance(item, SlotArgument))
     return found
 
 

@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onebox.worker.delays import AHEAD, LAST_UPDATE, PREDICTS, REMEMBERS, momentum_of
     from onebox.worker.faults import Fault
-    from onebox.worker.optimizer import ALLOWED as OPTIMIZERS
-    from onebox.worker.optimizer import for_each_group
-    from onebox.worker.serve import Ports, WorkerConfig
+    from onebox.worker.optimizer.delay_compensation import AHEAD, LAST_UPDATE, PREDICTS, REMEMBERS, momentum_of
+    from onebox.worker.optimizer.native import ALLOWED as OPTIMIZERS
+    from onebox.worker.optimizer.native import for_each_group
+    from onebox.worker.process.main import Ports, WorkerConfig
 
 __all__ = [
     "AHEAD",
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "OPTIMIZERS": ("onebox.worker.optimizer", "ALLOWED"),
-    "AHEAD": ("onebox.worker.delays", "AHEAD"),
-    "LAST_UPDATE": ("onebox.worker.delays", "LAST_UPDATE"),
-    "PREDICTS": ("onebox.worker.delays", "PREDICTS"),
-    "REMEMBERS": ("onebox.worker.delays", "REMEMBERS"),
+    "OPTIMIZERS": ("onebox.worker.optimizer.native", "ALLOWED"),
+    "AHEAD": ("onebox.worker.optimizer.delay_compensation", "AHEAD"),
+    "LAST_UPDATE": ("onebox.worker.optimizer.delay_compensation", "LAST_UPDATE"),
+    "PREDICTS": ("onebox.worker.optimizer.delay_compensation", "PREDICTS"),
+    "REMEMBERS": ("onebox.worker.optimizer.delay_compensation", "REMEMBERS"),
     "Fault": ("onebox.worker.faults", "Fault"),
-    "Ports": ("onebox.worker.serve", "Ports"),
-    "WorkerConfig": ("onebox.worker.serve", "WorkerConfig"),
-    "for_each_group": ("onebox.worker.optimizer", "for_each_group"),
-    "momentum_of": ("onebox.worker.delays", "momentum_of"),
+    "Ports": ("onebox.worker.process.main", "Ports"),
+    "WorkerConfig": ("onebox.worker.process.main", "WorkerConfig"),
+    "for_each_group": ("onebox.worker.optimizer.native", "for_each_group"),
+    "momentum_of": ("onebox.worker.optimizer.delay_compensation", "momentum_of"),
 }
 
 

@@ -4,7 +4,7 @@ import gc
 
 gc.disable()  # to look for garbage among what imports leave is a fifth of a worker's start; ``main`` enables it again
 
-from onebox.worker.serve import main  # noqa: E402
+from onebox.worker.process.main import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec, from_frame, to_frame
-from onebox.wire.messages import Optimizer, StoredProgram
-from onebox.wire.sayings import Instructions
-from onebox.worker.host import HostMemory
-from onebox.worker.instructions import instructions
-from onebox.worker.memory import sleep_until, wake_on_time
-from onebox.worker.optimizer import NativeOptimizer
-from onebox.worker.tape import Progress, Tape
+from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
+from onebox.wire.protocol.responses import InstructionSets
+from onebox.worker.comm.shm.segment import sleep_until, wake_on_time
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.optimizer.native import NativeOptimizer
+from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.system.instruction_sets import used_instruction_sets
 
 PASSING_BYTES = 64 << 20
 """What a GPU's worker may take besides its buffers and an eighth of them: libraries' workspaces are of 8 to 32 MiB."""
 
 
-class Device:
+class ComputeDevice:
     """A device that programs run on.
 
     Args:
@@ -61,17 +61,17 @@ class Device:
 
     # ---- programs and optimizers
 
-    def load(self, stored: StoredProgram) -> Tape:
+    def load(self, stored: StoredProgram) -> CompiledProgram:
         """Make a program ready to run here.
 
         Raises:
             WireError: It is none, or uses what is not allowed.
         """
         check_cost(stored.cost_s)
-        return Tape(stored.program, self.device, stored.layouts)
+        return CompiledProgram(stored.program, self.device, stored.layouts)
 
     def optimizer(
-        self, spec: Optimizer, parameters: list[Tensor], state: list[Tensor], host: HostMemory
+        self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory
     ) -> NativeOptimizer:
         """Make an optimizer over buffers of this device; see :class:`NativeOptimizer`.
 
@@ -99,7 +99,7 @@ class Device:
         """Return a new generator of random numbers of this device."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def pace(self, start_ns: int, cost_s: float, progress: Progress) -> None:
+    def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
         """Let work last as long as it is to last on this device; only an emulated one adds to it.
 
         Args:
@@ -164,9 +164,9 @@ class Device:
         capability = (properties.major, properties.minor)
         return capability, properties.multi_processor_count, dist.is_nccl_available()
 
-    def instructions(self) -> Instructions:
+    def instructions(self) -> InstructionSets:
         """Return the instruction sets that this process uses on its processor."""
-        return instructions()
+        return used_instruction_sets()
 
     def memory_bytes(self) -> int:
         """Return the memory of the device."""
@@ -200,7 +200,7 @@ def check_cost(cost_s: float) -> None:
         raise WireError(f"a cost of {cost_s} s; allowed are seconds from 0")
 
 
-def wait_until(end_ns: int, progress: Progress) -> None:
+def wait_until(end_ns: int, progress: WorkerProgress) -> None:
     """Sleep until a time on the clock of ``time.monotonic_ns``, never less.
 
     Args:

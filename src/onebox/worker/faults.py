@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
-from onebox.worker.tape import Progress
+from onebox.worker.programs.interpreter import WorkerProgress
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class FaultInjector:
         self._faults = {(fault.instruction, fault.count): fault.kind for fault in faults}
         self._seen: Counter[str] = Counter()
 
-    def before(self, progress: Progress) -> None:
+    def before(self, progress: WorkerProgress) -> None:
         """Bring about the fault, if any, of the instruction that begins."""
         if self._faults:
             self.at(progress.doing)

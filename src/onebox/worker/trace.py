@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from onebox.worker.store import BufferStore
+from onebox.worker.memory.buffers import BufferStore
 
 
 class Trace:
-    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.messages.Run` for what they mean.
+    """Start, end and memory of each instruction of a run; see :class:`onebox.wire.protocol.requests.Run` for what they
+    mean.
 
     Args:
         store: The buffers whose bytes are noted; ``None`` for a trace that notes nothing.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onebox.pool.agents.source import connect_agent
-from onebox.pool.keys.ring import KnownAgent, identity, remember_agent
+from onebox.pool.backends.agents.agent_source import connect_agent
+from onebox.pool.keys.keyring import KnownAgent, identity, remember_agent
 from onebox.wire import KeyPair, new_keys
 from tests import warm
 

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import zmq
 
-from onebox.agent import Agent, Limits, Offered
-from onebox.pool.versions import own_versions
+from onebox.agent import Agent, ClientLimits, Offered
+from onebox.pool.backends.compatibility import own_versions
 from onebox.wire import KeyPair, configure, new_keys
-from onebox.wire.agents import (
+from onebox.wire.protocol.agents import (
     TOKEN_BYTES,
-    AgentSaying,
+    AgentResponse,
     Introduce,
     Introduced,
     Lease,
@@ -24,7 +24,7 @@ from onebox.wire.agents import (
     Renew,
     Request,
     Want,
-    decode_agent_saying,
+    decode_agent_response,
     encode_agent,
 )
 
@@ -50,7 +50,7 @@ class Raw:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.connect()
         self.numbers = 0
-        self.heard: list[AgentSaying] = []
+        self.heard: list[AgentResponse] = []
 
     def connect(self) -> None:
         self.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
@@ -77,7 +77,7 @@ class Raw:
             if time.monotonic() > end_s:
                 raise AssertionError(f"no {kind.__name__} within {within_s} s, but {self.heard}")
             if self.socket.poll(300):
-                self.heard.append(decode_agent_saying(self.socket.recv()))
+                self.heard.append(decode_agent_response(self.socket.recv()))
             elif renew:
                 self.say(Renew(0))
 
@@ -117,7 +117,7 @@ class House:
     def __init__(
         self,
         *offers: Offered,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
         bind: str = "127.0.0.1",
         read_log: Callable[[int], Sequence[str]] | None = None,
         worker_ports: range = range(0),
@@ -132,7 +132,7 @@ class House:
             port=0,
             advertise=bind,
             offers=offers or (CPUS,),
-            limits=limits or Limits(),
+            limits=limits or ClientLimits(),
             tell=lambda event, **fields: self.events.append((event, fields)),
             worker_ports=worker_ports,
             read_log=read_log or (lambda lines: [f'{{"line": {number}}}' for number in range(lines)]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from onebox.agent import Agent, Limits, Offered
+from onebox.agent import Agent, ClientLimits, Offered
 from onebox.wire import KeyPair
 
 
@@ -18,7 +18,7 @@ def main() -> None:
         port=int(sys.argv[1]) if len(sys.argv) > 1 else 0,
         advertise="127.0.0.1",
         offers=[Offered(device="cpu", name="a CPU", memory_bytes=1 << 30, threads=2)],
-        limits=Limits(),
+        limits=ClientLimits(),
         tell=lambda event, **fields: None,
     )
     signal.signal(signal.SIGTERM, lambda number, frame: agent.stop())

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from onebox.agent import Limits, Offered
+from onebox.agent import ClientLimits, Offered
 from onebox.agent.sessions import CUT_S
 from onebox.errors import UsageError
-from onebox.pool.versions import own_versions
+from onebox.pool.backends.compatibility import own_versions
 from onebox.wire import new_keys
-from onebox.wire.agents import (
+from onebox.wire.protocol.agents import (
     Done,
     Inspect,
     Introduce,
@@ -190,7 +190,7 @@ def test_an_agent_that_was_stopped_for_a_while_takes_nobody_for_silent() -> None
 
 
 def test_limits_hold_for_all_connections_of_a_client() -> None:
-    with house(limits=Limits(devices=1, lease_s=3.0)) as made:
+    with house(limits=ClientLimits(devices=1, lease_s=3.0)) as made:
         first = made.client("ana")
         second = made.client("ana", first.keys)
         first.ask(HALF)

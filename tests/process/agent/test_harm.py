@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onebox.agent.workers import Workers
-from onebox.wire.agents import (
+from onebox.wire.protocol.agents import (
     TOKEN_BYTES,
     Done,
     Inspect,

@@ -19,7 +19,7 @@ import onebox
 from onebox.errors import PoolError, UsageError, WorkerDied, WorkerError, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import NOTICED_S, Host, start, until
 from tests.reference import Outcome, assert_same, train
@@ -130,7 +130,7 @@ def test_a_worker_that_is_killed_is_named_and_can_be_replaced(hosts: tuple[Host,
         error = failure(opened, 0)
         assert (error.worker, error.host, error.exit_status) == (0, hosts[1].address, -signal.SIGKILL)
         assert f"worker 0 (cpu on {hosts[1].address}), process {number}, was ended by signal 9" in str(error)
-        healing = opened.heal()
+        healing = opened.recover_workers()
         assert (healing.replaced, healing.gone) == ((0,), ())
         assert opened.process_ids != (number,)
         assert opened.devices[0].host == hosts[1].address

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import onebox
-from onebox.engine.history import Recovery
+from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
-from onebox.pool.agents.source import connect_agent
+from onebox.pool.backends.agents.agent_source import connect_agent
 from tests.models import CASES, OPTIMIZERS
 from tests.process.agent.hosts import Host, until
 from tests.process.stages import staged
@@ -35,7 +35,7 @@ SHORT_S, GONE_S, LONG_S = 3.0, 6.0, 30.0
 SAMPLES = 8
 MICRO_BATCH = 2
 
-Story = tuple[dict[str, Tensor], tuple[Recovery, ...]]
+Story = tuple[dict[str, Tensor], tuple[RecoveryRecord, ...]]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from onebox.cli import main
-from onebox.engine.checkpoint import read, saves
+from onebox.engine.state.checkpoint_files import read, saves
 from tests.process.cli.commands import POOL, WITHIN_S, assert_gone, command, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
 

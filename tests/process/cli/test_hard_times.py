@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from onebox.cli import main
-from onebox.engine.checkpoint import read, saves
+from onebox.engine.state.checkpoint_files import read, saves
 from onebox.plan import Plan
 from onebox.pool import Fault, Pool, open_pool
-from onebox.pool.local import LocalSource
+from onebox.pool.backends.local import LocalSource
 from tests.process.cli.commands import POOL, WITHIN_S, metrics, read_until, running, workers_of
 from tests.process.cli.conftest import SETTINGS, Run
 
@@ -96,7 +96,7 @@ def test_a_run_that_is_left_with_fewer_devices_tells_of_those(
     def opened(*arguments: Any, **options: Any) -> Pool:
         return open_pool(*arguments, **options, faults={1: (Fault("kill", "optimizerstep", 30),)})
 
-    monkeypatch.setattr("onebox.cli.train.open_pool", opened)
+    monkeypatch.setattr("onebox.cli.commands.train.open_pool", opened)
     monkeypatch.setattr(LocalSource, "replace", lambda *_: None)
     run, plan = tmp_path / "run", tmp_path / "plan.json"
     plan.write_text(Plan.data_parallel([0, 1], [1.0, 1.0], micro_batch=32).to_json())

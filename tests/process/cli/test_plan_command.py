@@ -15,7 +15,7 @@ from PIL import Image
 
 from onebox.cli import main
 from onebox.plan import Plan, Stage
-from onebox.report.tables import time_text
+from onebox.report.tables.text import time_text
 from tests.process.cli.commands import POOL, command, metrics
 
 JOB = ("--model", "mlp", "--data", "digits", *POOL)
@@ -314,13 +314,13 @@ def test_memory_is_shown_as_it_is_predicted_and_measured(tmp_path: Path) -> None
     done = command(line, tmp_path)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"plan.svg", "plan-memory.svg", "report.json"}
-    for part in ("what becomes of the activations", "would keep", "fate", "measured in step 3 of 3", "0 B"):
+    for part in ("what becomes of the activations", "would keep", "policy", "measured in step 3 of 3", "0 B"):
         assert part in done.stdout, part
     report = json.loads((tmp_path / "report.json").read_text())
     memory, plan = report["memory"], msgspec.convert(report["plan"], Plan)
     named = [name for row in memory["stages"] for name in row["segments"]]
     assert named == ["model.body.1", "model.body.3", "model.body.5"]
-    assert all(row["fate"] == "keep" and row["text"] for row in memory["stages"])
+    assert all(row["policy"] == "keep" and row["text"] for row in memory["stages"])
     assert [one["device"] for one in memory["compared"]] == sorted(plan.devices)
     assert all(one["difference_bytes"] == 0 for one in memory["compared"])
     assert plan.predicted is not None

@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from onebox.cli import main
-from onebox.pool.keys.ring import allow_client, fingerprint, identity
+from onebox.pool.keys.keyring import allow_client, fingerprint, identity
 from tests import warm
 from tests.process.cli.commands import assert_gone, workers_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onebox.cli import main
-from onebox.engine.checkpoint import read
+from onebox.engine.state.checkpoint_files import read
 from tests.process.cli.commands import POOL, command, metrics
 from tests.process.cli.conftest import Run
 

@@ -15,7 +15,7 @@ import pytest
 from onebox.errors import PoolError, UsageError, WorkerDied, WorkerHung
 from onebox.plan import Plan
 from onebox.pool import open_pool
-from onebox.pool.cluster.spec import GPU_MEMORY
+from onebox.pool.backends.ray.ray_spec import GPU_MEMORY
 from tests.process.cluster.conftest import HEAD, OTHER, Nodes
 from tests.process.faults.training import WITHIN_S, Stopwatch, fails, steps, train, trainer_on
 from tests.process.stages import reference, run, staged
@@ -55,7 +55,7 @@ def test_two_nodes_train_as_one_process_does_and_a_killed_worker_is_replaced(nod
         assert isinstance(raised.error, WorkerDied)
         assert (raised.error.worker, raised.error.exit_status) == (1, -signal.SIGKILL)
         assert raised.error.host == pool.devices[1].host
-        assert pool.heal().replaced == (1,)
+        assert pool.recover_workers().replaced == (1,)
         assert_same(run(pool, "mlp", replicas, SIZES), reference("mlp", replicas, SIZES))
         processes = pool.process_ids
     assert not any(psutil.pid_exists(process) for process in processes)
@@ -72,7 +72,7 @@ def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_a
         assert raised.after_s < WITHIN_S
         assert isinstance(raised.error, WorkerDied | WorkerHung)  # whoever notices first, Ray or the pool
         assert raised.error.worker == worker
-        assert pool.heal().replaced == (worker,)
+        assert pool.recover_workers().replaced == (worker,)
         assert pool.devices[worker].address == THIRD
         train(pool, "workers", 2)
 
@@ -86,12 +86,12 @@ def test_a_killed_node_is_noticed_and_its_worker_moves_to_another_and_a_killed_a
 def test_a_worker_of_a_killed_node_is_given_up_where_there_is_no_room_for_it(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onebox.pool.cluster.source.ROOM_S", 1.0)
+    monkeypatch.setattr("onebox.pool.backends.ray.ray_source.ROOM_S", 1.0)
     with open_pool("ray/cpu*2/spread") as pool:
         worker = next(device.number for device in pool.devices if device.address != HEAD)
         nodes.kill(pool.devices[worker].address)
         fails(lambda: train(pool, "workers", 10_000))
-        healing = pool.heal()
+        healing = pool.recover_workers()
         assert (healing.replaced, healing.gone) == ((), (worker,))
         assert "found no room for the actor" in str(healing.lost[worker])
         nodes.add(OTHER)

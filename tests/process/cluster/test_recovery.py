@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import onebox
-from onebox.engine.history import Recovery
+from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.plan import Plan
 from onebox.pool import Pool, open_pool
 from tests.models import CASES, OPTIMIZERS
@@ -18,7 +18,7 @@ STEPS = 10
 BEFORE = 4
 
 
-def run(pool: Pool, *, killed: int | None = None) -> tuple[dict[str, Tensor], tuple[Recovery, ...]]:
+def run(pool: Pool, *, killed: int | None = None) -> tuple[dict[str, Tensor], tuple[RecoveryRecord, ...]]:
     """Train as a pool has it, and kill the actor of a worker; return the weights and what was lost."""
     case = CASES["dropping"]
     model = case.model()

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 import onebox
-from onebox.pool import local as local_module
-from onebox.pool.failures import Place
+from onebox.pool.backends import local as local_module
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.fork_server import WorkerSpawner
+from onebox.pool.launch.worker_process import WorkerProcess
 from onebox.pool.liveness import SILENCE_S
-from onebox.pool.nursery import Bearer
-from onebox.pool.process import WorkerProcess
 from onebox.worker import Ports, WorkerConfig
 from tests.process.faults.proxy import Network
 
@@ -31,7 +31,9 @@ class Far:
     network: Network
     configs: list[WorkerConfig] = field(default_factory=list)
 
-    def start(self, place: Place, config: WorkerConfig, *, nursery: Bearer | None = None) -> WorkerProcess:
+    def start(
+        self, place: WorkerLocation, config: WorkerConfig, *, nursery: WorkerSpawner | None = None
+    ) -> WorkerProcess:
         """Start a worker that listens on TCP ports; stands in for the class of worker processes."""
         self.configs.append(msgspec.structs.replace(config, address="127.0.0.1"))
         return FarWorker(place, self.configs[-1], self.network, nursery)
@@ -40,7 +42,9 @@ class Far:
 class FarWorker(WorkerProcess):
     """A worker process that is connected to through a network."""
 
-    def __init__(self, place: Place, config: WorkerConfig, network: Network, nursery: Bearer | None) -> None:
+    def __init__(
+        self, place: WorkerLocation, config: WorkerConfig, network: Network, nursery: WorkerSpawner | None
+    ) -> None:
         super().__init__(place, config, nursery=nursery)
         self._network = network
 
@@ -59,5 +63,5 @@ def behind(network: Network, spec: str, patience_s: float = SILENCE_S) -> Iterat
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(local_module, "WorkerProcess", far.start)
             pool = onebox.open(spec, threads=1)
-        pool._switchboard._liveness.patience_s = dict.fromkeys(pool.present, patience_s)
+        pool._client_loop._liveness.patience_s = dict.fromkeys(pool.present, patience_s)
         yield stack.enter_context(pool), far

@@ -11,9 +11,9 @@ import torch
 
 from onebox.errors import WorkerDied, WorkerHung
 from onebox.pool import open_pool
-from onebox.pool.agents.contact import CUT_S
-from onebox.pool.failures import Place
-from onebox.pool.process import WorkerProcess
+from onebox.pool.backends.agents.keep_alive import CUT_S
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import WorkerProcess
 from tests.process.faults.far import behind
 from tests.process.faults.proxy import Network
 from tests.process.faults.training import WITHIN_S, Stopwatch, Tensors, fails, steps, train, trainer_on
@@ -104,7 +104,7 @@ def test_a_worker_that_has_started_anew_is_not_taken_for_the_one_before() -> Non
     network = Network()
     with behind(network, "cpu") as (pool, far), trainer_on(pool, "client") as trainer:
         steps(trainer, 2)
-        other = WorkerProcess(Place(worker=0, host="elsewhere", device="cpu"), far.configs[0])
+        other = WorkerProcess(WorkerLocation(worker=0, host="elsewhere", device="cpu"), far.configs[0])
         try:
             network.lead(0, other.ports().commands)
             network.cut()

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from onebox.errors import PoolError, WorkerDied
+from onebox.pool import open as opening_module
 from onebox.pool import open_pool
-from onebox.pool import opening as opening_module
-from onebox.pool.discover import DeviceRequest
+from onebox.pool.discovery import DeviceRequest
 from tests.process.faults.training import AT_ONCE_S, WITHIN_S, fails, questions, steps, train, trainer_on
 
 START_S = 60.0

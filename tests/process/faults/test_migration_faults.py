@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.migration import Migration
+from onebox.engine.adaptive.migration import Migration
 from onebox.errors import OneboxError, OperatorError, ReplicasParted
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool

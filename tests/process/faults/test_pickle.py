@@ -10,7 +10,7 @@ GUARD = """
 import os, pathlib, sys
 
 def imported():
-    module = sys.modules.get("onebox.worker.serve")
+    module = sys.modules.get("onebox.worker.process.main")
     return hasattr(module, "main")  # its last name: all imports are done
 
 def refuse(event, arguments):

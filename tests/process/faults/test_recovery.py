@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 import onebox
-from onebox.engine.history import Recovery
+from onebox.engine.recovery.policy import RecoveryRecord
 from onebox.errors import PoolError, UsageError
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
-from onebox.pool.local import LocalSource
-from onebox.wire.steps import Ask
+from onebox.pool.backends.local import LocalSource
+from onebox.wire.protocol.instructions import Ask
 from tests.models import CASES, OPTIMIZERS
 from tests.process.faults.conftest import SETTLE_S, belongings
 from tests.process.stages import staged
@@ -37,7 +37,7 @@ MICRO_BATCH = 2
 EVERY = 4
 """Steps between snapshots."""
 
-Outcome = tuple[list[float], dict[str, Tensor], tuple[Recovery, ...]]
+Outcome = tuple[list[float], dict[str, Tensor], tuple[RecoveryRecord, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)

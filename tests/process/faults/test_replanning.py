@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.engine.checkpoint import read
-from onebox.engine.history import Recovery
+from onebox.engine.recovery.policy import RecoveryRecord
+from onebox.engine.state.checkpoint_files import read
 from onebox.errors import CheckpointError, OneboxError, PlanError, PoolError
 from onebox.graph import TracedModel, capture
 from onebox.plan import Plan, Stage
 from onebox.pool import Fault, open_pool
-from onebox.pool.local import LocalSource
+from onebox.pool.backends.local import LocalSource
 
 WIDTH = 64
 LAYERS = 4
@@ -83,7 +83,7 @@ def trainer_on(pool: onebox.Pool, plan: Plan) -> onebox.Trainer:
     return onebox.Trainer(*parts(), pool=pool, plan=plan, seed=3, recover=True, snapshot_every=EVERY)
 
 
-def train(pool: onebox.Pool, plan: Plan) -> tuple[dict[str, Tensor], tuple[Recovery, ...], Plan | None]:
+def train(pool: onebox.Pool, plan: Plan) -> tuple[dict[str, Tensor], tuple[RecoveryRecord, ...], Plan | None]:
     """Train; return the weights, what was lost, and the last plan."""
     with trainer_on(pool, plan) as trainer:
         for batch in batches():

@@ -14,8 +14,8 @@ import onebox
 from onebox.errors import DeviceMemoryError
 from onebox.pool import open_pool, raise_first
 from onebox.sizes import size_text
-from onebox.wire.sayings import Memory
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
 from tests.process.faults.training import (
     AT_ONCE_S,
     WITHIN_S,
@@ -45,7 +45,7 @@ def pool() -> Iterator[onebox.Pool]:
 def used_bytes(pool: onebox.Pool) -> list[int]:
     """Return the bytes in use on each worker."""
     answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
-    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, Memory)]
+    return [result.used_bytes for answer in answers for result in answer.results if isinstance(result, WorkerMemory)]
 
 
 @pytest.mark.parametrize("sync", ["workers", "client"])
@@ -101,7 +101,7 @@ def test_many_steps_leak_nothing(pool: onebox.Pool, sync: str) -> None:
         descriptors = [process.num_fds() for process in processes]
         steps(trainer, 20 + MANY_STEPS)
         assert used_bytes(pool) == used
-        assert not pool._switchboard._pending.futures
+        assert not pool._client_loop._pending.futures
         assert [process.num_fds() for process in processes] == descriptors
         grown = [process.memory_info().rss - size for process, size in zip(processes, sizes, strict=True)]
         assert max(grown) < GROWTH_BYTES, grown

@@ -22,12 +22,12 @@ import zmq
 
 import onebox
 from onebox.errors import PoolError
-from onebox.pool import device as device_module
-from onebox.pool import local as local_module
+from onebox.pool import devices as device_module
 from onebox.pool import open_pool
+from onebox.pool.backends import local as local_module
 from onebox.wire import KeyPair, configure, encode, new_keys
-from onebox.wire.messages import Bye, Envelope
-from onebox.wire.steps import Ask
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.requests import Envelope, Shutdown
 from onebox.worker import WorkerConfig
 from tests.process.faults.training import Tensors, batch, steps, train, trainer_on
 
@@ -126,7 +126,7 @@ STRANGERS: list[Stranger] = [
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=lambda stranger: stranger.__name__.replace("_", " "))
 def test_a_stranger_gets_no_answer_and_has_no_say(opened: Open, working: onebox.Trainer, stranger: Stranger) -> None:
-    question = encode(Envelope(1, True, (Ask("memory"), Bye())))
+    question = encode(Envelope(1, True, (Ask("memory"), Shutdown())))
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         poller = zmq.Poller()
@@ -217,7 +217,7 @@ def test_workers_listen_on_loopback_only(opened: Open, working: onebox.Trainer) 
 
 def test_no_key_is_in_a_command_line_an_environment_or_a_file(opened: Open) -> None:
     keys = [key.encode() for config in opened.configs for key in (config.secret, config.public, config.client)]
-    keys.append(opened.pool._switchboard._keys.secret.encode())
+    keys.append(opened.pool._client_loop._keys.secret.encode())
     assert all(len(key) == 40 for key in keys)
     for process in (os.getpid(), *opened.pool.process_ids):
         proc = Path(f"/proc/{process}")
@@ -241,7 +241,7 @@ def test_after_all_that_the_result_is_the_same(opened: Open, before: Tensors, wo
 
 
 def test_who_has_the_keys_would_have_been_let_in(opened: Open) -> None:
-    keys = opened.pool._switchboard._keys
+    keys = opened.pool._client_loop._keys
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         poller = zmq.Poller()

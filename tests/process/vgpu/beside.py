@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 Case = Callable[[str], Any]
 """From the name of a device to what is computed there: any nest of tensors, numbers and the like."""
@@ -86,7 +86,7 @@ def _on_host(value: Any) -> Any:
 
 def waits() -> int:
     """Return how often the client has waited for a worker."""
-    return sum(stream.sent.waits for stream in current_box().streams)
+    return sum(stream.sent.waits for stream in current_context().streams)
 
 
 def listed(cases: list[Case]) -> Callable[[Case], Case]:

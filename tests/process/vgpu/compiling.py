@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import onebox
-from onebox.vgpu.stream import Stream
+from onebox.vgpu.runtime.command_queue import CommandQueue
 
 HERE = "vgpu:0"
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -30,13 +30,13 @@ def fresh(pool: onebox.Pool) -> Iterator[None]:
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Fill in (device, program) of each program that is called."""
     called: list[tuple[int, int]] = []
-    plain = Stream.call
+    plain = CommandQueue.call
 
-    def counted(self: Stream, program: int, handles: Any, outputs: int) -> int:
+    def counted(self: CommandQueue, program: int, handles: Any, outputs: int) -> int:
         called.append((self.worker, program))
         return plain(self, program, handles, outputs)
 
-    monkeypatch.setattr(Stream, "call", counted)
+    monkeypatch.setattr(CommandQueue, "call", counted)
     return called
 
 

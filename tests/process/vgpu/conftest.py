@@ -10,7 +10,7 @@ import torch
 
 import onebox
 from onebox.vgpu import attach
-from onebox.vgpu.cuda import alias_cuda
+from onebox.vgpu.cuda_alias import alias_cuda
 from tests.process.shelf import Shelf
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.vgpu import dispatch
+from onebox.vgpu.dispatch import dispatch
 
 pytestmark = pytest.mark.usefixtures("pool")
 

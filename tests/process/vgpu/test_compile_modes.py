@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import onebox
 from onebox.errors import OneboxError
 from onebox.vgpu import VirtualTensor
-from onebox.vgpu.stream import Stream
-from onebox.wire.messages import Define, StoredProgram
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.wire.protocol.requests import Define, StoredProgram
 from tests.process.vgpu.compiling import HERE, close, compiled, fresh, moved, programs
 
 __all__ = ["fresh", "programs"]
@@ -103,14 +103,14 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.25}, {"masked": True}, {"scale": 0.5}])
 def test_attention_is_the_kernel_of_eager_operators(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    plain = Stream.before
+    plain = CommandQueue.before
 
-    def noted(self: Stream, instruction: Any, frames: Any = ()) -> None:
+    def noted(self: CommandQueue, instruction: Any, frames: Any = ()) -> None:
         if isinstance(instruction, Define) and isinstance(instruction.what, StoredProgram):
             names.extend(each.name for each in instruction.what.program.operators)
         plain(self, instruction, frames)
 
-    monkeypatch.setattr(Stream, "before", noted)
+    monkeypatch.setattr(CommandQueue, "before", noted)
     generator = torch.Generator().manual_seed(6)
     host = [torch.randn(2, 2, 5, 4, generator=generator) for _ in range(3)]
     mask = (torch.rand(5, 5, generator=generator) > 0.3) | torch.eye(5, dtype=torch.bool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
 
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 DEVICES = 3
@@ -96,7 +96,7 @@ def test_a_step_waits_for_nothing() -> None:
     for data in batches([6] * 5):
         x, y = data
         nn.functional.cross_entropy(parallel(x), y.to("vgpu")).backward()
-        waited.append(sum(stream.sent.waits for stream in current_box().streams))
+        waited.append(sum(stream.sent.waits for stream in current_context().streams))
     assert waited[-1] == waited[1], "all operators are known"
 
 

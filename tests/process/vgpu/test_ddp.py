@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import onebox
 from onebox.vgpu import spawn
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 from tests.process.vgpu.jobs import (
     EACH,
     EXACT,
@@ -249,7 +249,7 @@ def test_a_step_waits_for_nothing() -> None:
     def run(rank: int) -> list[int]:
         model = DistributedDataParallel(Net().to(f"vgpu:{rank}"), device_ids=[rank])
         optimizer = sgd(model)
-        stream = current_box().streams[rank]
+        stream = current_context().streams[rank]
         waited = []
         for step in range(6):
             x, y = share(rank, step)

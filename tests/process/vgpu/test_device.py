@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onebox
 from onebox.vgpu import VirtualTensor
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 VGPU: Any = torch  # whose attribute ``vgpu`` no type checker knows
 
@@ -35,7 +35,7 @@ def first_device() -> Iterator[None]:
 
 
 def waits() -> int:
-    return sum(stream.sent.waits for stream in current_box().streams)
+    return sum(stream.sent.waits for stream in current_context().streams)
 
 
 # ---- factories, copies, reads

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebox
 from onebox.vgpu import spawn
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 from tests.process.vgpu.jobs import EXACT, RANKS, Net, share, together
 
 DEVICES = RANKS
@@ -193,7 +193,7 @@ def test_nothing_waits_for_a_collective() -> None:
     def run(rank: int) -> list[Any]:
         x = of_rank(rank)
         dist.all_reduce(x)  # forms the group
-        stream = current_box().streams[rank]
+        stream = current_context().streams[rank]
         before = stream.sent.waits
         for _ in range(5):
             dist.all_reduce(x)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 import onebox
-from onebox.vgpu import coding, interrupts, sent
-from onebox.vgpu import stream as stream_module
-from onebox.vgpu.box import current_box
+from onebox.vgpu import signals
+from onebox.vgpu.runtime import command_queue as stream_module
+from onebox.vgpu.runtime import request_channel, trace_cache
+from onebox.vgpu.runtime.context import current_context
 
-FILES = {stream_module.__file__, sent.__file__, coding.__file__}
+FILES = {stream_module.__file__, request_channel.__file__, trace_cache.__file__}
 CALLS = 5
 HANDLED_S = 30.0
 
@@ -49,7 +50,7 @@ class Interrupt:
     def __exit__(self, *exit_info: object) -> None:
         sys.settrace(None)
         end_s = time.monotonic() + HANDLED_S
-        while interrupts._waiting and time.monotonic() < end_s:
+        while signals._waiting and time.monotonic() < end_s:
             pass
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -90,7 +91,7 @@ def test_ctrl_c_at_any_line() -> None:
     x = start.to("vgpu:0")
     for _ in range(4):
         work(x, [])  # by now there are blocks
-    stream = current_box().streams[0]
+    stream = current_context().streams[0]
     interrupted = 0
     for line in range(1, lines(), 7):
         made: list[Tensor] = []

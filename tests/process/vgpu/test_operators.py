@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 DEVICES = 1
 pytestmark = pytest.mark.usefixtures("pool")
@@ -63,7 +63,7 @@ def test_the_rank_of_a_matrix_is_written_to_out() -> None:
 
 def test_what_only_the_worker_knows_is_asked_once() -> None:
     module, image = nn.BatchNorm2d(7).eval().to("vgpu:0"), torch.randn(2, 7, 5, 5, device="vgpu:0")
-    (stream,) = current_box().streams
+    (stream,) = current_context().streams
     waits = []
     with torch.no_grad():
         for _ in range(3):

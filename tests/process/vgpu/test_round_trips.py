@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onebox
-from onebox.vgpu.box import current_box
+from onebox.vgpu.runtime.context import current_context
 
 HERE, THERE = "vgpu:0", "vgpu:1"
 
@@ -25,7 +25,7 @@ def pool() -> Iterator[onebox.Pool]:
 
 def waits(run: Step) -> int:
     """Return how often a function waits for the devices."""
-    streams = current_box().streams
+    streams = current_context().streams
     before = sum(stream.sent.waits for stream in streams)
     run()
     return sum(stream.sent.waits for stream in streams) - before

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from onebox.vgpu import interrupts
+from onebox.vgpu import signals
 from tests.process.faults.scripts import Script
 
 INTERRUPTIONS_S = 60.0
@@ -127,15 +127,15 @@ def heard(alarm: int) -> list[str]:
     return where
 
 
-@interrupts.shielded
+@signals.shielded
 def _shielded(then: Any) -> None:
     signal.raise_signal(signal.SIGALRM)
     then()
 
 
-@interrupts.interruptible
+@signals.interruptible
 def _open() -> None:
-    interrupts.deliver()
+    signals.deliver_signals()
     raise AssertionError("a signal that waits was not delivered")
 
 
@@ -159,7 +159,7 @@ def test_a_handler_does_not_wait_for_a_wait(heard: list[str]) -> None:
 
 
 def test_a_handler_does_not_wait_for_ever(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.05)
     with pytest.raises(Heard):
         _shielded(lambda: _until(10))
     assert heard == ["_until"]

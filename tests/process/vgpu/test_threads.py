@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onebox
-from onebox.vgpu import stream as stream_module
+from onebox.vgpu.runtime import command_queue as stream_module
 from tests.process.faults.scripts import Script
 
 JOIN_S = 60.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onebox.agent.journal import LINE_BYTES, LINES, Journal
 from onebox.errors import UsageError
-from onebox.pool.keys.ring import fingerprint
+from onebox.pool.keys.keyring import fingerprint
 from onebox.wire import new_keys
 
 NAMES = st.one_of(st.sampled_from(["client", "reason", "time", "key", "x" * 40, "Ünï"]), st.text(max_size=8))

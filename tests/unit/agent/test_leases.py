@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from onebox.agent.demand import Limits, Offered, Share, reach
-from onebox.agent.leases import DROPPED, QUEUE, Client, Decision, Drop, End, Grant, Leases, Refuse, Wait
+from onebox.agent.admission import ClientLimits, Offered, Share, reach
+from onebox.agent.leases import DROPPED, QUEUE, Client, Decision, Dequeue, End, Grant, Leases, Refuse, Wait
 from onebox.errors import UsageError
-from onebox.wire.agents import Offer, Want
+from onebox.wire.protocol.agents import Offer, Want
 
 ANA = Client("a" * 40, b"1", "ana")
 ANA_AGAIN = Client("a" * 40, b"2", "ana")
@@ -33,7 +33,7 @@ def stock(leases: Leases) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
 
 
 def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -> None:
-    leases = Leases(GPUS[:1], Limits())
+    leases = Leases(GPUS[:1], ClientLimits())
     whole = Share(device="cuda:0", threads=2, memory_bytes=8)
     assert ask(leases, ANA, 7, Want("cuda")) == [Grant(ANA, 7, 1, (whole,))]
     assert ask(leases, BEN, 1, Want("cuda:0", 0, 1)) == [Wait(BEN, 1, 1, "ana")]
@@ -45,7 +45,7 @@ def test_of_two_who_race_for_one_device_the_first_gets_it_and_the_other_next() -
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same() -> None:
-    leases = Leases((*GPUS, CPU), Limits())
+    leases = Leases((*GPUS, CPU), ClientLimits())
     ask(leases, ANA, 1, Want("cuda:0"))
     assert ask(leases, BEN, 1, Want("cuda"), Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
     assert ask(leases, CLEO, 1, Want("cuda:1", 0, 1)) == [Wait(CLEO, 1, 2, "ben")]
@@ -60,7 +60,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_could_use_the_same()
 
 
 def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
-    leases = Leases(GPUS[:1], Limits())
+    leases = Leases(GPUS[:1], ClientLimits())
     for number, client in enumerate((ANA, BEN, CLEO)):
         ask(leases, client, number, Want("cuda"))
     assert leases.leave(BEN, 99, 0.0) is None
@@ -69,13 +69,13 @@ def test_who_leaves_the_queue_lets_the_others_move_up() -> None:
 
 
 def test_a_silent_client_loses_its_leases_and_its_place() -> None:
-    leases = Leases(GPUS[:1], Limits())
+    leases = Leases(GPUS[:1], ClientLimits())
     ask(leases, ANA, 1, Want("cuda"))
     ask(leases, BEN, 1, Want("cuda"), grace_s=2.0)
     ask(leases, CLEO, 1, Want("cuda"))
     assert leases.heard(ANA, 2.0) == (1,)
     leases.heard(CLEO, 2.0)
-    assert leases.tick(2.1) == [Drop(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana")]
+    assert leases.tick(2.1) == [Dequeue(BEN, 1, DROPPED), Wait(CLEO, 1, 1, "ana")]
     leases.heard(CLEO, 4.0)
     assert leases.tick(5.0) == []
     (end,) = leases.tick(5.1)
@@ -86,7 +86,7 @@ def test_a_silent_client_loses_its_leases_and_its_place() -> None:
 
 
 def test_a_connection_does_not_keep_the_leases_of_another_alive() -> None:
-    leases = Leases(GPUS, Limits())
+    leases = Leases(GPUS, ClientLimits())
     ask(leases, ANA, 1, Want("cuda"))
     ask(leases, ANA_AGAIN, 1, Want("cuda"))
     assert leases.heard(ANA_AGAIN, 3.0) == (2,)
@@ -96,7 +96,7 @@ def test_a_connection_does_not_keep_the_leases_of_another_alive() -> None:
 
 
 def test_time_in_which_the_host_was_held_up_is_nobodys_silence() -> None:
-    leases = Leases(GPUS, Limits())
+    leases = Leases(GPUS, ClientLimits())
     ask(leases, ANA, 1, Want("cuda"))
     leases.forgive(10.0)
     assert leases.tick(12.9) == []
@@ -104,7 +104,7 @@ def test_time_in_which_the_host_was_held_up_is_nobodys_silence() -> None:
 
 
 def test_a_lease_ends_when_its_time_is_over() -> None:
-    leases = Leases(GPUS, Limits(lease_s=60))
+    leases = Leases(GPUS, ClientLimits(lease_s=60))
     ask(leases, ANA, 1, Want("cuda"))
     leases.heard(ANA, 60.0)
     assert leases.tick(60.0) == []
@@ -113,7 +113,7 @@ def test_a_lease_ends_when_its_time_is_over() -> None:
 
 
 def test_a_worker_that_ended_frees_its_share_and_the_lease_goes_on() -> None:
-    leases = Leases(GPUS, Limits())
+    leases = Leases(GPUS, ClientLimits())
     ask(leases, ANA, 1, Want("cuda"), Want("cuda"))
     ask(leases, BEN, 1, Want("cuda:1"))
     (grant,) = leases.worker_ended(1, 1, 1.0)
@@ -123,14 +123,14 @@ def test_a_worker_that_ended_frees_its_share_and_the_lease_goes_on() -> None:
 
 
 def test_a_lease_whose_workers_did_not_start_ends() -> None:
-    leases = Leases(GPUS, Limits())
+    leases = Leases(GPUS, ClientLimits())
     ask(leases, ANA, 1, Want("cuda"))
     assert leases.failed(1, "no GPU") == [End(ANA, 1, "failed", "no GPU")]
     assert leases.failed(1, "no GPU") == []
 
 
 def test_a_request_that_comes_twice_is_one() -> None:
-    leases = Leases(GPUS[:1], Limits())
+    leases = Leases(GPUS[:1], ClientLimits())
     assert len(ask(leases, ANA, 1, Want("cuda"))) == 1
     assert ask(leases, ANA, 1, Want("cuda")) == []
     assert ask(leases, BEN, 1, Want("cuda")) == ask(leases, BEN, 1, Want("cuda")) == [Wait(BEN, 1, 1, "ana")]
@@ -140,13 +140,13 @@ def test_a_request_that_comes_twice_is_one() -> None:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        (Limits(devices=2), "3 devices; allowed are 2 for one client"),
-        (Limits(memory_bytes=19), "20 bytes; allowed are 19"),
-        (Limits(threads=5), "6 cores; allowed are 5"),
-        (Limits(requests=2), "2 leases and requests; no more"),
+        (ClientLimits(devices=2), "3 devices; allowed are 2 for one client"),
+        (ClientLimits(memory_bytes=19), "20 bytes; allowed are 19"),
+        (ClientLimits(threads=5), "6 cores; allowed are 5"),
+        (ClientLimits(requests=2), "2 leases and requests; no more"),
     ],
 )
-def test_the_limits_of_a_client_count_what_it_has_and_waits_for(limits: Limits, reason: str) -> None:
+def test_the_limits_of_a_client_count_what_it_has_and_waits_for(limits: ClientLimits, reason: str) -> None:
     leases = Leases((*GPUS, CPU), limits)
     ask(leases, BEN, 1, Want("cuda:0"))
     assert isinstance(ask(leases, ANA, 1, Want("cuda:1"))[0], Grant)
@@ -158,12 +158,12 @@ def test_the_limits_of_a_client_count_what_it_has_and_waits_for(limits: Limits, 
 
 @pytest.mark.parametrize("grace_s", [0.5, float("nan"), 601.0, -1.0, float("inf")])
 def test_a_grace_that_is_too_short_or_too_long_is_refused(grace_s: float) -> None:
-    (refused,) = ask(Leases(GPUS, Limits()), ANA, 1, Want("cuda"), grace_s=grace_s)
+    (refused,) = ask(Leases(GPUS, ClientLimits()), ANA, 1, Want("cuda"), grace_s=grace_s)
     assert isinstance(refused, Refuse) and "allowed are 1 to 600 s" in refused.reason
 
 
 def test_the_queue_is_bounded() -> None:
-    leases = Leases(GPUS[:1], Limits())
+    leases = Leases(GPUS[:1], ClientLimits())
     for number in range(QUEUE + 1):
         ask(leases, Client(f"{number:040}", b"1", "x"), 1, Want("cuda"))
     (refused,) = ask(leases, ANA, 1, Want("cuda"))
@@ -172,11 +172,11 @@ def test_the_queue_is_bounded() -> None:
 
 def test_a_device_is_offered_once() -> None:
     with pytest.raises(UsageError, match="offered twice"):
-        Leases((CPU, CPU), Limits())
+        Leases((CPU, CPU), ClientLimits())
 
 
 def test_what_is_there_is_seen() -> None:
-    leases = Leases((CPU,), Limits())
+    leases = Leases((CPU,), ClientLimits())
     ask(leases, ANA, 1, Want("cpu", 1, 10), now_s=1.0)
     ask(leases, BEN, 1, Want("cpu", 4, 10), now_s=2.0)
     (offer,), queue = leases.stock(3.0, lambda device: 0.5)
@@ -187,7 +187,7 @@ def test_what_is_there_is_seen() -> None:
 
 # ---- whatever happens
 
-_LIMITS = Limits(devices=4, requests=4, lease_s=50)
+_LIMITS = ClientLimits(devices=4, requests=4, lease_s=50)
 _CLIENTS = (ANA, ANA_AGAIN, BEN, CLEO)
 _WANTS = st.lists(
     st.builds(
@@ -223,7 +223,7 @@ class Anything(RuleBasedStateMachine):
                 case End():
                     assert decision.lease in self.granted and decision.lease not in self.ending
                     self.ending.add(decision.lease)
-                case Drop():
+                case Dequeue():
                     self.waiting.remove((decision.client, decision.number))
                 case Refuse():
                     assert decision.reason

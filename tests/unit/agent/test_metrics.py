@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from onebox.agent.journal import Journal
 from onebox.agent.metrics import AgentMetrics, serve_metrics
 from onebox.errors import UsageError
-from onebox.wire.agents import Holder, Offer, Stock
+from onebox.wire.protocol.agents import Holder, Offer, Stock
 
 STOCK = Stock(
     0,

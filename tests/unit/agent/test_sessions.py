@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onebox.agent.leases import Client
 from onebox.agent.sessions import IDLE_S, LOG_BYTES, NEW_S, SESSIONS, SESSIONS_OF_ONE, Sessions, newest
-from onebox.wire.agents import MESSAGE_BYTES, Done, LogLines, Renewed, encode_agent
+from onebox.wire.protocol.agents import MESSAGE_BYTES, Done, LogLines, Renewed, encode_agent
 
 
 def client(key: int, session: int = 0) -> Client:

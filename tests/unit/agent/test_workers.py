@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from onebox.agent import workers as module
-from onebox.agent.demand import Share
-from onebox.agent.workers import STARTS, Died, Gone, NotStarted, Ready, Workers
+from onebox.agent.admission import Share
+from onebox.agent.workers import STARTS, LeaseClosed, LeasedWorkerExited, LeaseNotStarted, LeaseReady, Workers
 from onebox.errors import PoolError, WorkerDied
-from onebox.pool.account import Account
-from onebox.pool.failures import Place
-from onebox.pool.process import START_S
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import START_S
+from onebox.pool.launch.worker_user import WorkerUser
 from onebox.wire import new_keys
 from onebox.worker import Ports, WorkerConfig
 
@@ -32,7 +32,9 @@ class Fake:
     part = False
     """Whether it says something, but not all."""
 
-    def __init__(self, place: Place, config: WorkerConfig, account: Account | None, nursery: FakeNursery) -> None:
+    def __init__(
+        self, place: WorkerLocation, config: WorkerConfig, account: WorkerUser | None, nursery: FakeNursery
+    ) -> None:
         assert nursery.ready, "nobody waits for it"
         if len(self.made) >= self.most:
             raise OSError(11, "Resource temporarily unavailable")
@@ -68,7 +70,7 @@ class FakeNursery:
     ready = True
     made: list[FakeNursery]
 
-    def __init__(self, shares: Sequence[Share], account: Account | None) -> None:
+    def __init__(self, shares: Sequence[Share], account: WorkerUser | None) -> None:
         self.descriptor = os.eventfd(0)
         self.closed = False
         self.made.append(self)
@@ -90,7 +92,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fake]]:
     monkeypatch.setattr(module, "LeasedWorker", Fake)
     monkeypatch.setattr(FakeNursery, "made", [], raising=False)
     monkeypatch.setattr(FakeNursery, "ready", True)
-    monkeypatch.setattr(module, "LeaseNursery", FakeNursery)
+    monkeypatch.setattr(module, "LeaseForkServer", FakeNursery)
     yield Fake.made
     for nursery in FakeNursery.made:
         os.close(nursery.descriptor)
@@ -114,7 +116,7 @@ def test_a_lease_is_ready_when_all_its_workers_are(fakes: list[Fake]) -> None:
     assert workers.attend({two.outlet}, 1.0) == []
     assert set(workers.descriptors()) == {one.descriptor, one.outlet, two.descriptor}
     (ready,) = workers.attend({one.outlet}, 2.0)
-    assert isinstance(ready, Ready)
+    assert isinstance(ready, LeaseReady)
     assert [(each.process, each.commands) for each in ready.workers] == [
         (1000, "tcp://192.0.2.7:1000"),
         (1001, "tcp://192.0.2.7:1001"),
@@ -126,18 +128,18 @@ def test_a_lease_is_ready_when_all_its_workers_are(fakes: list[Fake]) -> None:
 def test_an_address_of_ipv6_is_advertised_in_brackets(fakes: list[Fake]) -> None:
     workers = started(1, advertise="2001:db8::7")
     (ready,) = workers.attend({fakes[0].outlet}, 1.0)
-    assert isinstance(ready, Ready) and ready.workers[0].beats == "tcp://[2001:db8::7]:1001"
+    assert isinstance(ready, LeaseReady) and ready.workers[0].beats == "tcp://[2001:db8::7]:1001"
 
 
 def test_a_worker_that_ends_later_is_news_and_the_others_go_on(fakes: list[Fake]) -> None:
     workers = started(2)
     one, two = fakes
     workers.attend({one.outlet, two.outlet}, 1.0)
-    assert workers.attend({two.descriptor}, 2.0) == [Died(1, 1, -9, "alas")]
+    assert workers.attend({two.descriptor}, 2.0) == [LeasedWorkerExited(1, 1, -9, "alas")]
     assert set(workers.descriptors()) == {one.descriptor}
     workers.end(1, 0.0, 3.0)
     assert (one.killed, two.killed) == (1, 0)
-    assert workers.attend({one.descriptor}, 3.0) == [Gone(1)]
+    assert workers.attend({one.descriptor}, 3.0) == [LeaseClosed(1)]
 
 
 @pytest.mark.parametrize("how", ["dies", "nonsense", "late"])
@@ -149,11 +151,11 @@ def test_a_worker_that_does_not_start_is_news_once(fakes: list[Fake], how: str) 
     if how == "late":
         assert workers.attend(ready - {one.outlet}, START_S - 1) == []
     (news,) = workers.attend(ready, START_S + 1)
-    assert isinstance(news, NotStarted)
+    assert isinstance(news, LeaseNotStarted)
     assert {"dies": "it died", "nonsense": "it said nonsense", "late": "within 90 s"}[how] in news.why
     assert workers.attend(ready, START_S + 2) == []
     workers.end(1, 0.0, START_S + 2)
-    assert workers.attend({one.descriptor, two.descriptor}, START_S + 2) == [Gone(1)]
+    assert workers.attend({one.descriptor, two.descriptor}, START_S + 2) == [LeaseClosed(1)]
 
 
 def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) -> None:
@@ -165,7 +167,7 @@ def test_what_does_not_end_by_itself_is_killed_after_a_while(fakes: list[Fake]) 
     assert (one.killed, two.killed) == (0, 0)
     assert workers.attend(set(), 6.0) == []
     assert (one.killed, two.killed) == (0, 1)
-    assert workers.attend({two.descriptor}, 6.1) == [Gone(1)]
+    assert workers.attend({two.descriptor}, 6.1) == [LeaseClosed(1)]
     assert list(workers.descriptors()) == []
 
 
@@ -175,7 +177,7 @@ def test_when_the_host_has_no_room_for_a_process_what_was_started_ends(fakes: li
     assert why == "cpu on lab: no worker could be started: Resource temporarily unavailable"
     workers.end(1, 0.0, 0.0)
     assert [fake.killed for fake in fakes] == [1, 1, 1]
-    assert workers.attend({fake.descriptor for fake in fakes}, 0.1) == [Gone(1)]
+    assert workers.attend({fake.descriptor for fake in fakes}, 0.1) == [LeaseClosed(1)]
 
 
 def test_a_worker_that_says_a_part_of_its_ports_is_waited_for_by_nobody(fakes: list[Fake]) -> None:
@@ -185,7 +187,7 @@ def test_a_worker_that_says_a_part_of_its_ports_is_waited_for_by_nobody(fakes: l
     assert workers.attend({one.outlet}, 1.0) == [] == workers.attend({one.outlet}, 2.0)
     one.part = False
     (ready,) = workers.attend({one.outlet}, 3.0)
-    assert isinstance(ready, Ready)
+    assert isinstance(ready, LeaseReady)
 
 
 def test_many_workers_are_started_a_few_at_a_time(fakes: list[Fake], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +199,7 @@ def test_many_workers_are_started_a_few_at_a_time(fakes: list[Fake], monkeypatch
     assert workers.attend({fake.outlet for fake in fakes}, 2.0) == []
     assert len(fakes) == 10 and not workers.pressed
     (ready,) = workers.attend({fake.outlet for fake in fakes}, 3.0)
-    assert isinstance(ready, Ready) and len(ready.workers) == 10
+    assert isinstance(ready, LeaseReady) and len(ready.workers) == 10
     assert [fake.place.worker for fake in fakes] == list(range(10))
 
 
@@ -206,7 +208,7 @@ def test_a_lease_that_ends_while_its_workers_are_started_starts_no_more(fakes: l
     workers = started(20)
     workers.end(1, 0.0, 1.0)
     assert not workers.pressed
-    assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [Gone(1)] and len(fakes) == STARTS
+    assert workers.attend({fake.descriptor for fake in fakes}, 1.0) == [LeaseClosed(1)] and len(fakes) == STARTS
 
 
 def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake]) -> None:
@@ -222,7 +224,7 @@ def test_workers_wait_for_their_nursery_which_ends_after_them(fakes: list[Fake])
     assert len(fakes) == 2 and nursery.descriptor not in workers.descriptors()
     workers.end(1, 0.0, 3.0)
     assert not nursery.closed
-    assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [Gone(1)]
+    assert workers.attend({fake.descriptor for fake in fakes}, 3.0) == [LeaseClosed(1)]
     assert nursery.closed
 
 
@@ -231,12 +233,12 @@ def test_a_lease_whose_nursery_is_never_ready_fails_in_time(fakes: list[Fake]) -
     workers = started(2)
     assert workers.attend(set(), START_S - 1) == []
     (news,) = workers.attend(set(), START_S + 1)
-    assert isinstance(news, NotStarted) and "within 90 s" in news.why
+    assert isinstance(news, LeaseNotStarted) and "within 90 s" in news.why
     assert not list(workers.descriptors()), "that it is ready later is no news"
     FakeNursery.ready = True
     assert workers.attend(set(), START_S + 2) == [] and not fakes
     workers.end(1, 0.0, START_S + 3)
-    assert workers.attend(set(), START_S + 3) == [Gone(1)]
+    assert workers.attend(set(), START_S + 3) == [LeaseClosed(1)]
 
 
 def test_closing_ends_all(fakes: list[Fake]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from onebox import cli
 from onebox.cli import main
-from onebox.cli.exits import Exit
+from onebox.cli.exit_status import Exit
 from onebox.errors import CaptureError, CheckpointError, DataError, PoolError, UsageError, WorkerDied
 
 

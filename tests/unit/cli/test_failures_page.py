@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onebox.agent.metrics import AgentMetrics
-from onebox.wire.agents import Offer, Stock
+from onebox.wire.protocol.agents import Offer, Stock
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "failures.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from onebox.agent.metrics import AgentMetrics
-from onebox.cli.arguments import parse
+from onebox.cli.parser import parse
 from onebox.pool.spec import parse_hosts, parse_spec
-from onebox.wire.agents import Offer, Stock
+from onebox.wire.protocol.agents import Offer, Stock
 
 PAGE = (Path(__file__).parents[3] / "docs" / "machines.md").read_text()
 COMMANDS = re.findall(r"^\w+\$ onebox (.+)$", PAGE, re.MULTILINE)

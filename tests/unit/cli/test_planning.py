@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cli.arguments import parse
-from onebox.cli.config import PlanConfig, TrainConfig
-from onebox.cli.plan import command_line
-from onebox.cli.planning import Foreseen, plan_of_run, write_plan
-from onebox.cli.stored import to_stored
+from onebox.cli.commands.plan import command_line
+from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.run_config import to_stored
+from onebox.cli.parser import parse
+from onebox.cli.planning import PlanForecast, plan_of_run, write_plan
 from onebox.errors import UsageError
 from onebox.feed import load_dataset
 from onebox.plan import Plan
@@ -30,14 +30,14 @@ def test_a_plan_lacks_what_its_prediction_has_too_much(missing: int, text: str) 
     first, second, third = expected.predicted.peak_bytes
     capacity = second - missing
     assert capacity > max(first, third)
-    found = Foreseen(plan=expected, simulation=simulation, problem=problem(3, capacity))
+    found = PlanForecast(plan=expected, simulation=simulation, problem=problem(3, capacity))
     assert found.shortfall == text
     assert found.peak_bytes == dict(enumerate(expected.predicted.peak_bytes))
 
 
 def test_devices_without_limit_lack_nothing() -> None:
     expected, simulation = foreseen(plan())
-    assert Foreseen(plan=expected, simulation=simulation, problem=problem(3, None)).shortfall == ""
+    assert PlanForecast(plan=expected, simulation=simulation, problem=problem(3, None)).shortfall == ""
 
 
 NAMES = st.sampled_from(["mlp", "gpt"])

@@ -13,8 +13,8 @@ from torch.nn import functional
 import onebox
 from onebox.cli.tracebacks import without_own_frames
 from onebox.errors import UsageError
-from onebox.pool.discover import requested_devices
-from onebox.vgpu.cuda.entries import named
+from onebox.pool.discovery import requested_devices
+from onebox.vgpu.cuda_alias.device_arguments import named
 
 PACKAGE = str(Path(onebox.__file__).parent)
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from onebox.cost.estimate import Rates, flops_of, program_s
+from onebox.cost.estimate import DeviceRates, flops_of, program_s
 from onebox.graph import TracedModel, capture
-from onebox.wire import Many, Operator, Program, Slot, TensorSpec, specs_by_slot, with_deaths
+from onebox.wire import Many, Operator, Program, SlotArgument, TensorSpec, specs_by_slot, with_deaths
 
-RATES = Rates(flops=1e9, bandwidth_bps=1e8, operator_s=1e-6)
+RATES = DeviceRates(flops=1e9, bandwidth_bps=1e8, operator_s=1e-6)
 
 
 class Net(nn.Module):
@@ -72,7 +72,7 @@ def test_a_recurrent_layer_is_counted_by_its_products(layers: nn.RNNBase) -> Non
 
 def single(name: str, *specs: TensorSpec, made: TensorSpec) -> Program:
     """Return a program of one operator over some inputs."""
-    slots = tuple(Slot(place) for place in range(len(specs)))
+    slots = tuple(SlotArgument(place) for place in range(len(specs)))
     operator = Operator(name, slots, {}, (len(specs),), (made,))
     return with_deaths(Program(specs, (operator,), (len(specs),), len(specs) + 1))
 
@@ -81,7 +81,7 @@ def test_a_filter_of_a_group_meets_the_channels_of_its_group_alone() -> None:
     maps, weight = TensorSpec("float32", (3, 4, 8, 8)), TensorSpec("float32", (8, 2, 3, 3))
     made = TensorSpec("float32", (3, 8, 8, 8))
     ones, none = Many((1, 1)), Many((0, 0))
-    arguments = (Slot(0), Slot(1), None, ones, ones, ones, False, none, 2)
+    arguments = (SlotArgument(0), SlotArgument(1), None, ones, ones, ones, False, none, 2)
     operator = Operator("aten.convolution.default", arguments, {}, (2,), (made,))
     assert flops_of(operator, {0: maps, 1: weight, 2: made}) == 2 * (3 * 8 * 8 * 8) * (2 * 3 * 3)
 
@@ -103,4 +103,4 @@ def test_an_operator_takes_what_takes_longest_and_a_view_nothing() -> None:
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
 def test_rates_are_positive_and_finite(rate: float) -> None:
     with pytest.raises(ValueError, match="flops"):
-        Rates(flops=rate, bandwidth_bps=1.0, operator_s=1.0)
+        DeviceRates(flops=rate, bandwidth_bps=1.0, operator_s=1.0)

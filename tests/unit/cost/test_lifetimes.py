@@ -19,12 +19,12 @@ from onebox.wire import (
     Many,
     Operator,
     Program,
-    Slot,
+    SlotArgument,
     TensorSpec,
     spec_of,
     with_deaths,
 )
-from onebox.worker.tape import Progress, Tape
+from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
 from tests.unit.programs import CPU, Meter, Sample, samples
 
 
@@ -32,11 +32,11 @@ from tests.unit.programs import CPU, Meter, Sample, samples
 def test_a_run_takes_what_was_predicted(sample: Sample, data: st.DataObject) -> None:
     program = sample.program
     takes = data.draw(st.sets(st.integers(0, len(program.inputs) - 1)))
-    tape = Tape(program, CPU)
+    tape = CompiledProgram(program, CPU)
     given_ = [tensor.clone() for tensor in sample.inputs]
     kept = [tensor for number, tensor in enumerate(given_) if number not in takes]
     with Meter(given_) as meter:
-        outputs = tape.run(given_, lambda position: None, Progress())
+        outputs = tape.run(given_, lambda position: None, WorkerProgress())
         after = meter.now()
     predicted = footprint(program, takes)
     assert predicted.peak_bytes == meter.peak_bytes - meter.base_bytes
@@ -82,11 +82,13 @@ SPEC = TensorSpec("float32", (100,))
 
 
 def relu(source: int, target: int) -> Operator:
-    return Operator("aten.relu.default", (Slot(source),), {}, (target,), (SPEC,))
+    return Operator("aten.relu.default", (SlotArgument(source),), {}, (target,), (SPEC,))
 
 
 def view(source: int, target: int) -> Operator:
-    return Operator("aten.unsqueeze.default", (Slot(source), 0), {}, (target,), (TensorSpec("float32", (1, 100)),))
+    return Operator(
+        "aten.unsqueeze.default", (SlotArgument(source), 0), {}, (target,), (TensorSpec("float32", (1, 100)),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,14 +114,18 @@ def test_small_programs(
 
 
 def test_a_view_of_a_view_lies_in_the_memory_of_what_was_computed() -> None:
-    deep = Operator("aten.unsqueeze.default", (Slot(2), 0), {}, (3,), (TensorSpec("float32", (1, 1, 100)),))
+    deep = Operator("aten.unsqueeze.default", (SlotArgument(2), 0), {}, (3,), (TensorSpec("float32", (1, 1, 100)),))
     program = with_deaths(Program((SPEC,), (relu(0, 1), view(1, 2), deep, view(0, 4)), (3,), 5))
     assert owners(program) == {0: 0, 1: 1, 2: 1, 3: 1, 4: 0}
 
 
 def test_a_list_of_views_costs_nothing() -> None:
     halves = Operator(
-        "aten.split.Tensor", (Slot(0), 50), {}, (1, 2), (TensorSpec("float32", (50,)), TensorSpec("float32", (50,)))
+        "aten.split.Tensor",
+        (SlotArgument(0), 50),
+        {},
+        (1, 2),
+        (TensorSpec("float32", (50,)), TensorSpec("float32", (50,))),
     )
     program = with_deaths(Program((SPEC,), (halves,), (1, 2), 3))
     assert footprint(program).peak_bytes == 0
@@ -132,19 +138,19 @@ def test_what_nobody_reads_is_there_while_its_operator_runs(specified: bool, pea
     """A batch of 100 rows of one number each: the maxima take 4 bytes, their places 8 bytes."""
     column, row = TensorSpec("float32", (1, 100)), TensorSpec("int64", (50,))
     place = row if specified else None
-    top = Operator("aten.max.dim", (Slot(0), 1), {}, (1, None), (TensorSpec("float32", (1,)), place))
+    top = Operator("aten.max.dim", (SlotArgument(0), 1), {}, (1, None), (TensorSpec("float32", (1,)), place))
     program = with_deaths(Program((column,), (top,), (1,), 2))
     assert footprint(program) == Footprint(peak_bytes=4 + peak, peak_operator=0, net_bytes=4)
 
 
 def test_views_that_nobody_reads_cost_nothing() -> None:
     half = TensorSpec("float32", (50,))
-    halves = Operator("aten.split.Tensor", (Slot(0), 50), {}, (1, None), (half, half))
+    halves = Operator("aten.split.Tensor", (SlotArgument(0), 50), {}, (1, None), (half, half))
     assert footprint(with_deaths(Program((SPEC,), (halves,), (1,), 2))).peak_bytes == 0
 
 
 def test_random_bytes_are_counted_in_their_own_type() -> None:
-    keep = Operator("aten.gt.Scalar", (Slot(0), 0), {}, (1,), (TensorSpec("bool", (100,)),))
+    keep = Operator("aten.gt.Scalar", (SlotArgument(0), 0), {}, (1,), (TensorSpec("bool", (100,)),))
     assert footprint(with_deaths(Program((SPEC,), (keep,), (1,), 2))).peak_bytes == 100
     assert torch.ones(100).gt(0).nbytes == 100
 
@@ -159,14 +165,14 @@ def test_a_recurrent_layer_needs_memory_for_all_its_steps(kind: str, backward: b
     states = [torch.zeros(2, samples, width, dtype=torch.float64)] * (2 if kind == "lstm" else 1)
     weights = [torch.randn(gates * width, width, dtype=torch.float64) for _ in range(4)]
     given_: list[torch.Tensor] = [x, *states, *weights]
-    slots = [Slot(place + backward) for place in range(len(given_))]
+    slots = [SlotArgument(place + backward) for place in range(len(given_))]
     split = 1 + len(states)
     args: tuple[Any, ...] = (slots[0], Many(tuple(slots[1:split])), Many(tuple(slots[split:])), kind, False, True)
     if backward:
         made: list[torch.Tensor] = list(given_)
         given_ = [torch.randn(steps, samples, 2 * width, dtype=torch.float64), *given_]
         none = (None,) * len(states)
-        args = (Many((Slot(0), *none)), *args, Many((True,) * len(made)))
+        args = (Many((SlotArgument(0), *none)), *args, Many((True,) * len(made)))
     else:
         made = [given_[0].new_empty(steps, samples, 2 * width), *states]
     name = str(RECURRENT_BACKWARD if backward else RECURRENT)
@@ -174,9 +180,9 @@ def test_a_recurrent_layer_needs_memory_for_all_its_steps(kind: str, backward: b
     operator = Operator(name, args, {}, outs, tuple(map(spec_of, made)))
     inputs = tuple(map(spec_of, given_))
     program = with_deaths(Program(inputs, (operator,), outs, len(given_) + len(made)))
-    tape = Tape(program, CPU)
+    tape = CompiledProgram(program, CPU)
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as meter:
-        tape.run(list(given_), lambda position: None, Progress())
+        tape.run(list(given_), lambda position: None, WorkerProgress())
     now = most = 0
     for event in meter.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
@@ -187,7 +193,12 @@ def test_a_recurrent_layer_needs_memory_for_all_its_steps(kind: str, backward: b
 
 @pytest.mark.parametrize(
     "args",
-    [(), (Slot(0),), (Slot(0), Many((Slot(0),)), Many((Slot(0),)), "system"), (Slot(0), Many(()), Many(()), "gru")],
+    [
+        (),
+        (SlotArgument(0),),
+        (SlotArgument(0), Many((SlotArgument(0),)), Many((SlotArgument(0),)), "system"),
+        (SlotArgument(0), Many(()), Many(()), "gru"),
+    ],
 )
 def test_what_is_no_recurrent_layer_is_refused(args: tuple[Any, ...]) -> None:
     spec = TensorSpec("float32", (2, 3, 4))

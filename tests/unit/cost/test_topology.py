@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebox.cost import CEILING_BPS, Groups, near_groups, shortest_tree
+from onebox.cost import CEILING_BPS, DeviceGroups, near_groups, shortest_tree
 from tests.unit.clusters import CLUSTERS
 
 INSIDE = (60e-6, 4e9)
@@ -45,11 +45,11 @@ def noisy(hosts: list[int], switches: list[int] | None = None, *, seed: int = 0,
     return tables(links, len(hosts))
 
 
-def partition(names: list[int]) -> Groups:
+def partition(names: list[int]) -> DeviceGroups:
     return tuple(tuple(n for n, name in enumerate(names) if name == one) for one in dict.fromkeys(names))
 
 
-def ordered(groups: Groups) -> list[tuple[int, ...]]:
+def ordered(groups: DeviceGroups) -> list[tuple[int, ...]]:
     return sorted(groups)
 
 

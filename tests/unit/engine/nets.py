@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onebox.cost import Way
-from onebox.engine.emulated import ActionCosts
-from onebox.engine.gradients import Gradients
-from onebox.engine.holdings import Holdings, Members, find_holdings
-from onebox.engine.job import Job, Numbers
-from onebox.engine.lowering import Lowering
-from onebox.engine.parts import Parts
-from onebox.engine.routine import StepRoutine
-from onebox.engine.timetable import forward_only, make_schedule, make_window
-from onebox.engine.windows import WorkerWindows
+from onebox.cost import AllReduceAlgorithm
+from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.lowering import Lowering
+from onebox.engine.compile.routine import StepRoutine
+from onebox.engine.compile.update.async_window import WorkerWindows
+from onebox.engine.compile.update.gradients import Gradients
+from onebox.engine.partition.phase_programs import PhasePrograms
+from onebox.engine.partition.schedules import forward_only, make_schedule, make_window
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec, find_sharding_spec
+from onebox.engine.workload.emulated_costs import EmulatedCosts
 from onebox.graph import Captured, ModelPrograms, TracedModel, capture
-from onebox.plan import Fate, Plan, Stage, block_numbers
+from onebox.plan import ActivationPolicy, Plan, Stage, block_numbers
 
 HALVES = ("zb-h1", "zbv", "auto", "table")
 
@@ -86,12 +86,12 @@ def programs(
     *,
     train: bool,
     halves: bool,
-    fates: tuple[Fate, ...] | None = None,
+    policies: tuple[ActivationPolicy, ...] | None = None,
     blocks: tuple[int, ...] = (),
 ) -> ModelPrograms:
     """Return the net's programs for micro-batches of a size."""
     traced = TracedModel(captured(size, train=train), backward=train, halves=halves)
-    return traced.divide(stages, fates=fates, blocks=blocks)
+    return traced.divide(stages, policies=policies, blocks=blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +113,10 @@ class Lowered:
 
     plan: Plan
     model: ModelPrograms
-    holdings: Holdings
-    numbers: Numbers
+    holdings: ShardingSpec
+    numbers: BufferNumbers
     trained: tuple[str, ...]
-    job: Job
+    job: BatchJob
     routines: Mapping[int, StepRoutine]
     gradients: Gradients
     windows: Mapping[int, WorkerWindows] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def lower(
     max_norm: float = 0.0,
     train: bool = True,
     speeds: Mapping[int, float] | None = None,
-    ways: Mapping[Members, tuple[Way, ...]] | None = None,
+    ways: Mapping[Members, tuple[AllReduceAlgorithm, ...]] | None = None,
     overlap: Literal["", "exact", "stale"] = "",
 ) -> Lowered:
     """Lower a batch of the net as a compiler does, with numbers from 1000 for what is new."""
@@ -143,20 +143,20 @@ def lower(
     stages = None if len(plan.stages) == 1 else tuple(stage.segments for stage in plan.stages)
     halves = plan.schedule in HALVES and stages is not None
     divide = functools.partial(
-        programs, fates=tuple(found.fate for found in plan.stages), blocks=block_numbers(plan.stages)
+        programs, policies=tuple(found.policy for found in plan.stages), blocks=block_numbers(plan.stages)
     )
     model = divide(parts[0].size, stages, train=True, halves=halves)
     split = range(len(plan.stages)) if halves else ()
     divided = {part.size: divide(part.size, stages, train=train, halves=train and halves) for part in parts}
-    found = {size: Parts(each, plan, halves=split if train else ()) for size, each in divided.items()}
-    holdings = replace(find_holdings(plan, Parts(model, plan, halves=split)), ways=ways or {})
+    found = {size: PhasePrograms(each, plan, halves=split if train else ()) for size, each in divided.items()}
+    holdings = replace(find_sharding_spec(plan, PhasePrograms(model, plan, halves=split)), ways=ways or {})
     backwards = [part for phase, part in model.phases.items() if phase.kind == "B"]
     gradients = {str(port.name) for part in backwards for port in part.outputs if port.kind == "gradient"}
     trained = tuple(name for name in state_of(build()) if name in gradients)
     new = itertools.count(1000)
     affine = [name for name, update in model.updates.items() if update.kind == "affine"]
     sets = holdings.groups(trained, affine, everybody=len(plan.devices) > 1)
-    numbers = Numbers(
+    numbers = BufferNumbers(
         state={name: 10 + place for place, name in enumerate(state_of(build()))},
         optimizer=9,
         groups={members: 900 + place for place, members in enumerate(sets)},
@@ -166,10 +166,10 @@ def lower(
     make = make_window if overlap else make_schedule
     schedule = make(plan, parts, routes, model) if train else forward_only(routes)
     constants = {n: {name: 500 + i for i, name in enumerate(sorted(m.constants))} for n, m in divided.items()}
-    job = Job(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
+    job = BatchJob(micro_batches=parts, routes=routes, schedule=schedule, models=found, constants=constants, leaves=2)
     lowering = Lowering(
         plan, holdings, numbers, trained=trained, model=model, max_norm=max_norm,
-        costs=ActionCosts(plan=plan, speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {})),
+        costs=EmulatedCosts(plan=plan, speeds=dict.fromkeys(plan.devices, 1.0) | dict(speeds or {})),
     )  # fmt: skip
     windows = lowering.windows(job) if overlap else {}
     steady = {worker: found.steady for worker, found in windows.items()}
@@ -180,10 +180,10 @@ def lower(
     )  # fmt: skip
 
 
-def stage(segments: str, *devices: int, shares: Sequence[float] = (), fate: Fate = "keep") -> Stage:
+def stage(segments: str, *devices: int, shares: Sequence[float] = (), policy: ActivationPolicy = "keep") -> Stage:
     """Return a stage of segments that are named by one letter each, its replicas on one device each."""
     return Stage(
-        fate=fate,
+        policy=policy,
         segments=tuple(f"model.{letter}" for letter in segments),
         replicas=tuple((d,) for d in devices),
         shares=tuple(shares or (1.0,) * len(devices)),
@@ -195,7 +195,7 @@ def plan(*stages: Stage, micro_batch: int = 2, schedule: str = "1f1b", **more: A
     return Plan(stages=stages, micro_batch=micro_batch, schedule=schedule, **more)
 
 
-SPANS: tuple[Fate, ...] = ("recompute", "recompute", "offload", "keep")
+SPANS: tuple[ActivationPolicy, ...] = ("recompute", "recompute", "offload", "keep")
 
 PLANS: dict[str, Plan] = {
     "one device": Plan.data_parallel([0], [1.0], micro_batch=2),
@@ -212,8 +212,8 @@ PLANS: dict[str, Plan] = {
     "one by two": plan(stage("ab", 0), stage("cd", 1, 2, shares=(0.6, 0.4)), schedule="zb-h1"),
     "two by one": plan(stage("a", 1, 2, shares=(1.0, 2.0)), stage("bc", 0), stage("d", 3)),
     "replicas across": plan(stage("ab", 0, 1), stage("cd", 1, 0)),
-    "spans": plan(*(stage(letter, 0, fate=fate) for letter, fate in zip("abcd", SPANS, strict=True))),
-    "recomputed": plan(stage("ab", 0, fate="recompute"), stage("cd", 1, fate="recompute"), schedule="zb-h1"),
-    "recomputed replicas": plan(stage("a", 0, 1, fate="recompute"), stage("bcd", 0, 1, fate="recompute")),
+    "spans": plan(*(stage(letter, 0, policy=policy) for letter, policy in zip("abcd", SPANS, strict=True))),
+    "recomputed": plan(stage("ab", 0, policy="recompute"), stage("cd", 1, policy="recompute"), schedule="zb-h1"),
+    "recomputed replicas": plan(stage("a", 0, 1, policy="recompute"), stage("bcd", 0, 1, policy="recompute")),
 }  # fmt: skip
 """Every kind of plan: batches of them are lowered, looked at and played."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.wire import Program
-from onebox.wire.messages import Routine, StoredProgram
-from onebox.wire.steps import (
+from onebox.wire.protocol.instructions import (
     Ask,
     Broadcast,
     Call,
@@ -29,7 +28,8 @@ from onebox.wire.steps import (
     Send,
     Step,
 )
-from onebox.worker.tape import Progress, Tape
+from onebox.wire.protocol.requests import Routine, StoredProgram
+from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
 from tests.unit.engine.nets import Lowered, build, state_of
 
 CPU = torch.device("cpu")
@@ -148,7 +148,9 @@ class _Player:
         self.steps: Sequence[Step] = main.steps
         self.place = 0
         self.worker, self.lowered, self.hall, self.played = worker, lowered, hall, played
-        self.tapes = {n: Tape(what.program, CPU) for n, what in definitions.items() if isinstance(what, StoredProgram)}
+        self.tapes = {
+            n: CompiledProgram(what.program, CPU) for n, what in definitions.items() if isinstance(what, StoredProgram)
+        }
         self.store: dict[int, Tensor | Callable[[], Tensor]] = {}
         self.away: dict[int, Tensor] = {}
         self.read_away: set[int] = set()  # gradients that the optimizer has read on the host
@@ -265,7 +267,7 @@ class _Player:
             assert number not in self.away, f"worker {self.worker} takes {number}, which is on the host"
             del self.store[number]
         tape = self.tapes[step.program]
-        for number, made in zip(step.outputs, tape.run(inputs, lambda position: None, Progress()), strict=True):
+        for number, made in zip(step.outputs, tape.run(inputs, lambda position: None, WorkerProgress()), strict=True):
             renewed = number in self.before or number in step.inputs
             assert renewed or number not in self.store, f"worker {self.worker} overwrites {number}"
             self.store[number] = made

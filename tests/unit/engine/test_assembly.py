@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from onebox.engine.assembly import exact_settings, with_lateness
-from onebox.engine.delays import WARM_UP
-from onebox.engine.settings import Request
+from onebox.engine.config import PlanRequest
+from onebox.engine.workload.delay_compensation import WARM_UP
 from onebox.errors import UsageError
 
 EXACT = exact_settings(0, 0, 2, None, trace=False)
-REQUEST = Request(plan=None, shares="auto", micro_batch=None, sync="workers")
+REQUEST = PlanRequest(plan=None, shares="auto", micro_batch=None, sync="workers")
 
 
 def adamw() -> torch.optim.Optimizer:

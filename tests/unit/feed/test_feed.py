@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from onebox.errors import UsageError
 from onebox.feed import Feed, Position
-from onebox.feed.identity import SAMPLE_BITS, namespace
-from onebox.feed.order import order_of
+from onebox.feed.order import epoch_order
+from onebox.feed.sample_ids import SAMPLE_BITS, namespace
 from tests.unit.feed.random_data import Counting, Numbers, all_globals, own_generator, plain
 
 WORKERS = st.sampled_from([1, 2, 3])
@@ -30,7 +30,7 @@ def told(batches: Iterable[Any]) -> list[Any]:
 
 def told_order(count: int, size: int) -> list[list[int]]:
     """The samples of each batch of the first epoch."""
-    return [batch.tolist() for batch in order_of(count, seed=0, epoch=0).split(size)]
+    return [batch.tolist() for batch in epoch_order(count, seed=0, epoch=0).split(size)]
 
 
 def epochs(feed: Feed, first: int, last: int) -> list[Any]:

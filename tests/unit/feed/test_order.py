@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from onebox.errors import UsageError
 from onebox.feed import Position
-from onebox.feed.order import batch_count, cuts, order_of
+from onebox.feed.order import batch_count, batch_slices, epoch_order
 
 SEEDS = st.integers(min_value=-(2**70), max_value=2**70)
 EPOCHS = st.integers(min_value=0, max_value=10**6)
@@ -17,35 +17,35 @@ EPOCHS = st.integers(min_value=0, max_value=10**6)
 def test_order_is_a_permutation_and_pure(count, seed, epoch):
     state = torch.get_rng_state()
 
-    order = order_of(count, seed=seed, epoch=epoch)
+    order = epoch_order(count, seed=seed, epoch=epoch)
 
     assert order.sort().values.tolist() == list(range(count))
-    assert torch.equal(order_of(count, seed=seed, epoch=epoch), order)
+    assert torch.equal(epoch_order(count, seed=seed, epoch=epoch), order)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_order_differs_by_seed_and_epoch():
-    orders = {tuple(order_of(50, seed=seed, epoch=epoch).tolist()) for seed in range(4) for epoch in range(4)}
+    orders = {tuple(epoch_order(50, seed=seed, epoch=epoch).tolist()) for seed in range(4) for epoch in range(4)}
 
     assert len(orders) == 16
 
 
 def test_order_is_the_one_that_checkpoints_rest_on():
     # A torch or onebox that shuffles otherwise would resume a run on samples that it has seen already.
-    assert order_of(10, seed=0, epoch=0).tolist() == [4, 9, 2, 1, 6, 5, 7, 3, 8, 0]
-    assert order_of(10, seed=-1, epoch=5).tolist() == [5, 2, 4, 3, 1, 9, 8, 7, 6, 0]
+    assert epoch_order(10, seed=0, epoch=0).tolist() == [4, 9, 2, 1, 6, 5, 7, 3, 8, 0]
+    assert epoch_order(10, seed=-1, epoch=5).tolist() == [5, 2, 4, 3, 1, 9, 8, 7, 6, 0]
 
 
 def test_without_shuffle_every_epoch_has_the_sources_order():
-    assert order_of(4, seed=3, epoch=7, shuffle=False).tolist() == [0, 1, 2, 3]
+    assert epoch_order(4, seed=3, epoch=7, shuffle=False).tolist() == [0, 1, 2, 3]
 
 
 @given(count=st.integers(1, 60), size=st.integers(1, 60), drop_last=st.booleans(), data=st.data())
 def test_batches_cover_the_order_from_any_sample_on(count, size, drop_last, data):
-    order = order_of(count, seed=1, epoch=2)
+    order = epoch_order(count, seed=1, epoch=2)
     first = data.draw(st.integers(0, count))
 
-    batches = list(cuts(order, size, number=5, first=first, drop_last=drop_last))
+    batches = list(batch_slices(order, size, number=5, first=first, drop_last=drop_last))
 
     flat = [index for batch in batches for index in batch.indices]
     assert flat == order[first:].tolist()[: len(flat)]
@@ -57,7 +57,7 @@ def test_batches_cover_the_order_from_any_sample_on(count, size, drop_last, data
 
 def test_a_negative_epoch_has_no_order():
     with pytest.raises(UsageError, match="epoch is -1"):
-        order_of(3, seed=0, epoch=-1)
+        epoch_order(3, seed=0, epoch=-1)
 
 
 @given(epoch=EPOCHS, index=st.integers(0, 10**9), seed=SEEDS, samples=st.none() | st.integers(0, 10**9))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from onebox.graph import Port
-from onebox.graph.placements import PARTIAL, Replicate, shard_of, unshard
-from onebox.graph.shard import AllGather, AllReduce, NamedTape, RankTape, Sharded
+from onebox.graph.shard.placements import PARTIAL, Replicate, shard_of, unshard
+from onebox.graph.shard.search import AllGather, AllReduce, NamedTape, RankTape, Sharded
 from onebox.wire import Program, spec_of
-from onebox.worker.tape import Progress, Tape
+from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
 from tests.unit.programs import CPU
 
 
@@ -23,7 +23,7 @@ def seed(position: int) -> None:
 def run_tape(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Run a tape with the interpreter of workers, which checks the shapes of all that it makes the first time."""
     with torch.random.fork_rng(devices=[]):
-        return Tape(program, CPU).run(list(inputs), seed, Progress())
+        return CompiledProgram(program, CPU).run(list(inputs), seed, WorkerProgress())
 
 
 def run_ranks(tapes: Sequence[RankTape], inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:

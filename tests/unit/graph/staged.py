@@ -159,10 +159,10 @@ def whole(traced: Traced) -> Ran:
 
 
 def check_division(
-    traced: Traced, stages: Sequence[Sequence[str]], expected: Ran, fates: Sequence[str] | None = None
+    traced: Traced, stages: Sequence[Sequence[str]], expected: Ran, policies: Sequence[str] | None = None
 ) -> ModelPrograms:
     """Require that stages make what one stage makes, whole and in halves; return their programs."""
-    model = traced.model.divide(stages, fates=fates)
+    model = traced.model.divide(stages, policies=policies)
     for halves in (False, True):
         assert_alike(run(model, traced.given, order_of(model, halves=halves)), expected)
     return model

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from onebox.plan import Action, Edge, Links, Routes, Schedule, StageWork, Work, deal
+from onebox.plan import Action, Edge, Links, PlanWork, Routes, Schedule, StageWork, deal
 
 LETTERS = {"F": "forward_s", "I": "input_s", "W": "weight_s"}
 
@@ -30,7 +30,7 @@ def work_for(
     capacity: Mapping[int, int] | None = None,
     call_s: float = 0.0,
     **stage_bytes: int,
-) -> Work:
+) -> PlanWork:
     """Return work on equal devices: one second for each of F, I, W unless said otherwise, over links without cost."""
     if edges is None:
         edges = [(stage, stage + 1) for stage in range(len(routes) - 1)]
@@ -46,7 +46,7 @@ def work_for(
                 **stage_bytes,
             )
         )
-    return Work(
+    return PlanWork(
         stages=tuple(stages),
         edges=tuple(Edge(source=a, target=b, forward_bytes=size_bytes, backward_bytes=size_bytes) for a, b in edges),
         links=links or equal_links({device for row in held for device in row}),
@@ -68,7 +68,7 @@ def table(text: str) -> Schedule:
     return Schedule.parse(text.split("\n"))
 
 
-def edges_of(work: Work) -> list[tuple[int, int]]:
+def edges_of(work: PlanWork) -> list[tuple[int, int]]:
     """Return the pairs of stages that are joined."""
     return [(edge.source, edge.target) for edge in work.edges]
 
@@ -83,7 +83,7 @@ class Case(NamedTuple):
     """
 
     routes: Routes
-    work: Work
+    work: PlanWork
     sizes: tuple[float, ...]
 
 
@@ -108,7 +108,7 @@ def cases(draw: st.DrawFn, *, wide: bool = True) -> Case:
     return Case(tuple(routes), work, tuple(sizes))
 
 
-def _work(draw: st.DrawFn, routes: Routes, edges: list[tuple[int, int]]) -> Work:
+def _work(draw: st.DrawFn, routes: Routes, edges: list[tuple[int, int]]) -> PlanWork:
     devices = sorted({device for row in routes for replica in row for device in replica})
     time = st.sampled_from([0.25, 1.0, 1.3, 2.0])
     size = st.integers(0, 20)
@@ -128,7 +128,7 @@ def _work(draw: st.DrawFn, routes: Routes, edges: list[tuple[int, int]]) -> Work
     latency = {a: {b: draw(st.sampled_from([0.0, 0.1])) for b in devices} for a in devices}
     bandwidth = {a: {b: draw(st.sampled_from([5.0, 50.0, float("inf")])) for b in devices} for a in devices}
     capacity = {device: draw(st.integers(20, 200)) for device in devices if draw(st.booleans())}
-    return Work(
+    return PlanWork(
         stages=tuple(stages),
         edges=tuple(Edge(source=a, target=b, forward_bytes=draw(size), backward_bytes=draw(size)) for a, b in edges),
         links=Links(latency_s=latency, bandwidth_bps=bandwidth),

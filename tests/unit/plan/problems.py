@@ -8,8 +8,8 @@ from itertools import combinations, pairwise, permutations
 from random import Random
 
 from onebox.plan import ASYNC, Plan, Stage, predict
-from onebox.plan.inputs import DeviceSpec, Problem, Segment, Time, Value
-from onebox.plan.work import Links
+from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.model.work import Links
 
 KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
 """Types of devices by their speed."""
@@ -17,7 +17,7 @@ KINDS = {"quick": 1.0, "half": 0.5, "slow": 0.25}
 
 def segment(name: str, seconds: float, *, fixed: float = 0.0, state: int = 0, saved: int = 0, late: int = 0) -> Segment:
     """Return a segment whose forward takes some seconds a sample on a quick device, and either gradient as long."""
-    times = {kind: Time(fixed_s=fixed / speed, sample_s=seconds / speed) for kind, speed in KINDS.items()}
+    times = {kind: ComputeTime(fixed_s=fixed / speed, sample_s=seconds / speed) for kind, speed in KINDS.items()}
     return Segment(
         name=name,
         forward_s=times,
@@ -75,14 +75,14 @@ def random_problem(random: Random, segments: int, devices: int, *, tight: bool =
         for index in range(segments)
     )
     values = [
-        Value(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
+        SegmentValue(source=index, consumers=(index + 1,), forward_bytes=size, backward_bytes=size)
         for index in range(segments - 1)
         for size in [random.randrange(1, 10) * 10**4]
     ]
     if skips and segments > 3:
         source = random.randrange(segments - 2)
         consumers = tuple(sorted({random.randrange(source + 1, segments), segments - 1}))
-        values.append(Value(source=source, consumers=consumers, forward_bytes=50_000, backward_bytes=50_000))
+        values.append(SegmentValue(source=source, consumers=consumers, forward_bytes=50_000, backward_bytes=50_000))
     whole = sum(one.state_bytes + one.saved_bytes for one in made)
     return Problem(
         segments=made,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from onebox.pool.liveness import SILENCE_S, STALL_S, Liveness
-from onebox.worker.watch import BEAT_S
+from onebox.worker.process.heartbeat import HEARTBEAT_S
 
 
 def test_a_worker_that_is_silent_for_too_long_is_hung() -> None:
@@ -113,7 +113,7 @@ def test_a_client_that_slept_does_not_blame_its_workers() -> None:
 
 
 def test_several_beats_may_be_lost() -> None:
-    assert SILENCE_S / BEAT_S > 5
+    assert SILENCE_S / HEARTBEAT_S > 5
 
 
 class Ticking(RuleBasedStateMachine):

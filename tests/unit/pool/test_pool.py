@@ -26,11 +26,13 @@ from onebox.errors import (
     WorkerDied,
     WorkerError,
 )
-from onebox.pool import Answer, Fault, Pool, raise_first, switchboard
-from onebox.wire import TensorSpec, channel, encode, from_frame, to_frame
-from onebox.wire.messages import Bye, Put
-from onebox.wire.sayings import Contribution, Lookup, Scalars
-from onebox.wire.steps import Ask, Call, Get, Receive, Reduce, Send
+from onebox.pool import Fault, Pool, WorkerReply, raise_first
+from onebox.pool.client import loop
+from onebox.wire import TensorSpec, encode, from_frame, to_frame
+from onebox.wire.protocol.instructions import Ask, Call, Get, Receive, Reduce, Send
+from onebox.wire.protocol.requests import Put, Shutdown
+from onebox.wire.protocol.responses import Contribution, Lookup, Scalars
+from onebox.wire.transport import channel
 from tests.leaks import nothing_left
 from tests.unit.house import OpenPool, threads_for_processes
 
@@ -127,8 +129,8 @@ def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> No
     """Whose answer is missing nobody knows: all are told, rather than one left waiting for ever."""
     waiting = pool.post(0, [Ask("scalars", ())], answer=True)
     result(waiting)
-    pool._switchboard._pending.futures[0, 1000] = later = Future()
-    pool._switchboard._outbox.put((0, [b"junk"]), 0.0)
+    pool._client_loop._pending.futures[0, 1000] = later = Future()
+    pool._client_loop._outbox.put((0, [b"junk"]), 0.0)
     pool.post(1, [])
     with pytest.raises(WireError, match="not of this protocol"):
         result(later)
@@ -149,17 +151,17 @@ def test_a_message_that_the_worker_cannot_read_breaks_the_pool(pool: Pool) -> No
     ids=["junk", "no number", "no frame", "short frame", "no type", "no hello"],
 )
 def test_junk_from_a_worker_breaks_the_pool_and_nothing_else(pool: Pool, parts: list[bytes]) -> None:
-    pool._switchboard.form(1, (0, 1))
+    pool._client_loop.form(1, (0, 1))
     futures = [pool.post(0, [Ask("scalars", ())], answer=True)]
     result(futures[0])
     pending: Future[Any] = Future()
-    pool._switchboard._pending.futures[1, 1000] = pending
+    pool._client_loop._pending.futures[1, 1000] = pending
     server = pool._members[0].server  # type: ignore[attr-defined]
     server.machine.execute = lambda instruction, frames: server._socket.send_multipart(parts) or []
     pool.post(0, [Ask("scalars", ())])
     with pytest.raises(WireError):
         result(pending)
-    assert pool._switchboard._thread.is_alive()
+    assert pool._client_loop._thread.is_alive()
 
 
 def test_a_worker_that_ends_is_what_everybody_hears_of(pool: Pool) -> None:
@@ -194,7 +196,7 @@ def test_a_closed_pool_says_so(pool: Pool) -> None:
 def test_what_is_waited_for_when_a_pool_is_closed_fails(open_pool: OpenPool) -> None:
     pool = open_pool(1)
     pending: Future[Any] = Future()
-    pool._switchboard._pending.futures[0, 1000] = pending
+    pool._client_loop._pending.futures[0, 1000] = pending
     pool.close()
     with pytest.raises(PoolError, match="closed"):
         result(pending)
@@ -239,9 +241,9 @@ def test_the_error_of_a_broken_pool_does_not_grow_with_each_call(pool: Pool) -> 
 
 
 def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switchboard, "_JOIN_S", 0.05)
+    monkeypatch.setattr(loop, "_JOIN_S", 0.05)
     hangs, goes_on = threading.Event(), threading.Event()
-    board = pool._switchboard
+    board = pool._client_loop
 
     def hung(now_s: float) -> dict[int, str]:
         hangs.set()
@@ -251,7 +253,7 @@ def test_sockets_that_a_thread_still_uses_are_left_to_it(pool: Pool, monkeypatch
     monkeypatch.setattr(board._liveness, "hung", hung)
     assert hangs.wait(SOON_S)
     try:
-        board.stop(Bye())
+        board.stop(Shutdown())
         assert not board._context.closed
     finally:
         goes_on.set()
@@ -286,10 +288,10 @@ def test_what_workers_meet_by_is_what_all_of_them_have(
     devices = [replace(each, device="cuda:0", nccl=has) for each, has in zip(pool.devices, nccl, strict=False)]
     formed: list[Any] = []
 
-    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[Answer]:
+    def post(worker: int, instructions: list[Any], answer: bool = False) -> Future[WorkerReply]:
         formed.extend(instructions)
-        done: Future[Answer] = Future()
-        done.set_result(Answer((), (), ()))
+        done: Future[WorkerReply] = Future()
+        done.set_result(WorkerReply((), (), ()))
         return done
 
     monkeypatch.setattr(pool, "devices", devices)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onebox.errors import UsageError
 from onebox.pool.spec import AgentPart, LocalPart, Part, RayPart, asked_parts, parse_hosts, parse_spec, wants
 from onebox.sizes import Budgets
-from onebox.wire.agents import Offer, Want
+from onebox.wire.protocol.agents import Offer, Want
 
 CPU = Offer("cpu", "cores", 8 << 30, 6, 8 << 30)
 CARDS = tuple(Offer(f"cuda:{index}", "card", 1 << 30, 2, 1 << 30) for index in (0, 1, 3))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from onebox.engine import Event
+from onebox.engine import TraceEvent
 from onebox.plan import (
-    Candidate,
+    ComputeTime,
     DeviceSpec,
     Links,
     Plan,
+    PlanCandidate,
     Problem,
     Segment,
+    SegmentValue,
     Simulation,
     Stage,
-    Time,
-    Value,
     predict,
 )
 
@@ -24,7 +24,7 @@ SEGMENTS = 6
 
 def problem(devices: int = 3, capacity_bytes: int | None = 1 << 20) -> Problem:
     """Return six segments in a chain, on devices whose forward takes 1 ms a sample, and each gradient as long."""
-    time = {"cpu": Time(sample_s=1e-3)}
+    time = {"cpu": ComputeTime(sample_s=1e-3)}
     numbers = range(devices)
     return Problem(
         segments=tuple(
@@ -48,7 +48,8 @@ def problem(devices: int = 3, capacity_bytes: int | None = 1 << 20) -> Problem:
         batch=8,
         micro_batches=(2,),
         values=tuple(
-            Value(source=n, consumers=(n + 1,), forward_bytes=500, backward_bytes=500) for n in range(SEGMENTS - 1)
+            SegmentValue(source=n, consumers=(n + 1,), forward_bytes=500, backward_bytes=500)
+            for n in range(SEGMENTS - 1)
         ),
     )
 
@@ -77,14 +78,16 @@ def foreseen(which: Plan, given: Problem | None = None) -> tuple[Plan, Simulatio
     return msgspec.structs.replace(which, predicted=prediction), simulation
 
 
-def as_measured(simulation: Simulation, step: int, *, factor: float = 1.0, start_ns: int = 1_000_000) -> list[Event]:
+def as_measured(
+    simulation: Simulation, step: int, *, factor: float = 1.0, start_ns: int = 1_000_000
+) -> list[TraceEvent]:
     """Return the events of a run that did what was simulated, but slower by a factor."""
 
     def at(seconds: float) -> int:
         return start_ns + round(seconds * factor * 1e9)
 
     events = [
-        Event(
+        TraceEvent(
             worker=span.device,
             track="compute",
             name=str(span.action),
@@ -99,15 +102,15 @@ def as_measured(simulation: Simulation, step: int, *, factor: float = 1.0, start
         letter = "F" if one.forward else "B"
         name = f"receive for {one.target_stage}{letter}{one.micro_batch} from device {one.source}"
         times = {"start_ns": at(one.start_s), "end_ns": at(one.end_s)}
-        events.append(Event(worker=one.target, track="transfer", name=name, step=step, **times))
-        events.append(Event(worker=one.source, track="transfer", name=f"send to {one.target}", step=step, **times))
+        events.append(TraceEvent(worker=one.target, track="transfer", name=name, step=step, **times))
+        events.append(TraceEvent(worker=one.source, track="transfer", name=f"send to {one.target}", step=step, **times))
     for update in simulation.updates:
         track, name = ("compute", "optimizer") if update.stage is None else ("transfer", "reduce")
         times = {"start_ns": at(update.start_s), "end_ns": at(update.end_s)}
-        events.append(Event(worker=update.device, track=track, name=name, step=step, **times))
+        events.append(TraceEvent(worker=update.device, track=track, name=name, step=step, **times))
     return events
 
 
-def candidate(label: str, which: Plan, **options: object) -> Candidate:
+def candidate(label: str, which: Plan, **options: object) -> PlanCandidate:
     """Return a candidate with its prediction."""
-    return Candidate(label=label, plan=foreseen(which)[0], **options)  # type: ignore[arg-type]
+    return PlanCandidate(label=label, plan=foreseen(which)[0], **options)  # type: ignore[arg-type]

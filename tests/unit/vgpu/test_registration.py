@@ -11,9 +11,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import backend_registration
 
 from onebox.vgpu import VirtualTensor, install
-from onebox.vgpu.accelerator import ANSWERS
-from onebox.vgpu.operators.autocast import BANNED, FLOAT32, LOWER, WIDEST
-from onebox.vgpu.operators.factories import factories
+from onebox.vgpu.dispatch.factories import factories
+from onebox.vgpu.integration.accelerator import ANSWERS
+from onebox.vgpu.ops.autocast import BANNED, FLOAT32, LOWER, WIDEST
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from onebox.wire import (
     Many,
     Operator,
     Program,
-    Slot,
+    SlotArgument,
     TensorSpec,
     is_random,
     overload,
@@ -27,7 +27,11 @@ SPEC = TensorSpec("float64", (2,))
 
 def test_an_operator_reads_its_slots_in_order_with_repeats() -> None:
     operator = Operator(
-        "x", (Slot(3), 1, Many((Slot(1), None, 2)), Slot(3)), {"a": Slot(0), "d": DType("bool")}, (4,), (SPEC,)
+        "x",
+        (SlotArgument(3), 1, Many((SlotArgument(1), None, 2)), SlotArgument(3)),
+        {"a": SlotArgument(0), "d": DType("bool")},
+        (4,),
+        (SPEC,),
     )
     assert reads(operator) == [3, 1, 3, 0]
 
@@ -62,8 +66,8 @@ def test_what_nobody_reads_dies_where_it_is_made() -> None:
     program = Program(
         (SPEC,),
         (
-            Operator("aten.relu.default", (Slot(0),), {}, (1,), (SPEC,)),
-            Operator("aten.neg.default", (Slot(0),), {}, (2,), (SPEC,)),
+            Operator("aten.relu.default", (SlotArgument(0),), {}, (1,), (SPEC,)),
+            Operator("aten.neg.default", (SlotArgument(0),), {}, (2,), (SPEC,)),
         ),
         (2,),
         3,

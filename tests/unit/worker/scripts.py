@@ -9,12 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from onebox.wire import FREE, Block, Complex, DType, Hole, Items, Kernel, OwnDevice, Slot, Source, Strided
-from onebox.wire.eager import Operate, Replay
-from onebox.wire.messages import Define
-from onebox.wire.sayings import Failure
-from onebox.worker.kernels import flatten, strided_of
-from onebox.worker.store import Poisoned
+from onebox.wire import (
+    FREE,
+    BlockSpec,
+    Complex,
+    DType,
+    GeneratorArgument,
+    Hole,
+    Items,
+    KernelSpec,
+    OwnDevice,
+    SlotArgument,
+    Strided,
+)
+from onebox.wire.protocol.eager import Operate, Replay
+from onebox.wire.protocol.requests import Define
+from onebox.wire.protocol.responses import WorkerFailure
+from onebox.worker.memory.buffers import Poisoned
+from onebox.worker.programs.kernels import flatten, strided_of
 from tests.unit.machines import Rig
 
 
@@ -45,7 +57,7 @@ class Script:
         self.made = len(given)
         self.records: list[Recorded] = []
         self.floats: list[float] = []
-        self.kernels: dict[str, tuple[int, Kernel]] = {}
+        self.kernels: dict[str, tuple[int, KernelSpec]] = {}
 
     def ref(self, number: int) -> Ref:
         return Ref(number)
@@ -60,7 +72,7 @@ class Script:
         known = {id(tensor) for tensor in self.tensors.values()}
         made = [item for item in flatten(result) if op._schema.returns]
         outs = tuple(strided_of(m) if isinstance(m, Tensor) and id(m) not in known else None for m in made)
-        kernel = Kernel(str(op), whole, named, len(call.inputs), len(call.floats), outs)
+        kernel = KernelSpec(str(op), whole, named, len(call.inputs), len(call.floats), outs)
         number, _ = self.kernels.setdefault(repr(kernel), (1000 + len(self.kernels), kernel))
         numbers = []
         for item, out in zip(made, outs, strict=True):
@@ -95,9 +107,9 @@ class Script:
         """Return the numbers of what was made and is still there."""
         return tuple(number for number in self.tensors if number > len(self.given))
 
-    def block(self) -> Block:
+    def block(self) -> BlockSpec:
         slots = tuple(number - 1 for number in self.kept())
-        return Block(self.calls(lambda number: number - 1), len(self.given), slots, len(self.floats))
+        return BlockSpec(self.calls(lambda number: number - 1), len(self.given), slots, len(self.floats))
 
     def replay(self, block: int) -> Replay:
         return Replay(block, tuple(range(1, len(self.given) + 1)), self.kept(), tuple(self.floats))
@@ -134,7 +146,7 @@ class _Call:
     def argument(self, value: Any) -> Any:
         if isinstance(value, Ref):
             self.inputs.append(value.number)
-            return Slot(len(self.inputs) - 1)
+            return SlotArgument(len(self.inputs) - 1)
         if isinstance(value, float):
             self.floats.append(value)
             return Hole(len(self.floats) - 1)
@@ -144,16 +156,18 @@ class _Call:
             return Complex(value.real, value.imag)
         if isinstance(value, torch.dtype):
             return DType(str(value).removeprefix("torch."))
-        return Source(0) if isinstance(value, torch.Generator) else value
+        return GeneratorArgument(0) if isinstance(value, torch.Generator) else value
 
 
 X = torch.arange(12, dtype=torch.float64).reshape(3, 4) - 5.0
 FOUR = Strided("float64", (4,), (1,))
 ONES = torch.ones(4, dtype=torch.float64)
-ADD = Kernel("aten.add.Tensor", (Slot(0), Slot(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
-MUL_ = Kernel("aten.mul_.Tensor", (Slot(0), Slot(1)), {}, 2, 0)
-VIEW = Kernel("aten.view.default", (Slot(0), Items((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),))
-MM = Kernel("aten.mm.default", (Slot(0), Slot(1)), {}, 2, 0, (FOUR,))
+ADD = KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 1, (FOUR,))
+MUL_ = KernelSpec("aten.mul_.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)
+VIEW = KernelSpec(
+    "aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (Strided("float64", (2, 2), (2, 1), 0, 32),)
+)
+MM = KernelSpec("aten.mm.default", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR,))
 
 
 def small_rig() -> Rig:
@@ -164,7 +178,7 @@ def small_rig() -> Rig:
     return rig
 
 
-def failure_of(rig: Rig, number: int) -> Failure:
+def failure_of(rig: Rig, number: int) -> WorkerFailure:
     """Return why a buffer is void."""
     with pytest.raises(Poisoned) as caught:
         rig.get(number)

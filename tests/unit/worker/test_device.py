@@ -10,12 +10,12 @@ import torch
 
 from onebox.errors import UsageError, WireError
 from onebox.wire import TensorSpec
-from onebox.wire.messages import Define, Optimizer, StoredProgram
-from onebox.wire.steps import Call, OptimizerStep
+from onebox.wire.protocol.instructions import Call, OptimizerStep
+from onebox.wire.protocol.requests import Define, OptimizerSpec, StoredProgram
 from onebox.worker import device as module
-from onebox.worker import memory
-from onebox.worker.device import Device, wait_until
-from onebox.worker.tape import Progress
+from onebox.worker.comm.shm import segment
+from onebox.worker.device import ComputeDevice, wait_until
+from onebox.worker.programs.interpreter import WorkerProgress
 from tests.unit.machines import Rig, define, elementwise
 
 SPEC = TensorSpec("float64", (2,))
@@ -33,12 +33,12 @@ class Slept:
 @pytest.mark.parametrize("end_s", [0.02, 0.0, -1.0])
 def test_a_sleep_is_never_shorter_than_asked_for(end_s: float) -> None:
     end_ns = time.monotonic_ns() + int(end_s * 1e9)
-    wait_until(end_ns, Progress())
+    wait_until(end_ns, WorkerProgress())
     assert time.monotonic_ns() >= end_ns
 
 
 def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    progress = Progress()
+    progress = WorkerProgress()
     now_ns = [0]
     waiting: list[bool] = []
 
@@ -47,7 +47,7 @@ def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.
         now_ns[0] += int(seconds * 1e9 / 2) + 1
 
     clock: Any = type("Clock", (), {"monotonic_ns": lambda: now_ns[0], "sleep": nap})
-    for each in (module, memory):
+    for each in (module, segment):
         monkeypatch.setattr(each, "time", clock)
     wait_until(1_000_000, progress)
     assert now_ns[0] >= 1_000_000
@@ -60,23 +60,25 @@ def test_a_sleep_that_is_woken_early_goes_on_and_is_waiting(monkeypatch: pytest.
 def test_a_throttled_device_takes_so_much_longer(monkeypatch: pytest.MonkeyPatch, speed: float, lasts: float) -> None:
     slept = Slept(monkeypatch)
     monkeypatch.setattr(time, "monotonic_ns", lambda: 7_000)
-    Device("cpu", 1, speed).pace(5_000, 99.0, Progress())
+    ComputeDevice("cpu", 1, speed).pace(5_000, 99.0, WorkerProgress())
     assert slept.until_ns == [5_000 + int(2_000 * lasts)]
 
 
 def test_a_device_at_full_speed_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = Slept(monkeypatch)
-    device = Device("cpu", 1)
-    device.pace(0, 99.0, Progress())
+    device = ComputeDevice("cpu", 1)
+    device.pace(0, 99.0, WorkerProgress())
     assert slept.until_ns == []
     assert (device.emulated, device.name, device.speed) == (False, "cpu", 1.0)
 
 
 def test_calls_and_optimizer_steps_are_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = Slept(monkeypatch)
-    rig = Rig(device=Device("cpu", 1, 0.5))
+    rig = Rig(device=ComputeDevice("cpu", 1, 0.5))
     rig.put(b1=X, b2=X)
-    rig.do(define(5, elementwise("aten.relu.default", SPEC)), Define(6, Optimizer("SGD", (((0,), {"lr": 1.0}),), (2,))))
+    rig.do(
+        define(5, elementwise("aten.relu.default", SPEC)), Define(6, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (2,)))
+    )
     assert slept.until_ns == []
     before_ns = time.monotonic_ns()
     rig.do(Call(5, (1,), (3,)), OptimizerStep(6, (1,)))
@@ -89,13 +91,13 @@ def test_calls_and_optimizer_steps_are_throttled(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("speed", [0.0, -1.0, 1.5, float("nan"), float("inf")])
 def test_speeds_that_no_cpu_has(speed: float) -> None:
     with pytest.raises(UsageError, match="up to 1"):
-        Device("cpu", 1, speed)
+        ComputeDevice("cpu", 1, speed)
 
 
 def test_a_gpu_cannot_be_throttled() -> None:
     """Its operators are queued: how long one takes is not known when the next begins."""
     with pytest.raises(UsageError, match=r"cuda:0 at speed 0\.5"):
-        Device("cuda:0", 1, 0.5)
+        ComputeDevice("cuda:0", 1, 0.5)
 
 
 @pytest.mark.parametrize("cost_s", [-1.0, float("nan"), float("inf")])
@@ -103,10 +105,10 @@ def test_costs_that_are_none(cost_s: float) -> None:
     rig = Rig()
     rig.put(b1=X)
     stored = StoredProgram(elementwise("aten.relu.default", SPEC), cost_s)
-    rig.do(Define(5, stored), Define(6, Optimizer("SGD", (((0,), {"lr": 1.0}),), (1,), (), cost_s)))
+    rig.do(Define(5, stored), Define(6, OptimizerSpec("SGD", (((0,), {"lr": 1.0}),), (1,), (), cost_s)))
     assert [failure.kind for failure in rig.failures] == ["protocol"] * 2
     with pytest.raises(WireError, match="cost"):
-        Device("cpu", 1).load(stored)
+        ComputeDevice("cpu", 1).load(stored)
 
 
 class Gpu:
@@ -128,12 +130,12 @@ def test_the_worker_of_a_gpu_takes_little_more_than_its_buffers(
     monkeypatch: pytest.MonkeyPatch, quota: int, fraction: float
 ) -> None:
     gpu = Gpu(monkeypatch)
-    assert Device("cuda:0", 1).quota_bytes(quota) == quota
+    assert ComputeDevice("cuda:0", 1).quota_bytes(quota) == quota
     assert gpu.fractions == [pytest.approx(fraction)]
 
 
 def test_a_gpu_without_a_limit_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    assert Device("cuda:0", 1).quota_bytes(0) == 0
-    assert Device("cpu", 1).quota_bytes(1 << 30) == 1 << 30
+    assert ComputeDevice("cuda:0", 1).quota_bytes(0) == 0
+    assert ComputeDevice("cpu", 1).quota_bytes(1 << 30) == 1 << 30
     assert gpu.fractions == []

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from onebox.worker.faults import Fault, FaultInjector
-from onebox.worker.tape import Progress
+from onebox.worker.programs.interpreter import WorkerProgress
 
 
 def happen(injector: FaultInjector, *instructions: str) -> list[str]:
     """Begin instructions and return what came of each."""
     found = []
     for instruction in instructions:
-        progress = Progress()
+        progress = WorkerProgress()
         progress.doing = instruction
         try:
             injector.before(progress)

@@ -2,14 +2,14 @@
 
 from onebox.feed.sources.arrays import Arrays
 from onebox.feed.sources.cifar10 import Cifar10
-from onebox.feed.sources.huggingface import HuggingFace, HuggingFaceStream
 from onebox.feed.sources.image_folder import ImageFolder
-from onebox.feed.sources.iterables import IterableStream, MadeStream, OneShotStream
+from onebox.feed.sources.libraries.huggingface import HuggingFace, HuggingFaceStream
+from onebox.feed.sources.libraries.iterables import IterableStream, MadeStream, OneShotStream
+from onebox.feed.sources.libraries.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 from onebox.feed.sources.mnist import Mnist
 from onebox.feed.sources.numpy_files import NumpyFiles
 from onebox.feed.sources.opening import open_source
 from onebox.feed.sources.parquet import Parquet
-from onebox.feed.sources.pytorch import DatasetSource, IterableDatasetStream, LoaderStream, NodeStream
 from onebox.feed.sources.tars import Tars
 from onebox.feed.sources.tokens import Tokens
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import ImageDecoder
-from onebox.feed.sources.files import unreadable
-from onebox.feed.sources.records import Records
+from onebox.feed.sources.formats.files import unreadable
+from onebox.feed.sources.formats.records import Records
 from onebox.feed.sources.tars import Tars
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onebox.errors import DataError
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
-from onebox.feed.sources.files import read_file, unreadable
+from onebox.feed.sources.formats.files import read_file, unreadable
 from onebox.feed.sources.labels import check_classes
 
 Sample = tuple[Tensor, Tensor]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from onebox.errors import DataError, UsageError
-from onebox.feed.idx import read_idx
 from onebox.feed.sources.arrays import Arrays
+from onebox.feed.sources.formats.idx import read_idx
 
 CLASSES = 10
 FILES = {"train": "train", "test": "t10k"}

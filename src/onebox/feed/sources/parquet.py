@@ -15,9 +15,9 @@ from onebox.errors import DataError, UsageError
 from onebox.extras import import_extra
 from onebox.feed.checks import require_int
 from onebox.feed.decode import ImageDecoder
-from onebox.feed.sources.columns import Columns
-from onebox.feed.sources.files import Paths, expand
-from onebox.feed.sources.groups import READING, GroupCache, Groups
+from onebox.feed.sources.formats.columns import Columns
+from onebox.feed.sources.formats.files import Paths, expand
+from onebox.feed.sources.formats.row_groups import READING, RowGroupCache, RowGroups
 from onebox.feed.sources.labels import check_classes
 
 CACHE_BYTES = 256 << 20
@@ -69,12 +69,12 @@ class Parquet:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         require_int("cache_bytes", cache_bytes, least=0)
-        self._groups = Groups(expand(pattern), max_bytes=MAX_GROUP_BYTES)
+        self._groups = RowGroups(expand(pattern), max_bytes=MAX_GROUP_BYTES)
         schema = self._groups.schema
         where = self._groups.paths[0].name
         self._columns = Columns(schema.names, where, inputs=inputs, targets=targets, decoder=decoder, images=images)
         self._groups.choose(self._columns.names)
-        self._cache = GroupCache(self._groups.load, cache_bytes)
+        self._cache = RowGroupCache(self._groups.load, cache_bytes)
         named = classes if classes is not None else _noted_classes(schema, self._columns.targets)
         self.classes = None if named is None else check_classes(named)
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import EXTENSIONS, ImageDecoder
-from onebox.feed.sources.files import MAX_FILE_BYTES, OpenFiles, Paths, expand, unreadable
+from onebox.feed.sources.formats.files import MAX_FILE_BYTES, OpenFiles, Paths, expand, unreadable
+from onebox.feed.sources.formats.npy import parse_npy
+from onebox.feed.sources.formats.tar_index import members
 from onebox.feed.sources.labels import check_classes
-from onebox.feed.sources.npy import parse_npy
-from onebox.feed.sources.tar_index import members
 
 FOLDER = "folder"
 """The field of a sample that is the class by which its folder is named."""

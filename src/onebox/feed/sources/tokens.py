@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onebox.errors import DataError, UsageError
 from onebox.feed.checks import require_int
-from onebox.feed.sources.files import Paths, expand, unreadable
-from onebox.feed.sources.records import Records
+from onebox.feed.sources.formats.files import Paths, expand, unreadable
+from onebox.feed.sources.formats.records import Records
 
 DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 

@@ -22,10 +22,10 @@ import zmq.auth
 from zmq.utils.monitor import parse_monitor_message
 
 from onebox.errors import PoolError, UsageError, WireError
-from onebox.pool.keys.code import Code
-from onebox.pool.keys.ring import is_key, is_name
+from onebox.pool.keys.keyring import is_key, is_name
+from onebox.pool.keys.pairing_code import PairingCode
 from onebox.wire import configure
-from onebox.wire.agents import PAIRING_PORT, Pair, Paired, decode_pair, decode_paired, encode_agent
+from onebox.wire.protocol.agents import PAIRING_PORT, PairReply, PairRequest, decode_pair, decode_paired, encode_agent
 
 GOOD_FOR_S = 600.0
 """How long a code is good for."""
@@ -54,7 +54,7 @@ _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 # ---- the agent's side
 
 
-class PairingDoor:
+class PairingListener:
     """The agent's side of a pairing: a socket that only the holder of the code gets to speak on. A context manager.
 
     Args:
@@ -67,7 +67,7 @@ class PairingDoor:
         UsageError: It cannot listen there.
     """
 
-    def __init__(self, code: Code, paired: Paired, *, bind: str, port: int = PAIRING_PORT) -> None:
+    def __init__(self, code: PairingCode, paired: PairReply, *, bind: str, port: int = PAIRING_PORT) -> None:
         self._paired = paired
         self._context = zmq.Context()
         self._authenticator = zmq.auth.Authenticator(self._context)
@@ -95,7 +95,9 @@ class PairingDoor:
     ) -> None:
         self.close()
 
-    def wait(self, take: Callable[[Pair], None], *, good_for_s: float = GOOD_FOR_S, attempts: int = ATTEMPTS) -> Pair:
+    def wait(
+        self, take: Callable[[PairRequest], None], *, good_for_s: float = GOOD_FOR_S, attempts: int = ATTEMPTS
+    ) -> PairRequest:
         """Wait for the client, and tell it what it came for.
 
         Args:
@@ -147,11 +149,11 @@ class PairingDoor:
         assert zap is not None
         asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
 
-    def _answer(self, frames: list[bytes], take: Callable[[Pair], None]) -> Pair:
+    def _answer(self, frames: list[bytes], take: Callable[[PairRequest], None]) -> PairRequest:
         try:
             pair = decode_pair(frames[-1])
         except WireError:
-            pair = Pair("", "")
+            pair = PairRequest("", "")
         if len(frames) != 2 or not is_key(pair.key) or not is_name(pair.client):
             raise PoolError("who came has the code, but speaks otherwise: install the same onebox on both sides")
         take(pair)
@@ -179,7 +181,7 @@ def _is_attempt(event: Any) -> bool:
 # ---- the client's side
 
 
-def pair_with(host: str, port: int, code: Code, pair: Pair, *, within_s: float = CONNECT_S) -> Paired:
+def pair_with(host: str, port: int, code: PairingCode, pair: PairRequest, *, within_s: float = CONNECT_S) -> PairReply:
     """Tell an agent this client's key, and return the agent's.
 
     Args:
@@ -194,7 +196,7 @@ def pair_with(host: str, port: int, code: Code, pair: Pair, *, within_s: float =
     """
     end_s = time.monotonic() + within_s
     addresses = _addresses(host, port)
-    answer: Paired | str = ""
+    answer: PairReply | str = ""
     for number, address in enumerate(addresses):
         now_s = time.monotonic()
         share_s = (end_s - now_s) / (len(addresses) - number)  # one that is mute leaves time for the others
@@ -202,12 +204,12 @@ def pair_with(host: str, port: int, code: Code, pair: Pair, *, within_s: float =
             with contextlib.suppress(zmq.Again):  # refused already, which the events tell
                 channel.send(encode_agent(pair), zmq.NOBLOCK)
             answer = _heard(channel, events, f"{host}:{port}", now_s + share_s)
-        if isinstance(answer, Paired):
+        if isinstance(answer, PairReply):
             return answer
     raise PoolError(answer)
 
 
-def find_door(host: str, port: int, *, within_s: float = FIND_S) -> None:
+def find_listener(host: str, port: int, *, within_s: float = FIND_S) -> None:
     """Find out whether somebody waits for a pairing, before a person types a long code.
 
     Args:
@@ -247,7 +249,7 @@ def _addresses(host: str, port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _connected(address: str, port: int, code: Code) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+def _connected(address: str, port: int, code: PairingCode) -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     """Connect once, and close everything afterwards; yields the channel and the events of its connection."""
     context = zmq.Context()
     channel = context.socket(zmq.DEALER)
@@ -266,7 +268,7 @@ def _connected(address: str, port: int, code: Code) -> Iterator[tuple[zmq.Socket
         context.term()
 
 
-def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, end_s: float) -> Paired | str:
+def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, end_s: float) -> PairReply | str:
     """Return the agent's answer, or why there is nobody to give one.
 
     Raises:
@@ -292,11 +294,11 @@ def _heard(channel: zmq.Socket[bytes], events: zmq.Socket[bytes], where: str, en
     )
 
 
-def _checked(frame: bytes, where: str) -> Paired:
+def _checked(frame: bytes, where: str) -> PairReply:
     try:
         paired = decode_paired(frame)
     except WireError:
-        paired = Paired("", "")
+        paired = PairReply("", "")
     if not is_key(paired.key) or not is_name(paired.host):
         raise PoolError(f"{where} has the code, but speaks otherwise: install the same onebox on both sides")
     return paired

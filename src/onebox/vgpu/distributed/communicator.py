@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from onebox.errors import OneboxError, UsageError
-from onebox.vgpu.dispatch import launch
-from onebox.vgpu.metadata import dense
-from onebox.vgpu.stream import Stream
-from onebox.vgpu.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.core.metadata import dense
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.dispatch.dispatch import launch
+from onebox.vgpu.runtime.command_queue import CommandQueue
 from onebox.wire import TensorSpec, dtype_name
-from onebox.wire.grouping import LeaveGroup
-from onebox.wire.steps import Gather, Receive, Reduce, Send
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.instructions import Gather, Receive, Reduce, Send
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class Communicator:
         size: How many there are.
     """
 
-    def __init__(self, stream: Stream, group: int, rank: int, size: int) -> None:
+    def __init__(self, stream: CommandQueue, group: int, rank: int, size: int) -> None:
         self.stream = stream
         self.group = group
         self.rank = rank
@@ -103,11 +103,11 @@ class Communicator:
 
 
 _lock = threading.Lock()
-_claims: weakref.WeakKeyDictionary[Stream, tuple[int, int]] = weakref.WeakKeyDictionary()
+_claims: weakref.WeakKeyDictionary[CommandQueue, tuple[int, int]] = weakref.WeakKeyDictionary()
 """The devices that ranks use, by the thread that is the rank and the number of communicators."""
 
 
-def _claim(stream: Stream) -> None:
+def _claim(stream: CommandQueue) -> None:
     """Note that a device is this rank's: what two ranks ask of one could each wait for what is behind the other."""
     own = threading.get_ident()
     with _lock:
@@ -117,14 +117,14 @@ def _claim(stream: Stream) -> None:
         _claims[stream] = own, count + 1
 
 
-def _release(stream: Stream) -> None:
+def _release(stream: CommandQueue) -> None:
     with _lock:
         thread, count = _claims.pop(stream, (0, 0))
         if count > 1:
             _claims[stream] = thread, count - 1
 
 
-def form(store: Any, name: str, stream: Stream, rank: int, size: int) -> Communicator:
+def form(store: Any, name: str, stream: CommandQueue, rank: int, size: int) -> Communicator:
     """Form the group of the workers whose devices the ranks of a process group use; all ranks call it.
 
     Args:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebox.errors import UsageError
-from onebox.vgpu import box
-from onebox.vgpu.copies import upload
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.dispatch.copies import upload
+from onebox.vgpu.distributed.collective_work import CollectiveWork, PendingWrite
 from onebox.vgpu.distributed.communicator import Communicator, form
-from onebox.vgpu.distributed.work import Pair, Work
-from onebox.vgpu.stream import Stream
-from onebox.vgpu.tensor import VirtualTensor
+from onebox.vgpu.runtime import context
+from onebox.vgpu.runtime.command_queue import CommandQueue
 
 NAME = "onebox"
 """The backend, for ``torch.distributed.init_process_group``."""
@@ -70,19 +70,19 @@ def _averaged(total: Tensor, size: int) -> Tensor:
     return total.div(size, rounding_mode=None if exact else "trunc")
 
 
-def _issuing(call: Callable[..., list[Pair]]) -> Callable[..., Work]:
+def _issuing(call: Callable[..., list[PendingWrite]]) -> Callable[..., CollectiveWork]:
     """Let a method that returns which tensors are to get what return the work instead."""
 
     @functools.wraps(call)
-    def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> Work:
+    def issue(self: VirtualProcessGroup, *args: Any, **kwargs: Any) -> CollectiveWork:
         with torch.no_grad():
             pairs = call(self, *args, **kwargs)
-        return Work(pairs, [target for target, _ in pairs])
+        return CollectiveWork(pairs, [target for target, _ in pairs])
 
     return issue
 
 
-def _same(tensor: Tensor) -> Pair:
+def _same(tensor: Tensor) -> PendingWrite:
     return tensor, lambda: tensor
 
 
@@ -106,7 +106,7 @@ class VirtualProcessGroup(_Base):
         self._rank = rank
         self._size = size
         self._formed = 0
-        self._communicators: dict[Stream, Communicator] = {}
+        self._communicators: dict[CommandQueue, Communicator] = {}
 
     def getBackendName(self) -> str:
         """Return the name of the backend; PyTorch's C++ code asks for it."""
@@ -129,7 +129,7 @@ class VirtualProcessGroup(_Base):
 
     def _at(self, tensor: Tensor) -> Communicator:
         """Return the communicator of a tensor's device; formed with the first tensor there."""
-        stream = tensor._handle.stream if isinstance(tensor, VirtualTensor) else box.stream_of(torch.device("vgpu"))
+        stream = tensor._handle.stream if isinstance(tensor, VirtualTensor) else context.queue_of(torch.device("vgpu"))
         found = self._communicators.get(stream)
         if found is None:
             self._formed += 1
@@ -143,7 +143,7 @@ class VirtualProcessGroup(_Base):
 
     # ---- reductions
 
-    def _reduced(self, tensor: Tensor, op: Any) -> Pair:
+    def _reduced(self, tensor: Tensor, op: Any) -> PendingWrite:
         kind = _kind(op)
         at, there, size = self._at(tensor), self._there(tensor), self._size
         if not tensor.numel():
@@ -174,7 +174,7 @@ class VirtualProcessGroup(_Base):
         op = Ops.SUM if opts is None else opts.reduceOp
         return [self._scattered(output, parts, op) for output, parts in zip(outputs, inputs, strict=True)]
 
-    def _scattered(self, output: Tensor, parts: Sequence[Tensor] | Tensor, op: Any) -> Pair:
+    def _scattered(self, output: Tensor, parts: Sequence[Tensor] | Tensor, op: Any) -> PendingWrite:
         kind = _kind(op)
         if not output.numel():
             return _same(output)
@@ -187,7 +187,7 @@ class VirtualProcessGroup(_Base):
         pairs = zip(outputs, inputs, strict=True)
         return [self._scattered(out, given.reshape(self._size, *out.shape), opts.reduceOp) for out, given in pairs]
 
-    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> Work:
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any) -> CollectiveWork:
         return self.reduce_scatter_tensor_coalesced([output], [given], opts)
 
     # ---- the same for all ranks
@@ -212,7 +212,9 @@ class VirtualProcessGroup(_Base):
             pairs += [(part, _piece(flat, end - part.numel(), end)) for part, end in zip(parts, ends, strict=True)]
         return pairs
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> CollectiveWork:
         """Do the same with the lists transposed: for each rank its tensors."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
@@ -225,12 +227,12 @@ class VirtualProcessGroup(_Base):
             pairs.append((output, _piece(flat, 0, output.numel())))
         return pairs
 
-    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> CollectiveWork:
         return self.allgather_into_tensor_coalesced([output], [given], opts)
 
     # ---- from rank to rank
 
-    def _received(self, tensor: Tensor, peer: int, channel: int = _COLLECTIVE) -> Pair:
+    def _received(self, tensor: Tensor, peer: int, channel: int = _COLLECTIVE) -> PendingWrite:
         if not tensor.numel():
             return _same(tensor)
         flat = self._at(tensor).receive(tensor, peer, channel)
@@ -243,7 +245,7 @@ class VirtualProcessGroup(_Base):
             there, known = zip(*pairs, strict=True)
             self._at(there[0]).send(there, known, channel)
 
-    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[Pair]:
+    def _exchanged(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor] | Tensor) -> list[PendingWrite]:
         """Send each rank its tensor, and return what each has for this one.
 
         Args:
@@ -265,7 +267,7 @@ class VirtualProcessGroup(_Base):
 
     def alltoall_base(
         self, output: Tensor, given: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
-    ) -> Work:
+    ) -> CollectiveWork:
         """Let each rank have a part, along the first dimension, of the tensor of each."""
         outputs = output.split(list(output_sizes) or output.size(0) // self._size)
         return self.alltoall(outputs, given.split(list(input_sizes) or given.size(0) // self._size))
@@ -306,7 +308,7 @@ class VirtualProcessGroup(_Base):
         """Receive a tensor from a rank."""
         return [self._received(tensor, peer, 2 * tag) for tensor in tensors]
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> CollectiveWork:
         """Refuse: who sends must be known.
 
         Raises:

@@ -25,9 +25,9 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from onebox.errors import PeerLost, UsageError
-from onebox.vgpu import box
 from onebox.vgpu.distributed import process_group
-from onebox.vgpu.distributed.keys import Keys
+from onebox.vgpu.distributed.thread_store import ThreadStore
+from onebox.vgpu.runtime import context
 
 _GRACE_S = 30.0
 """How long ranks may take to end after another one has failed; they are daemons, and left alone then."""
@@ -59,7 +59,7 @@ class Rank:
         size: How many ranks there are.
     """
 
-    def __init__(self, number: int, keys: Keys, size: int) -> None:
+    def __init__(self, number: int, keys: ThreadStore, size: int) -> None:
         self.number = number
         self.keys = keys
         self.size = size
@@ -120,7 +120,7 @@ class Ranks:
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], size: int) -> None:
-        self._keys = Keys()
+        self._keys = ThreadStore()
         self._size = size
         self._errors: dict[int, BaseException] = {}
         own_args = [tuple(_own(value) for value in args) for _ in range(size)]
@@ -173,7 +173,7 @@ class Ranks:
     def _run(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         rank = _here.rank = Rank(number, self._keys, self._size)
         try:
-            box.keep_to_device(number % max(1, box.device_count()))
+            context.keep_to_device(number % max(1, context.device_count()))
             function(number, *args)
         except BaseException as error:
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -246,7 +246,7 @@ def spawn(
     if nprocs < 1:
         raise UsageError(f"nprocs={nprocs}: at least one rank is needed")
     install_worlds()
-    box.current_box().group()  # formed now, while nobody waits for another rank
+    context.current_context().group()  # formed now, while nobody waits for another rank
     ranks = Ranks(fn, args, nprocs)
     if not join:
         return ranks

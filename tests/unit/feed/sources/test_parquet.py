@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onebox.errors import DataError, UsageError
 from onebox.feed.source import Source
 from onebox.feed.sources import Parquet
-from onebox.feed.sources.groups import GroupCache
+from onebox.feed.sources.formats.row_groups import RowGroupCache
 
 pa = pytest.importorskip("pyarrow")
 feather, parquet = pytest.importorskip("pyarrow.feather"), pytest.importorskip("pyarrow.parquet")
@@ -292,7 +292,7 @@ def test_groups_that_are_kept_are_bounded():
         loads.append(group)
         return Loaded(10)
 
-    cache = GroupCache(load, 25)
+    cache = RowGroupCache(load, 25)
     for group in (0, 1, 0, 2, 0, 1):  # 1 has to go for 2
         cache.get(group)
     assert loads == [0, 1, 2, 1]
@@ -300,7 +300,7 @@ def test_groups_that_are_kept_are_bounded():
 
 def test_a_group_larger_than_the_cache_is_kept_alone():
     loads = []
-    cache = GroupCache(lambda group: loads.append(group) or Loaded(99), 25)
+    cache = RowGroupCache(lambda group: loads.append(group) or Loaded(99), 25)
     for group in (0, 0, 1, 1):
         cache.get(group)
     assert loads == [0, 1]
@@ -314,7 +314,7 @@ def test_a_group_is_loaded_by_one_thread():
         begun.wait(30)
         return Loaded(1)
 
-    cache = GroupCache(load, 100)
+    cache = RowGroupCache(load, 100)
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(cache.get, 0) for _ in range(4)]
         begun.set()
@@ -331,7 +331,7 @@ def test_a_group_that_failed_is_tried_again():
             raise result
         return result
 
-    cache = GroupCache(load, 100)
+    cache = RowGroupCache(load, 100)
     with pytest.raises(OSError, match="once"):
         cache.get(0)
     assert cache.get(0).nbytes == 1

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from onebox.errors import DataError, UsageError
 from onebox.feed.decode import ImageDecoder
 from onebox.feed.source import Source
-from onebox.feed.sources import Tars, files
-from onebox.feed.sources.files import expand
-from onebox.feed.sources.tar_index import members
+from onebox.feed.sources import Tars
+from onebox.feed.sources.formats import files
+from onebox.feed.sources.formats.files import expand
+from onebox.feed.sources.formats.tar_index import members
 from tests.leaks import descriptors
 
 

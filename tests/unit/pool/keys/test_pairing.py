@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 
 from onebox.errors import PoolError, UsageError
 from onebox.pool.keys import pairing
-from onebox.pool.keys.code import Code, new_code, read_code
-from onebox.pool.keys.pairing import PairingDoor, pair_with
+from onebox.pool.keys.pairing import PairingListener, pair_with
+from onebox.pool.keys.pairing_code import PairingCode, new_code, read_code
 from onebox.wire import configure, new_keys
-from onebox.wire.agents import Pair, Paired
+from onebox.wire.protocol.agents import PairReply, PairRequest
 
-AGENT = Paired("lab", new_keys().public)
-CLIENT = Pair("ana@desk", new_keys().public)
+AGENT = PairReply("lab", new_keys().public)
+CLIENT = PairRequest("ana@desk", new_keys().public)
 JOIN_S = 20.0
 
 
 class Waiting:
     """A door in a thread, and how it ended."""
 
-    def __init__(self, code: Code, take: Callable[[Pair], None] | None = None, **limits: float) -> None:
-        self.taken: list[Pair] = []
+    def __init__(self, code: PairingCode, take: Callable[[PairRequest], None] | None = None, **limits: float) -> None:
+        self.taken: list[PairRequest] = []
         self.error: Exception | None = None
         self._take = self.taken.append if take is None else take
         self._limits = limits
-        self.door = PairingDoor(code, AGENT, bind="127.0.0.1", port=0)
+        self.door = PairingListener(code, AGENT, bind="127.0.0.1", port=0)
         self.port = self.door.port
         self.thread = threading.Thread(target=self._wait, daemon=True)
         self.thread.start()
@@ -52,14 +52,14 @@ class Waiting:
 
 
 @contextlib.contextmanager
-def waiting(code: Code, **options: object) -> Iterator[Waiting]:
+def waiting(code: PairingCode, **options: object) -> Iterator[Waiting]:
     made = Waiting(code, **options)  # type: ignore[arg-type]
     yield made
     made.thread.join(JOIN_S)
     assert not made.thread.is_alive()
 
 
-def failed(host: str, port: int, code: Code, within_s: float = 10.0) -> str:
+def failed(host: str, port: int, code: PairingCode, within_s: float = 10.0) -> str:
     with pytest.raises(PoolError) as caught:
         pair_with(host, port, code, CLIENT, within_s=within_s)
     assert "\n" not in str(caught.value)
@@ -71,7 +71,7 @@ def failed(host: str, port: int, code: Code, within_s: float = 10.0) -> str:
 
 @given(st.binary(min_size=16, max_size=16), st.data())
 def test_a_code_survives_how_people_write(secret: bytes, data: st.DataObject) -> None:
-    code = Code(secret)
+    code = PairingCode(secret)
     text = code.text
     assert len(text.split("-")) == 7
     for written in (text, text.lower(), text.replace("-", ""), f"  {text.replace('-', ' ')}\n", text.replace("O", "0")):
@@ -127,7 +127,7 @@ def test_by_name_and_over_ipv6_where_there_is_some() -> None:
     with waiting(code) as door:
         assert pair_with("localhost", door.port, code, CLIENT) == AGENT
     try:
-        six = PairingDoor(code, AGENT, bind="::1", port=0)
+        six = PairingListener(code, AGENT, bind="::1", port=0)
     except UsageError:
         pytest.skip("this host has no IPv6")
     thread = threading.Thread(target=lambda: six.wait(lambda _pair: None))
@@ -189,13 +189,13 @@ def test_who_has_the_code_and_speaks_otherwise() -> None:
     code = new_code()
     with waiting(code) as door:
         with pytest.raises(PoolError, match="did not take"):
-            pair_with("127.0.0.1", door.port, code, Pair("ana\n", "no key"))
+            pair_with("127.0.0.1", door.port, code, PairRequest("ana\n", "no key"))
         assert "same onebox" in door.ended()
     assert not door.taken
 
 
 def test_what_cannot_be_kept_is_not_answered() -> None:
-    def full(_pair: Pair) -> None:
+    def full(_pair: PairRequest) -> None:
         raise UsageError("no room")
 
     code = new_code()
@@ -222,7 +222,7 @@ def test_a_host_whose_first_address_is_mute_or_refuses(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.3", 0)) as mute, waiting(code) as door:
         mute_port, real = mute.getsockname()[1], pairing._connected
 
-        def connected(address: str, port: int, code: Code) -> contextlib.AbstractContextManager[object]:
+        def connected(address: str, port: int, code: PairingCode) -> contextlib.AbstractContextManager[object]:
             return real(address, mute_port if address == "127.0.0.3" else port, code)
 
         places = [(None, None, None, "", (f"127.0.0.{last}", 0)) for last in (2, 3, 1)]  # .2 refuses
@@ -237,6 +237,6 @@ def test_there_is_no_such_host() -> None:
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="cannot listen on"):
-        PairingDoor(new_code(), AGENT, bind="127.0.0.1", port=other.getsockname()[1])
+        PairingListener(new_code(), AGENT, bind="127.0.0.1", port=other.getsockname()[1])
     with pytest.raises(UsageError, match="cannot listen on"):
-        PairingDoor(new_code(), AGENT, bind="192.0.2.1", port=0)
+        PairingListener(new_code(), AGENT, bind="192.0.2.1", port=0)

@@ -1,0 +1,283 @@
+"""What is offered, what is allowed, what is wanted, and whether it fits; pure.
+
+A GPU is leased by its memory: alone, which is all of it, or a part beside others. The CPU is leased by cores and
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zmq.utils import z85
+
+from onebox.errors import UsageError
+from onebox.sizes import size_text
+from onebox.wire.protocol.agents import GRACE_S, Lease, Want
+
+GPU_SHARES = 64
+"""The most workers that share a GPU."""
+
+WANTS = 256
+"""The most devices of one request."""
+
+_DEVICE = re.compile(r"cpu|cuda(?::(?:0|[1-9]\d{0,2}))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """A device that an agent offers.
+
+    Args:
+        device: ``cuda:K``, or ``cpu`` for all cores that are offered.
+        name: Product name.
+        memory_bytes: Memory that is offered.
+        threads: Cores that are offered; of a GPU those that each of its workers may use.
+
+    Raises:
+        UsageError: There is no such device, or nothing of it.
+    """
+
+    device: str
+    name: str
+    memory_bytes: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        if not _DEVICE.fullmatch(self.device) or self.device == "cuda":
+            raise UsageError(f"an offer of {self.device!r}; allowed are cpu and cuda:K, such as cuda:0")
+        if self.memory_bytes < 1 or self.threads < 1:
+            raise UsageError(
+                f"an offer of {self.device} with {self.memory_bytes} bytes and {self.threads} cores: at least 1 of each"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLimits:
+    """What one client may have at a time, by its key; 0 for no limit.
+
+    Args:
+        devices: Workers.
+        memory_bytes: Memory of all of them.
+        threads: Cores of all of them.
+        lease_s: Seconds after which a lease ends, whoever uses it.
+        requests: Leases and waiting requests together.
+        grace_s: The longest time that a lease may outlive its client's last sign of life.
+
+    Raises:
+        UsageError: One is negative or not finite, or the grace too short.
+    """
+
+    devices: int = 0
+    memory_bytes: int = 0
+    threads: int = 0
+    lease_s: float = 0.0
+    requests: int = 16
+    grace_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "memory_bytes", "threads", "lease_s", "requests"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise UsageError(f"a limit of {name}={value}; allowed are finite numbers from 0, which is no limit")
+        if not GRACE_S <= self.grace_s < math.inf:
+            raise UsageError(f"a limit of grace_s={self.grace_s}; allowed are finite numbers from {GRACE_S}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A device, or a part of it, for one worker.
+
+    Args:
+        device: ``cuda:K`` or ``cpu``.
+        threads: Threads of its CPU operators.
+        memory_bytes: The most bytes of its buffers.
+    """
+
+    device: str
+    threads: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What is left of a device: memory, and of the CPU cores."""
+
+    memory_bytes: int
+    threads: int
+
+
+def all_room(offers: Mapping[str, Offered]) -> dict[str, Room]:
+    """Return the room of each device while nothing is leased."""
+    return {name: Room(memory_bytes=offer.memory_bytes, threads=offer.threads) for name, offer in offers.items()}
+
+
+def taken(room: Mapping[str, Room], shares: Sequence[Share]) -> dict[str, Room]:
+    """Return what is left when shares are taken."""
+    left = dict(room)
+    for share in shares:
+        before = left[share.device]
+        threads = before.threads - share.threads if share.device == "cpu" else before.threads
+        left[share.device] = Room(memory_bytes=before.memory_bytes - share.memory_bytes, threads=threads)
+    return left
+
+
+def settled(wants: Sequence[Want], offers: Mapping[str, Offered]) -> tuple[Want, ...]:
+    """Return what is wanted with the agent's choices made for CPU workers.
+
+    Those that leave the number of their threads to the agent get equal shares of the cores that the others of the
+    request leave; those that leave their memory to it, as much of the memory as they have of the cores.
+
+    Raises:
+        UsageError: It is not understood, not offered, or more than is offered.
+    """
+    if not 1 <= len(wants) <= WANTS:
+        raise UsageError(f"a request for {len(wants)} devices; allowed are 1 to {WANTS}")
+    for want in wants:
+        _check(want, offers)
+    chosen = [want.threads for want in wants if want.device == "cpu"]
+    left = offers["cpu"].threads - sum(chosen) if chosen else 0
+    each = max(1, left // max(1, chosen.count(0)))
+    made = tuple(_chosen(want, offers["cpu"], each) if want.device == "cpu" else want for want in wants)
+    if fit(made, all_room(offers), offers) is None:
+        asked = ", ".join(dict.fromkeys(want.device for want in wants))
+        raise UsageError(
+            f"{len(wants)} workers ({asked}) do not fit together into what is offered, even with nothing leased: "
+            f"{_listing(offers)}"
+        )
+    return made
+
+
+def fit(wants: Sequence[Want], room: Mapping[str, Room], offers: Mapping[str, Offered]) -> tuple[Share, ...] | None:
+    """Return a share for each want, or None where there is not enough room for all of them.
+
+    ``cuda`` is any GPU that nobody else of the request has: alone, the smallest that is free; beside others, the one
+    with the least room that is enough. Since all who need a whole GPU choose first, and then the larger ones, shares
+    are found whenever there are any.
+
+    Args:
+        wants: As :func:`settled` has them.
+        room: What is left.
+        offers: All devices.
+    """
+    left = dict(room)
+    found: dict[int, Share] = {}
+    order = sorted(range(len(wants)), key=lambda number: _urgency(wants[number]))
+    for number in order:
+        want = wants[number]
+        others = {share.device for share in found.values()}
+        choice = [want.device] if want.device != "cuda" else _by_size(left, offers, others)
+        shares = (_share(want, offers[device]) for device in choice)
+        share = next((share for share in shares if _fits(want, share, left[share.device], offers)), None)
+        if share is None:
+            return None
+        found[number] = share
+        left = taken(left, [share])
+    return tuple(found[number] for number in range(len(wants)))
+
+
+def reach(wants: Sequence[Want], offers: Mapping[str, Offered]) -> frozenset[str]:
+    """Return the devices that a request might get."""
+    gpus = [device for device in offers if device != "cpu"]
+    return frozenset(device for want in wants for device in (gpus if want.device == "cuda" else [want.device]))
+
+
+def explain_invalid(request: Lease) -> str | None:
+    """Say what is wrong with a request, apart from what it asks for; None if nothing is."""
+    try:
+        key = z85.decode(request.key) if len(request.key) == 40 else b""
+    except (ValueError, KeyError, struct.error) as error:
+        return f"a key that is none: {type(error).__name__}"
+    if len(key) != 32:
+        return f"a key of {len(request.key)} characters; a public CURVE key has 40 of Z85"
+    if not 0 < request.speed <= 1:
+        return f"a speed of {request.speed}; allowed is more than 0 and up to 1"
+    if request.speed < 1 and any(want.device != "cpu" for want in request.wants):
+        return f"a speed of {request.speed} for a GPU; only cpu workers can be slowed down"
+    return None
+
+
+def _check(want: Want, offers: Mapping[str, Offered]) -> None:
+    """Require that a want is one that could be had."""
+    if not _DEVICE.fullmatch(want.device):
+        raise UsageError(f"{want.device[:40]!r} is no device; allowed are cpu, cuda and cuda:K, such as cuda:0")
+    if want.threads < 0 or want.memory_bytes < 0:
+        raise UsageError(
+            f"{want.device} with {want.threads} threads and {want.memory_bytes} bytes; allowed is 0 or more"
+        )
+    matching = [offer for name, offer in offers.items() if want.device in (name, name.split(":")[0])]
+    if not matching:
+        raise UsageError(f"{want.device} is not offered; offered is {_listing(offers)}")
+    if not any(want.threads <= offer.threads and want.memory_bytes <= offer.memory_bytes for offer in matching):
+        raise UsageError(f"{_wanted(want)} is more than is offered: {_listing(offers)}")
+    least = min(offer.memory_bytes for offer in matching) / GPU_SHARES
+    if want.device != "cpu" and 0 < want.memory_bytes < least:
+        share = size_text(math.ceil(least))
+        raise UsageError(
+            f"{size_text(want.memory_bytes)} of {want.device}; a share of it is {share} at least, as {GPU_SHARES} "
+            "workers may share a GPU"
+        )
+
+
+def _wanted(want: Want) -> str:
+    """Say what is wanted, without what is left to the agent."""
+    parts = [f"{want.threads} threads"] * bool(want.threads) + [size_text(want.memory_bytes)] * bool(want.memory_bytes)
+    return f"{want.device} with {' and '.join(parts)}"
+
+
+def _chosen(want: Want, offer: Offered, threads: int) -> Want:
+    threads = want.threads or threads
+    share = offer.memory_bytes * min(threads, offer.threads) // offer.threads
+    return Want("cpu", threads, want.memory_bytes or max(1, share))
+
+
+def _urgency(want: Want) -> tuple[int, int]:
+    """Return the order in which wants choose: those with no choice, those that need a whole GPU, the larger ones."""
+    if want.device != "cuda":
+        return 0, 0
+    return (1, 0) if want.memory_bytes == 0 else (2, -want.memory_bytes)
+
+
+def _by_size(room: Mapping[str, Room], offers: Mapping[str, Offered], but: set[str]) -> list[str]:
+    """Return the GPUs that are not among some, those with the least room first."""
+    gpus = [device for device in offers if device != "cpu" and device not in but]
+    return sorted(gpus, key=lambda device: room[device].memory_bytes)
+
+
+def _share(want: Want, offer: Offered) -> Share:
+    memory = want.memory_bytes or offer.memory_bytes
+    return Share(device=offer.device, threads=want.threads or offer.threads, memory_bytes=memory)
+
+
+def _fits(want: Want, share: Share, room: Room, offers: Mapping[str, Offered]) -> bool:
+    offer = offers[share.device]
+    if want.memory_bytes == 0 and room.memory_bytes < offer.memory_bytes:
+        return False
+    return share.memory_bytes <= room.memory_bytes and share.threads <= room.threads
+
+
+def _listing(offers: Mapping[str, Offered]) -> str:
+    """Say what is offered, for a person."""
+    parts = [
+        f"{offer.device} ({size_text(offer.memory_bytes)}, {offer.threads} core{'s' if offer.threads > 1 else ''})"
+        for offer in list(offers.values())[:16]
+    ]
+    return ", ".join(parts) or "nothing"
+
+
+__all__ = [
+    "WANTS",
+    "ClientLimits",
+    "Offered",
+    "Room",
+    "Share",
+    "all_room",
+    "explain_invalid",
+    "fit",
+    "reach",
+    "settled",
+    "taken",
+]

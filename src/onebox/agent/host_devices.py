@@ -1,0 +1,88 @@
+"""This host: which of its devices are offered, and how busy they are."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import torch
+
+from onebox.agent.admission import Offered
+from onebox.errors import UsageError
+from onebox.pool.discovery import cores, requested_devices
+from onebox.worker.device import ComputeDevice
+
+_FRESH_S = 1.0
+
+
+def offered_devices(
+    spec: str = "auto", *, threads: int | None = None, memory_bytes: int | None = None
+) -> list[Offered]:
+    """Return the devices of this host that are offered.
+
+    Args:
+        spec: ``auto`` for all GPUs and the CPU; or a list such as ``cuda:0,cuda:1``, ``cuda`` or ``cuda:0,cpu``.
+        threads: The most cores that are offered; all that this process may use when ``None``. Workers of a GPU may use
+            an equal share of them.
+        memory_bytes: The most memory of each device that is offered; all when ``None``.
+
+    Raises:
+        UsageError: The list is not understood, names a device twice or one that is not there, or there is less than
+            is to be offered.
+    """
+    if threads is not None and not 1 <= threads <= cores():
+        raise UsageError(f"{threads} cores are to be offered; this process may use 1 to {cores()}")
+    if memory_bytes is not None and memory_bytes < 1:
+        raise UsageError(f"{memory_bytes} bytes of memory are to be offered; at least 1 is needed")
+    if spec.strip() == "auto":
+        spec = "cuda,cpu" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
+    requests = requested_devices(spec, threads)
+    names = [request.device for request in requests]
+    if len(set(names)) < len(names) or "sim" in names or any(request.speed != 1 for request in requests):
+        raise UsageError(f"{spec!r} cannot be offered; name each device once, such as 'cuda:0,cuda:1,cpu', without @")
+    most = threads or cores()
+    gpus = sum(name != "cpu" for name in names)
+    return [_offered(name, most if name == "cpu" else max(1, most // gpus), memory_bytes) for name in names]
+
+
+def _offered(name: str, threads: int, memory_bytes: int | None) -> Offered:
+    if name == "cpu":
+        product, memory = (
+            ComputeDevice("cpu", torch.get_num_threads()).product_name(),
+            int(psutil.virtual_memory().total),
+        )
+    else:
+        properties = torch.cuda.get_device_properties(torch.device(name))
+        product, memory = properties.name, int(properties.total_memory)
+    if memory_bytes is not None and memory_bytes > memory:
+        raise UsageError(f"{memory_bytes} bytes of {name} are to be offered; it has {memory}")
+    return Offered(device=name, name=product, memory_bytes=memory_bytes or memory, threads=threads)
+
+
+class DeviceLoad:
+    """How busy this host's devices are; a reading is kept for a moment."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent(None)  # what it returns is since the last call
+        self._read: dict[str, tuple[float, float]] = {}
+
+    def of(self, device: str, now_s: float) -> float:
+        """Return the share of the time that a device was busy of late, 0 to 1; -1 where that is not known."""
+        known = self._read.get(device)
+        if known is None or now_s - known[0] > _FRESH_S:
+            known = self._read[device] = now_s, _busy(device)
+        return known[1]
+
+    @staticmethod
+    def average() -> float:
+        """Return how many processes wanted a core in the last minute, by the number of cores."""
+        return os.getloadavg()[0] / cores()
+
+
+def _busy(device: str) -> float:
+    if device == "cpu":
+        return min(1.0, psutil.cpu_percent(None) / 100)
+    try:
+        return torch.cuda.utilization(torch.device(device)) / 100
+    except Exception:  # it needs a library of the driver's, which raises errors of its own
+        return -1.0

@@ -1,0 +1,129 @@
+"""Agents that a command looks at without leasing anything: which are meant, and what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from onebox.errors import OneboxError, UsageError
+from onebox.pool.backends.agents.agent_connection import AgentConnection
+from onebox.pool.backends.agents.agent_source import connect_agent, paired_agent
+from onebox.pool.keys.keyring import known_agents
+from onebox.pool.spec import AgentPart, Part, asked_parts
+from onebox.report import HostState
+
+
+def parts_of(spec: str) -> tuple[Part, ...]:
+    """Return what a pool is asked for; see :func:`~onebox.pool.spec.asked_parts`.
+
+    Raises:
+        UsageError: It is not understood.
+    """
+    return asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+
+
+def agent_parts(spec: str) -> tuple[AgentPart, ...] | None:
+    """Return the hosts that a pool is asked for, if it is of such hosts only.
+
+    Raises:
+        UsageError: It is not understood, or this client was not paired with one of them.
+    """
+    parts = parts_of(spec)
+    agents = tuple(part for part in parts if isinstance(part, AgentPart))
+    if len(agents) < len(parts):
+        return None
+    for part in agents:
+        paired_agent(part.address)
+    return agents
+
+
+def addresses_of(spec: str) -> tuple[str, ...]:
+    """Return the addresses of a pool's agents; for ``auto``, where nothing else says what that is, all that are known.
+
+    Raises:
+        UsageError: It is not understood, there are none, or this client was not paired with one.
+    """
+    agents = tuple(part for part in parts_of(spec) if isinstance(part, AgentPart))
+    for part in agents:
+        paired_agent(part.address)
+    found = tuple(part.address for part in agents)
+    if spec.strip() == "auto" and not found:
+        found = tuple(agent.address for agent in known_agents())
+    if not found:
+        raise UsageError(
+            f"--pool {spec}: there is no other machine in it; name some where onebox serve runs, and pair with them "
+            "first: onebox pair HOST"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def connected(addresses: Sequence[str]) -> Iterator[list[AgentConnection]]:
+    """Connect to some agents at once, and close the connections afterwards.
+
+    Raises:
+        OneboxError: One cannot be reached.
+    """
+    with ThreadPoolExecutor(len(addresses)) as threads, contextlib.ExitStack() as stack:
+        futures = [threads.submit(connect_agent, address) for address in addresses]
+        for future in futures:
+            if future.exception() is None:
+                stack.callback(future.result().close)
+        yield [future.result() for future in futures]
+
+
+class HostWatch:
+    """Looks at one agent again and again, in a thread that :meth:`close` ends.
+
+    Args:
+        address: Its address.
+        every_s: Seconds between two looks.
+    """
+
+    def __init__(self, address: str, every_s: float) -> None:
+        self.state = HostState(address=address)
+        """What was seen last."""
+        self.looked = threading.Event()
+        """Set when there has been a look."""
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._line: AgentConnection | None = None
+        self._thread = threading.Thread(target=self._run, name=f"onebox-look-{address}", daemon=True)
+        self._thread.start()
+
+    def close(self, *, within_s: float) -> None:
+        """End the thread; a look under way comes to its own end, if this process lives as long.
+
+        Args:
+            within_s: How long to wait for that.
+        """
+        self._ended.set()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self.state = self._look()
+                self.looked.set()
+                self._ended.wait(self._every_s)
+        finally:
+            self._part()
+
+    def _look(self) -> HostState:
+        address = self.state.address
+        try:
+            if self._line is None:
+                self._line = connect_agent(address)
+            return HostState(address=address, host=self._line.introduced.host, stock=self._line.inspect())
+        except OneboxError as error:
+            self._part()
+            return HostState(address=address, host=self.state.host, problem=str(error))
+
+    def _part(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None

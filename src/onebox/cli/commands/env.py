@@ -1,0 +1,138 @@
+"""``onebox env``: versions, what this machine has, what its workers are held to, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import msgspec
+import psutil
+import torch
+import torch.distributed
+
+from onebox import __version__
+from onebox.cli.console import OutputConsole
+from onebox.cli.options.pools import EnvConfig
+from onebox.extras import PACKAGES
+from onebox.worker.sandbox import landlock
+from onebox.worker.sandbox.confine import confinement
+from onebox.worker.system.instruction_sets import VARIABLES, mkl_architecture, used_instruction_sets
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "pyzmq",
+    "msgspec",
+    "safetensors",
+    "tyro",
+    "rich",
+    "psutil",
+)
+_EXTRAS = {package.distribution: f"for {package.purpose}: {package.remedy}" for package in PACKAGES} | {
+    "transformers": "for the tests: pip install 'onebox[test]'"
+}
+
+
+def show_environment(config: EnvConfig) -> None:
+    """Print what there is and what is missing."""
+    found = environment()
+    if config.json:
+        print(msgspec.json.encode(found).decode())
+        return
+    console = OutputConsole(highlight=False)
+    for title, content in found.items():
+        console.print(title, style="bold")
+        for line in _lines(content) or ["nothing"]:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def environment() -> dict[str, dict[str, str] | list[str]]:
+    """Return versions, devices, what workers are held to here, and what is missing, as text for a person."""
+    held = _confinement()
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "instruction sets": _instructions(),
+        "workers": held,
+        "missing": _missing() + _loose(held),
+    }
+
+
+def _lines(content: dict[str, str] | list[str]) -> list[str]:
+    if isinstance(content, list):
+        return content
+    width = max(map(len, content))
+    return [f"{name:<{width}}  {value}" for name, value in content.items()]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"onebox": __version__, "python": platform.python_version(), "system": platform.platform()}
+    versions |= {name: _version(name) or "not installed" for name in (*_PACKAGES, *_EXTRAS)}
+    if torch.version.cuda:
+        versions["cuda of torch"] = torch.version.cuda
+    return versions
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = psutil.virtual_memory().total / 2**30
+    lines = [f"cpu: {cores} cores for this process, {memory_gib:.1f} GiB"]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        lines.append(
+            f"cuda:{index}: {card.name}, {card.total_memory / 2**30:.1f} GiB, capability {card.major}.{card.minor}"
+        )
+    return lines
+
+
+def _instructions() -> dict[str, str]:
+    """Return the instruction sets that libraries use here, in their own words, and what limits them."""
+    found = used_instruction_sets()
+    limits = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    return {
+        "ATen": found.aten,
+        "oneDNN": found.onednn or "not in this torch",
+        "MKL": mkl_architecture() or "not in this torch",
+        "processor": ", ".join(found.hardware) or "none of those that are asked for",
+        "limited by": limits or f"nothing; {', '.join(VARIABLES)} would",
+    }
+
+
+def _missing() -> list[str]:
+    missing = [f"{name} is not installed, which onebox needs" for name in _PACKAGES if _version(name) is None]
+    missing += [f"{name} is not installed, {why}" for name, why in _EXTRAS.items() if _version(name) is None]
+    if not torch.version.cuda:
+        missing.append("CUDA: this torch is built without it; workers run on CPUs")
+    elif not torch.cuda.is_available():
+        missing.append("CUDA: torch finds no device or driver; workers run on CPUs")
+    elif not torch.distributed.is_nccl_available():
+        missing.append("NCCL: this torch is built without it; transfers between GPUs go through the CPU")
+    if not torch.distributed.is_gloo_available():
+        missing.append("Gloo: this torch is built without it; use sync='client'")
+    return missing
+
+
+def _confinement() -> dict[str, str]:
+    """Return what workers on this machine give up before they hear a client."""
+    abi = landlock.version()
+    found = {"Landlock": f"version {abi} of its interface" if abi else "none"}
+    found |= confinement()
+    found["namespaces"] = "those of the agent; a container, or a service of systemd, for onebox serve has its own"
+    return found
+
+
+def _loose(held: dict[str, str]) -> list[str]:
+    """Say what would hold workers tighter."""
+    off = {part: text.removeprefix("off: ") for part, text in held.items() if text.startswith("off: ")}
+    loose = [f"workers, {part}: {why}" for part, why in off.items()]
+    if os.geteuid() == 0:
+        loose.append("workers: this user is root; let an agent run them as another one: onebox serve --user NAME")
+    return loose

@@ -1,0 +1,105 @@
+"""``onebox fit``: whether a model fits the memory of some devices, and what would make it fit; nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.nn import functional
+
+from onebox.cli.commands.plan import check_target, write_json
+from onebox.cli.console import OutputConsole
+from onebox.cli.exit_status import FAILED, OK
+from onebox.cli.options.estimates import MemoryConfig
+from onebox.cli.planning import sample_batch, write_plan
+from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cost.estimate import DeviceRates
+from onebox.engine.planning.memory_fit import FitReport, fit
+from onebox.report.tables.memory import curve_lines, peak_table, residents_table
+from onebox.report.tables.memory_estimate import estimate_data, largest_line, verdict_line, ways_table
+
+_WIDTH = 60
+_OPERATOR_S = 5e-6
+_STANDARD_OUTPUT = Path("-")
+
+
+def show_memory_estimate(config: MemoryConfig) -> int:
+    """Ask, and show what was found.
+
+    Returns:
+        0 if it fits, 1 if it does not.
+
+    Raises:
+        UsageError: An option does not fit, or a file cannot be read or written.
+        CaptureError: The model cannot be captured.
+    """
+    check_target("--out", config.out)
+    check_target("--json", config.json)
+    job = config.resolved()
+    data = load_data(job)
+    model = make_model(job, data)
+    found = fit(
+        model,
+        functional.cross_entropy,
+        make_optimizer(job, model),
+        *sample_batch(job, data),
+        memory=config.memory,
+        pool=config.pool,
+        threads=config.threads,
+        plan=config.plan,
+        micro_batch=config.micro_batch,
+        update=config.update,
+        shard_optimizer=config.shard_optimizer,
+        precision=config.precision,
+        clip_grad_norm=config.clip_grad_norm,
+        rates=_rates(config),
+    )
+    console = OutputConsole(highlight=False, quiet=config.json == _STANDARD_OUTPUT)
+    _print(found, config, console)
+    if config.json is not None:
+        write_json(config.json, estimate_data(found))
+    if config.out is not None:
+        _write(config.out, found, console)
+    return OK if found.fits else FAILED
+
+
+def _rates(config: MemoryConfig) -> DeviceRates | None:
+    if config.gflops is None or config.bandwidth is None:
+        return None
+    return DeviceRates(flops=config.gflops * 1e9, bandwidth_bps=config.bandwidth * 1e9, operator_s=_OPERATOR_S)
+
+
+def _print(found: FitReport, config: MemoryConfig, console: OutputConsole) -> None:
+    """Print the answer: yes or no, where the peak is and what lies there, the largest batch, and what would help."""
+    budgets: dict[int, int | None] = dict(found.budgets)
+    emulated = [device.number for device in found.devices if device.emulated]
+    worst = max(found.peaks.values(), key=lambda peak: peak.size_bytes / found.budgets[peak.device])
+    tables = [peak_table(found.curves, budgets, emulated=emulated), residents_table(worst)]
+    if found.ways:
+        tables.append(ways_table(found.ways, found.step_s or 0.0))
+    console.widen(tables)
+    _say(console, f"{config.model}, batch {found.batch}, {config.optimizer}: {found.plan.describe()}")
+    _say(console, verdict_line(found))
+    console.print(tables[0])
+    for line in curve_lines(found.curves, budgets, _WIDTH):
+        _say(console, line)
+    during = f", {worst.operator}" if worst.operator else ""
+    _say(console, f"\nat the peak of device {worst.device}, in {worst.name}{during}")
+    console.print(tables[1])
+    _say(console, largest_line(found))
+    if found.ways:
+        _say(console, f"\nwhat would make it fit; times are {found.basis}")
+        console.print(tables[2])
+    if found.refusal:
+        _say(console, found.refusal)
+
+
+def _write(path: Path, found: FitReport, console: OutputConsole) -> None:
+    """Write the plan that fits, where there is one."""
+    plans = [found.plan] if found.fits else [way.plan for way in found.ways if way.fits]
+    if plans:
+        write_plan(path, plans[0])
+        _say(console, f"plan {path}: {plans[0].describe()}")
+
+
+def _say(console: OutputConsole, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

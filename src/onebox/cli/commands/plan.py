@@ -1,0 +1,227 @@
+"""``onebox plan``: the best plan for a model and a pool, what it will cost, and why this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onebox.cli.commands.devices import print_devices
+from onebox.cli.console import OutputConsole
+from onebox.cli.memory_report import MemoryReport, make_memory_report, memory_data, print_memory
+from onebox.cli.options.jobs import JobConfig, PlanConfig, StalenessConfig
+from onebox.cli.planning import PlanForecast, predict_plan, search_plan, write_plan
+from onebox.cli.run_setup import load_data
+from onebox.engine.workload.delay_compensation import extra_copies, predicts
+from onebox.errors import UsageError
+from onebox.extras import import_extra
+from onebox.plan import ASYNC, Plan, as_data, draw_timeline, in_flight_of, stage_work, steady_window
+from onebox.pool import Pool, open_pool
+from onebox.report import candidate_table, plan_device_table, stage_table, summary_line
+from onebox.report.figures.memory_figure import draw_memory
+from onebox.report.figures.step_figure import check_suffix, draw_simulation
+from onebox.report.run.json_files import to_json, write_atomically
+from onebox.report.tables.plan import rejection_reason
+from onebox.report.tables.topology import topology_line
+
+_STANDARD_OUTPUT = Path("-")
+_PICTURE_WIDTH = 100
+
+
+def show_plan(config: PlanConfig) -> None:
+    """Open a pool, measure, search or check, and show what was found.
+
+    Raises:
+        UsageError: An option does not fit, a file cannot be read or written, or the plan to be checked cannot be run.
+        PlanError: Nothing fits the memory.
+        OneboxError: The pool cannot be opened, the model not captured, or a worker failed.
+    """
+    given = Plan.read(config.check) if config.check is not None else None
+    _check_targets(config)
+    data = load_data(config.resolved())
+    quiet = config.json == _STANDARD_OUTPUT
+    console = OutputConsole(highlight=False, quiet=quiet)
+    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+        print_devices(pool, console)
+        if given is not None:
+            found = predict_plan(config.resolved(), data, pool, given, preparing=config.preparing, fresh=config.fresh)
+        else:
+            found = search_plan(
+                config.resolved(),
+                data,
+                pool,
+                micro_batches=config.micro_batch_sizes,
+                schedules=config.schedule_names,
+                policies=config.policy_names,
+                update=config.updates,
+                preparing=config.preparing,
+                budget_s=config.budget,
+                fresh=config.fresh,
+            )
+        print_plan(found, pool, console)
+        seen = make_memory_report(config.resolved(), found, data, pool) if config.show_memory else None
+        if seen is not None:
+            print_memory(seen, console)
+        _write_files(config, found, seen, pool, console)
+    if found.shortfall:
+        raise UsageError(
+            f"the plan does not fit: {found.shortfall}; smaller micro-batches, more stages, and stages that are "
+            f"recomputed, offloaded or swapped need less: onebox fit --plan {config.check} finds such plans"
+        )
+
+
+def print_plan(found: PlanForecast, pool: Pool, console: OutputConsole) -> None:
+    """Print a plan: stages, devices, schedule, what it was compared with."""
+    names = [segment.name for segment in found.problem.segments]
+    emulated = {device.number for device in pool.devices if device.emulated}
+    room = {device.number: device.capacity_bytes for device in found.problem.devices}
+    tables = [
+        stage_table(found.plan, names, emulated),
+        plan_device_table(found.plan, found.simulation, room, emulated),
+        *([candidate_table(found.candidates)] if found.candidates else []),
+    ]
+    console.widen(tables)
+    _say(console, f"\n{found.plan.describe()}")
+    _say(console, summary_line(found.plan) + (", with emulated devices" if emulated & set(found.plan.devices) else ""))
+    if found.plan.schedule == ASYNC:
+        _say(console, staleness_line(found))
+    if line := topology_line(found.problem, found.plan):
+        _say(console, line)
+    for table in tables[:2]:
+        console.print(table)
+    _say(console, "schedule: stage, F forward, B backward or I and W its halves, micro-batch; one row a device")
+    _say(console, draw_timeline(found.simulation, _PICTURE_WIDTH))
+    if found.candidates:
+        _say(console, "\nwhat it was compared with, all predicted")
+        console.print(tables[2])
+
+
+def staleness_line(found: PlanForecast) -> str:
+    """Say what an asynchronous plan means: how late gradients are, versions, and what is in flight."""
+    plan, problem = found.plan, found.problem
+    edges = [(edge.source, edge.target) for edge in stage_work(problem, plan).edges]
+    counts = in_flight_of(steady_window(plan.routes(problem.batch), edges, plan.in_flight), len(plan.stages))
+    versions = 2 + predicts(found.delays)
+    last = ", and what updates were last," if 1 + extra_copies(found.delays) >= versions else ""
+    return (
+        f"gradients are applied 1 step late; {versions} versions of the weights{last} on each device; micro-batches in "
+        f"flight, stage by stage: {', '.join(map(str, counts))}; the step is one among many"
+    )
+
+
+def as_json(found: PlanForecast, pool: Pool, seen: MemoryReport | None = None) -> dict[str, Any]:
+    """Return a plan with everything that is known of it, as JSON values."""
+    assert found.plan.predicted is not None
+    return {
+        **({"memory": memory_data(seen)} if seen is not None else {}),
+        "plan": as_data(found.plan),
+        "text": found.plan.describe(),
+        "samples_per_s": found.plan.predicted.batch / found.plan.predicted.step_s,
+        "devices": [
+            {
+                **dataclasses.asdict(device),
+                "peak_bytes": found.peak_bytes.get(device.number, 0),
+                "busy_s": found.simulation.busy_s.get(device.number, 0.0),
+            }
+            for device in pool.devices
+        ],
+        "candidates": [
+            {
+                "label": one.label,
+                "text": one.plan.describe(),
+                "step_s": one.step_s,
+                "rejection_reason": rejection_reason(one),
+                "plan": as_data(one.plan),
+            }
+            for one in found.candidates
+        ],
+    }
+
+
+def command_line(config: JobConfig, more: Mapping[str, object], *, late: bool = False) -> str:
+    """Return the command that trains what was planned: the options that are not the defaults, and some more.
+
+    Args:
+        config: The options.
+        more: Others, by their flags.
+        late: Whether gradients are a step late.
+    """
+    words = ["onebox", "train", *(["--staleness", "1"] if late else [])]
+    if late and isinstance(config, StalenessConfig) and config.delay != "auto":
+        words += ["--delay", config.delay]
+    for field in dataclasses.fields(JobConfig):
+        value = getattr(config, field.name)
+        if value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    for flag, value in more.items():
+        words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _check_targets(config: PlanConfig) -> None:
+    """Require that files can be where they are to be, before time is spent on what is to be in them."""
+    for flag, path in (("--out", config.out), ("--figure", config.figure), ("--json", config.json)):
+        check_target(flag, path)
+    if config.figure is not None:
+        check_suffix(config.figure)
+        import_extra("matplotlib", "--figure")
+
+
+def check_target(flag: str, path: Path | None) -> None:
+    """Require that a file can be where it is to be; for ``--json`` it may be standard output.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if path is None or (flag == "--json" and path == _STANDARD_OUTPUT):
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        also = ", or - for standard output" if flag == "--json" else ""
+        raise UsageError(f"{flag} {path}: a file in a folder that is there is needed{also}")
+
+
+def _write_files(
+    config: PlanConfig, found: PlanForecast, seen: MemoryReport | None, pool: Pool, console: OutputConsole
+) -> None:
+    if config.figure is not None:
+        emulated = [device.number for device in pool.devices if device.emulated]
+        draw_simulation(found.simulation, config.figure, emulated=emulated, title=found.plan.describe())
+        _say(console, f"figure {config.figure}")
+        if seen is not None:
+            path = config.figure.with_stem(f"{config.figure.stem}-memory")
+            draw_memory(seen.rows, path, emulated=emulated, title=found.plan.describe())
+            _say(console, f"figure {path}")
+    if config.json is not None:
+        write_json(config.json, as_json(found, pool, seen))
+    file, late = config.out or config.check, found.plan.schedule == ASYNC
+    if config.out is not None:
+        write_plan(config.out, found.plan)
+    if file is None:
+        _say(
+            console,
+            f"keep it with --out plan.json, or run it at once: {command_line(config, {'--plan': 'auto'}, late=late)}",
+        )
+    elif not found.shortfall:
+        _say(console, f"plan {file}; run it with: {command_line(config, {'--plan': file}, late=late)}")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON values into a file, or print them for ``-``.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    content = to_json(data) + b"\n"
+    if path == _STANDARD_OUTPUT:
+        print(content.decode(), end="")
+        return
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def _say(console: OutputConsole, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

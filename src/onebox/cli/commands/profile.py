@@ -1,0 +1,99 @@
+"""``onebox profile``: how fast the devices of a pool and the links between them are, and a model on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from torch.nn import functional
+
+from onebox.cli.commands.devices import print_devices
+from onebox.cli.console import OutputConsole
+from onebox.cli.options.common import ModelName
+from onebox.cli.options.jobs import JobConfig
+from onebox.cli.options.pools import ProfileConfig
+from onebox.cli.run_setup import load_data, make_model, make_optimizer
+from onebox.cost import PoolProfile
+from onebox.cost.model_profile import ModelProfile
+from onebox.engine.planning.profile import profile_model
+from onebox.errors import UsageError
+from onebox.pool import Pool, open_pool
+from onebox.report import profile_tables, segment_tables
+from onebox.report.run.json_files import write_atomically
+
+_STANDARD_OUTPUT = Path("-")
+_WIDEST = 10_000
+
+
+def show_profile(config: ProfileConfig) -> None:
+    """Open a pool, measure it or recall what was measured, and show that.
+
+    Raises:
+        UsageError: The pool has not enough memory, or the file cannot be written.
+        OneboxError: The pool cannot be opened, or a worker failed.
+    """
+    if config.json is not None and config.json != _STANDARD_OUTPUT:
+        _check_target(config.json)
+    with open_pool(config.pool, threads=config.threads, memory=config.memory) as pool:
+        profile = pool.profile(fresh=config.fresh, cache=not config.no_cache)
+        model = _measure(config, config.model, pool) if config.model is not None else None
+        if config.json == _STANDARD_OUTPUT:
+            print(_to_json(profile, model).decode(), end="")
+            return
+        console = OutputConsole(highlight=False)
+        _print_tables(pool, profile, console)
+        for table in segment_tables(model) if model is not None else ():
+            console.print(table)
+    if config.json is not None:
+        _write(config.json, _to_json(profile, model))
+
+
+def _measure(config: ProfileConfig, name: ModelName, pool: Pool) -> ModelProfile:
+    """Measure a model's segments on a pool."""
+    job = JobConfig(model=name, data=config.data, batch=max(config.sizes)).resolved()
+    data = load_data(job)
+    model = make_model(job, data)
+    images, labels = data.example(job.batch)
+    sizes = [size for size in config.sizes if size <= len(labels)] or [len(labels)]
+    profile, _ = profile_model(
+        model,
+        functional.cross_entropy,
+        make_optimizer(job, model),
+        images,
+        labels,
+        pool=pool,
+        sizes=sizes,
+        precision=config.precision,
+        fresh=config.fresh,
+        cache=not config.no_cache,
+    )
+    return profile
+
+
+def _to_json(profile: PoolProfile, model: ModelProfile | None) -> bytes:
+    both = {**msgspec.to_builtins(profile, str_keys=True), "model": msgspec.to_builtins(model, str_keys=True)}
+    return msgspec.json.format(msgspec.json.encode(both if model is not None else profile)) + b"\n"
+
+
+def _print_tables(pool: Pool, profile: PoolProfile, console: OutputConsole) -> None:
+    tables = profile_tables(profile)
+    # A matrix that is wider than the terminal goes on over its edge: cut cells would say nothing.
+    unlimited = console.options.update(max_width=_WIDEST)
+    console.width = max(console.width, *(console.measure(table, options=unlimited).maximum for table in tables))
+    print_devices(pool, console)
+    for table in tables:
+        console.print(table)
+    console.print(f"measured {profile.measured_at} with torch {profile.torch}; --fresh measures anew", soft_wrap=True)
+
+
+def _check_target(path: Path) -> None:
+    """Require that a file can be there, before minutes are spent on what is to be in it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--json {path}: a file in a folder that is there is needed, or - for standard output")
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,148 @@
+"""``onebox serve``: the agent of this machine, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+
+from onebox.agent import Agent, ClientLimits, Offered, offered_devices
+from onebox.agent.journal import Journal
+from onebox.agent.metrics import serve_metrics
+from onebox.cli.options.agents import ServeConfig
+from onebox.errors import UsageError
+from onebox.extras import import_extra
+from onebox.pool.keys.keyring import AllowedClients, fingerprint, identity
+from onebox.pool.launch.worker_user import worker_user
+from onebox.sizes import size_text
+
+_ELSEWHERE = {4: "192.0.2.1", 6: "2001:db8::1"}
+"""Addresses of documentation (RFC 5737, RFC 3849): the way to them begins where that to all others does."""
+
+
+def serve(config: ServeConfig) -> None:
+    """Offer this machine's devices until somebody ends it.
+
+    Raises:
+        UsageError: A device is not there, an address is none of this machine's, nobody could come, or workers would run
+            as root.
+        MissingExtra: Metrics are to be served without the Prometheus client.
+    """
+    if config.metrics_port is not None:
+        import_extra("prometheus_client", "--metrics-port")  # before anything is offered
+    account = worker_user(config.user, allow_root=config.allow_root)
+    keys = identity("agent")
+    clients = AllowedClients()
+    offers = offered_devices(config.devices, threads=config.cores, memory_bytes=config.memory_bytes)
+    with Journal(config.journal, sys.stdout) as journal, contextlib.ExitStack() as stack:
+        agent = Agent(
+            keys=keys,
+            name_of=_names(clients, journal),
+            bind=config.bind,
+            port=config.port,
+            advertise=config.advertise or _advertised(config.bind),
+            offers=offers,
+            limits=_limits(config),
+            tell=journal.tell,
+            has_clients=len(clients) > 0,
+            read_log=journal.last,
+            account=account,
+            worker_ports=config.port_range,
+        )
+        stack.callback(agent.close)
+        stack.enter_context(_ended_by_signals(agent.stop))
+        if config.metrics_port is not None:
+            address, port = config.metrics_address, config.metrics_port
+            metrics = serve_metrics(
+                agent.stock, lambda: journal.counts, port=port, address=address, lost=lambda: journal.lost
+            )
+            stack.enter_context(metrics)
+            _say(f"metrics at {metrics.url}")
+        _say(f"agent at {agent.endpoint.removeprefix('tcp://')}, fingerprint {fingerprint(keys.public)}")
+        if account is None and os.geteuid() == 0:
+            _say("workers run as root: a hole in a library would be one in this machine; see --user")
+        _say(f"offers {_listing(offers)} to {_people(len(clients))}; Ctrl-C ends it and its workers")
+        agent.run()
+
+
+def _names(clients: AllowedClients, journal: Journal) -> Callable[[str], str | None]:
+    """Return how a client's name is found; a file that nobody can be found in any more is told of, once."""
+    told: str | None = None
+
+    def name_of(key: str) -> str | None:
+        nonlocal told
+        name = clients.name(key)
+        if clients.problem != told:
+            told = clients.problem
+            journal.tell("clients-unreadable" if told else "clients-readable", reason=told)
+        return name
+
+    return name_of
+
+
+def _limits(config: ServeConfig) -> ClientLimits:
+    return ClientLimits(
+        devices=config.max_devices_per_client,
+        memory_bytes=config.client_memory_bytes,
+        threads=config.max_cores_per_client,
+        lease_s=config.max_lease or 0.0,
+    )
+
+
+@contextlib.contextmanager
+def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM, and the end of the terminal end the agent in order, however often they come."""
+    if threading.current_thread() is not threading.main_thread():  # which has no handlers, and is ended otherwise
+        yield
+        return
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signals.append(signal.SIGHUP)
+    before = [signal.signal(number, lambda *_: stop()) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _advertised(bind: str) -> str:
+    """Return the address that others reach this machine by: where it listens, or that of its way to everywhere.
+
+    Raises:
+        UsageError: It listens everywhere, and has no way to anywhere.
+    """
+    address = ip_address(bind)
+    if not address.is_unspecified:
+        return bind
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_ELSEWHERE[address.version], 9))  # of a datagram socket: nothing is sent
+        except OSError:
+            raise UsageError(
+                f"--bind {bind}: this machine has no way to others, which would tell the address that they reach it "
+                "by; name it with --advertise"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def _listing(offers: list[Offered]) -> str:
+    return ", ".join(f"{offer.device} ({size_text(offer.memory_bytes)}, {offer.threads} cores)" for offer in offers)
+
+
+def _people(count: int) -> str:
+    if count == 0:
+        return "nobody yet: pair a client with onebox pair --accept"
+    return f"{count} paired client{'s' if count > 1 else ''}"
+
+
+def _say(text: str) -> None:
+    """Tell a person; standard output is for the journal's lines."""
+    with contextlib.suppress(OSError):
+        print(f"onebox: {text}", file=sys.stderr, flush=True)

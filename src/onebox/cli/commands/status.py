@@ -1,0 +1,104 @@
+"""``onebox status``: what agents offer, who has it, and who waits; as a live table, a table, or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from onebox.cli.agent_watch import HostWatch, addresses_of
+from onebox.cli.console import OutputConsole
+from onebox.cli.exit_status import FAILED, Exit
+from onebox.cli.options.agents import StatusConfig
+from onebox.report import HostState, status_lines, status_table
+
+_LOOK_S = 20.0
+"""How long a first look may take: longer than a connection and a question may."""
+
+_PART_S = 1.0
+"""How long to wait for the connections to be closed; one that hangs is closed by the end of the process."""
+
+_DRAW_S = 0.25
+
+
+def show_status(config: StatusConfig) -> None:
+    """Print what agents offer, once or until Ctrl-C.
+
+    Raises:
+        UsageError: There are no agents to look at.
+        Exit: None could be reached, where it is printed once.
+    """
+    addresses = addresses_of(config.pool)
+    console = OutputConsole()
+    once = config.once or config.json or not console.is_terminal
+    watches = [HostWatch(address, config.every) for address in addresses]
+    try:
+        if once:
+            _print(_first(watches), console, json=config.json)
+        else:
+            _live(watches, console)
+    finally:
+        for watch in watches:
+            watch.close(within_s=0.0)
+        end_s = time.monotonic() + _PART_S
+        for watch in watches:
+            watch.close(within_s=max(0.0, end_s - time.monotonic()))
+
+
+def _first(watches: Sequence[HostWatch]) -> list[HostState]:
+    """Return what a first look at each shows."""
+    end_s = time.monotonic() + _LOOK_S
+    for watch in watches:
+        watch.looked.wait(max(0.0, end_s - time.monotonic()))
+    return [watch.state for watch in watches]
+
+
+def _print(states: list[HostState], console: OutputConsole, *, json: bool) -> None:
+    if json:
+        print(msgspec.json.encode([_plain(state) for state in states]).decode())
+    else:
+        table = _table(states, console)
+        console.widen([table])
+        console.print(table)
+        for line in status_lines(states):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    lost = [state for state in states if state.stock is None]
+    if len(lost) == len(states):
+        raise Exit(FAILED, f"no agent could be looked at; {lost[0].problem or 'none answered in time'}")
+
+
+def _live(watches: Sequence[HostWatch], console: OutputConsole) -> None:
+    """Show a table until Ctrl-C, which is how it is meant to end."""
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            states = [watch.state for watch in watches]
+            live.update(Group(_table(states, console), *map(Text, status_lines(states))), refresh=True)
+            time.sleep(_DRAW_S)
+
+
+def _table(states: Sequence[HostState], console: OutputConsole) -> Table:
+    return console.fitting(lambda narrow: status_table(states, narrow=narrow))
+
+
+def _plain(state: HostState) -> dict[str, object]:
+    """Return what is known of an agent as it is written in JSON."""
+    found: dict[str, object] = {"address": state.address, "host": state.host, "problem": state.problem}
+    if state.stock is None:
+        return found | {"devices": None}
+    stock = state.stock
+    return found | {
+        "devices": [msgspec.structs.asdict(offer) | {"holders": _holders(offer.holders)} for offer in stock.offers],
+        "queue": list(stock.queue),
+        "load": stock.load,
+        "uptime_s": stock.uptime_s,
+    }
+
+
+def _holders(holders: Sequence[msgspec.Struct]) -> list[dict[str, object]]:
+    return [msgspec.structs.asdict(holder) for holder in holders]

@@ -1,0 +1,212 @@
+"""The options of the commands for pools of several machines: ``serve``, ``pair``, ``status`` and ``logs``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from onebox.cli.options.common import (
+    Address,
+    Bytes,
+    File,
+    Flag,
+    Host,
+    Int,
+    PortRange,
+    Seconds,
+    Text,
+    at_least,
+    check_ip,
+    check_port,
+)
+from onebox.errors import UsageError
+from onebox.sizes import parse_size
+
+AGENT_PORT = 7171
+PAIRING_PORT = 7172
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Offer this machine's devices to the clients that were paired with it, until Ctrl-C.
+
+    An unprivileged worker process is started for each device, or part of one, that a client leases. What happens is
+    printed as JSON lines.
+
+    Args:
+        devices: What is offered: auto (all GPUs, and the CPU), or a list such as cuda:0,cuda:1 or cuda,cpu.
+        memory: The most memory of each device that is offered, such as 20GiB; without it all.
+        cores: The most cores that are offered; without it all that this process may use.
+        bind: IP address to listen at: 0.0.0.0 for all of this machine's, 127.0.0.1 for this machine alone.
+        port: Port to listen at; 0 for any that is free.
+        worker_ports: TCP ports for workers, two for each, such as 7200-7299; without it any that are free, from 49152.
+        advertise: Address of this machine that clients and other workers are to connect to, where that is not the one
+            that it listens at: behind a NAT, or with several networks.
+        max_devices_per_client: The most workers that one client may have; 0 for no limit.
+        max_memory_per_client: The most memory that one client may have on all devices; without it there is no limit.
+        max_cores_per_client: The most cores that one client may have; 0 for no limit.
+        max_lease: Seconds after which a lease ends, in use or not; without it it does not end by that.
+        user: Whom workers run as, where root starts this: a user with nothing of its own. The keys stay root's.
+        allow_root: Let workers run as root, as in a container that has no other user.
+        journal: A file for the JSON lines too; onebox logs shows what is in it from earlier times.
+        metrics_port: Serve metrics for Prometheus at this port, 0 for any that is free; without it there are none.
+        metrics_address: IP address for metrics. They are not encrypted; whoever reaches it can read them.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    devices: str = "auto"
+    memory: Bytes = None
+    cores: Int = None
+    bind: str = "0.0.0.0"
+    port: int = AGENT_PORT
+    worker_ports: PortRange = None
+    advertise: Address = None
+    max_devices_per_client: int = 0
+    max_memory_per_client: Bytes = None
+    max_cores_per_client: int = 0
+    max_lease: Seconds = None
+    user: Text = None
+    allow_root: Flag = False
+    journal: File = None
+    metrics_port: Int = None
+    metrics_address: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        at_least(0, max_devices_per_client=self.max_devices_per_client, max_cores_per_client=self.max_cores_per_client)
+        at_least(1, cores=self.cores)
+        check_port("port", self.port, least=0)
+        check_port("metrics-port", self.metrics_port, least=0)
+        check_ip("bind", self.bind)
+        check_ip("metrics-address", self.metrics_address)
+        if self.max_lease is not None and not 0 < self.max_lease < math.inf:
+            raise UsageError(f"--max-lease {self.max_lease}: allowed are seconds above 0")
+        _ = self.memory_bytes, self.client_memory_bytes, self.port_range
+
+    @property
+    def port_range(self) -> range:
+        """``worker_ports`` as numbers; none for any."""
+        if self.worker_ports is None:
+            return range(0)
+        first, dash, last = self.worker_ports.partition("-")
+        if not (dash and first.isdecimal() and last.isdecimal() and 1024 <= int(first) < int(last) <= 65535):
+            raise UsageError(
+                f"--worker-ports {self.worker_ports}: allowed are two ports and those between, from 1024 to 65535, "
+                "such as 7200-7299"
+            )
+        return range(int(first), int(last) + 1)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory`` in bytes."""
+        return None if self.memory is None else parse_size("--memory", self.memory)
+
+    @property
+    def client_memory_bytes(self) -> int:
+        """``max_memory_per_client`` in bytes; 0 for no limit."""
+        text = self.max_memory_per_client
+        return 0 if text is None else parse_size("--max-memory-per-client", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """Make a client and an agent known to each other; only clients that were paired with an agent are let in.
+
+    On the agent's machine, onebox pair --accept prints a code that works once, for ten minutes. On the client's,
+    onebox pair HOST asks for it, and then each keeps the other's key. Nothing is sent that helps who has not the code.
+
+    Args:
+        host: The agent's address, as pools are to name it.
+        accept: Let a client be paired with the agents that this user runs on this machine.
+        list: Show whom this user's agents let in, and the agents that this user was paired with.
+        remove: Let a client in no longer: its name, or its fingerprint.
+        forget: Forget the key of the agent at this address.
+        name: How others are to see this client, with HOST; without it USER@HOST.
+        bind: IP address to listen at, with --accept.
+        pairing_port: Port of the pairing, on both sides.
+
+    Raises:
+        UsageError: Not just one thing is asked for, or a value is out of range.
+    """
+
+    host: Annotated[Host, tyro.conf.Positional] = None
+    accept: Flag = False
+    list: Flag = False
+    remove: Text = None
+    forget: Host = None
+    name: Text = None
+    bind: str = "0.0.0.0"
+    pairing_port: int = PAIRING_PORT
+
+    def __post_init__(self) -> None:
+        asked = {
+            f"HOST {self.host}": self.host is not None,
+            "--accept": self.accept,
+            "--list": self.list,
+            f"--remove {self.remove}": self.remove is not None,
+            f"--forget {self.forget}": self.forget is not None,
+        }
+        given = [what for what, there in asked.items() if there]
+        if len(given) != 1:
+            what = f"{given[0]} and {given[1]}: give one of them;" if given else "pair with whom?"
+            raise UsageError(
+                f"{what} on the agent's machine it is onebox pair --accept, on the client's onebox pair HOST; --list "
+                "shows who is paired, --remove and --forget end that"
+            )
+        if self.name is not None and self.host is None:
+            raise UsageError(f"--name {self.name} is for a client: onebox pair HOST --name {self.name}")
+        check_port("pairing-port", self.pairing_port, least=1)
+        check_ip("bind", self.bind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Show what agents offer, who has leased it, who waits, and how busy it is; nothing is leased.
+
+    On a terminal the table stays until Ctrl-C; elsewhere it is printed once.
+
+    Args:
+        pool: Hosts, such as lab1,lab2:7171, or a file NAME.toml; without it all that this client was paired with.
+        once: Print it once.
+        json: Print a JSON list, once.
+        every: Seconds between two looks at the agents.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    once: Flag = False
+    json: Flag = False
+    every: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.every <= 3600:
+            raise UsageError(f"--every {self.every}: allowed are 0.1 to 3600 seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsConfig:
+    """Print the newest lines of an agent's log: JSON objects, one a line.
+
+    Args:
+        host: The agent's address.
+        lines: The most lines, up to 1000.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    host: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST[:PORT]")]
+    lines: int = 50
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lines <= 1000:
+            raise UsageError(f"--lines {self.lines}: allowed are 1 to 1000")
+
+
+MachinesConfig = ServeConfig | PairConfig | StatusConfig | LogsConfig

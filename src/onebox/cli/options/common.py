@@ -1,0 +1,126 @@
+"""What the commands' options are made of: their types on the command line, and what is checked of all of them."""
+
+from __future__ import annotations
+
+import math
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from onebox.errors import UsageError
+from onebox.sizes import Budgets, parse_budgets
+
+ModelName = Literal["mlp", "cnn", "resnet", "gpt"]
+
+Int = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Float = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+Seconds = Annotated[float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")]
+Bytes = Annotated[str | None, tyro.conf.arg(metavar="BYTES", help_behavior_hint="")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
+PlanFile = Annotated[str | None, tyro.conf.arg(metavar="FILE|auto", help_behavior_hint="")]
+Ints = Annotated[str | None, tyro.conf.arg(metavar="INT,INT,...", help_behavior_hint="")]
+Names = Annotated[str | None, tyro.conf.arg(metavar="NAME,NAME,...", help_behavior_hint="")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+Host = Annotated[str | None, tyro.conf.arg(metavar="HOST[:PORT]", help_behavior_hint="")]
+Address = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS", help_behavior_hint="")]
+PortRange = Annotated[str | None, tyro.conf.arg(metavar="FIRST-LAST", help_behavior_hint="")]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+
+class PoolOptions:
+    """What the options of all commands that open a pool have in common."""
+
+    memory: str | None
+
+    @property
+    def budgets(self) -> Budgets:
+        """``memory`` in bytes, of each device."""
+        return parse_budgets("--memory", self.memory)
+
+
+def at_least(least: int, **values: int | None) -> None:
+    """Refuse numbers below one.
+
+    Args:
+        least: The least that is allowed.
+        values: The options, by the names of their fields.
+
+    Raises:
+        UsageError: One is below it.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UsageError(f"{_flag(name)} {value}: allowed are {least} and more")
+
+
+def positive(**values: float | None) -> None:
+    """Refuse numbers that are not above 0, or not finite.
+
+    Args:
+        values: The options, by the names of their fields.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{_flag(name)} {value}: allowed are numbers above 0")
+
+
+def read_sizes(text: str, most: int, what: str) -> tuple[int, ...]:
+    """Read sizes of micro-batches.
+
+    Args:
+        text: Whole numbers between commas.
+        most: The most that is allowed.
+        what: What that is, for the message.
+
+    Raises:
+        UsageError: One is no number, or out of range.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    sizes = tuple(int(part) for part in parts if part.isdecimal())
+    if len(sizes) < len(parts) or not all(1 <= size <= most for size in sizes):
+        raise UsageError(f"--micro-batches {text}: allowed are whole numbers from 1 to {most}, {what}, such as 4,8,16")
+    return sizes
+
+
+def check_port(name: str, port: int | None, *, least: int) -> None:
+    """Refuse what is no port.
+
+    Args:
+        name: The option's field.
+        port: The port.
+        least: 0 where any that is free may be asked for, else 1.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if port is not None and not least <= port <= 65535:
+        free = ", and 0 for any that is free" if least == 0 else ""
+        raise UsageError(f"{_flag(name)} {port}: allowed are 1 to 65535{free}")
+
+
+def check_ip(name: str, address: str) -> None:
+    """Refuse what is no IP address.
+
+    Args:
+        name: The option's field.
+        address: The address.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        ip_address(address)
+    except ValueError:
+        raise UsageError(
+            f"{_flag(name)} {address}: allowed are IP addresses of this machine, such as 127.0.0.1, and 0.0.0.0 for all"
+        ) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,60 @@
+"""The options of ``onebox fit``. Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from onebox.cli.options.common import File, Flag, Float, Int, at_least, positive
+from onebox.cli.options.jobs import JobConfig
+from onebox.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig(JobConfig):
+    """Say whether a model fits the memory of some devices, without running anything.
+
+    No worker is started: memory follows from the model's graph, to the byte of what workers will count. It says where
+    the peak is and what lies there then, up to which batch it fits, and where it does not fit which plans do, and what
+    they cost: activations that are computed again or go to the host's memory, smaller micro-batches, an optimizer on
+    the host. Times are those that onebox plan or profile has measured before, else a guess. The exit status is 0 if it
+    fits and 1 if it does not.
+
+    Args:
+        plan: A plan file that is asked about; without it every device computes the whole model for its share.
+        micro_batch: Samples that are computed at once; without it each device's share of the batch is.
+        update: Where the optimizer's state is: on the device, or in the memory of its host.
+        shard_optimizer: Whether the devices share out the optimizer's state, instead of each having all of it.
+        clip_grad_norm: As for onebox train: to clip takes memory, too.
+        gflops: Billions of floating-point operations that a device does in a second, for times that are estimated; with
+            --bandwidth.
+        bandwidth: Billions of bytes that it reads and writes in a second; with --gflops.
+        out: Write the plan that fits, the quickest where there are several, into this file.
+        json: Write everything as JSON into this file; - prints it instead of the tables.
+
+    Raises:
+        UsageError: A value is out of range, or two do not go together.
+    """
+
+    plan: File = None
+    micro_batch: Int = None
+    update: Literal["device", "host"] = "device"
+    shard_optimizer: Flag = False
+    clip_grad_norm: Float = None
+    gflops: Float = None
+    bandwidth: Float = None
+    out: File = None
+    json: File = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, micro_batch=self.micro_batch)
+        positive(clip_grad_norm=self.clip_grad_norm, gflops=self.gflops, bandwidth=self.bandwidth)
+        flags = [f"--micro-batch {self.micro_batch}"] if self.micro_batch is not None else []
+        flags += [f"--update {self.update}"] if self.update != "device" else []
+        flags += ["--shard-optimizer"] if self.shard_optimizer else []
+        if self.plan is not None and flags:
+            flag = flags[0]
+            raise UsageError(f"--plan {self.plan} and {flag}: a plan says that itself")
+        if (self.gflops is None) != (self.bandwidth is None):
+            raise UsageError("--gflops and --bandwidth go together: how fast a device computes and moves; give both")

@@ -1,0 +1,128 @@
+"""The options of the commands that look at a pool, or run a script on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from onebox.cli.options.common import Bytes, File, Flag, Int, Ints, ModelName, PoolOptions, at_least, read_sizes
+from onebox.errors import UsageError
+
+_LARGEST = 4096
+"""The largest micro-batch that a model is measured with, outside of a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig(PoolOptions):
+    """Show the devices that a pool has; those of other machines with who has leased them, and without leasing them.
+
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
+        json: Print a JSON list.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    pool: str = "auto"
+    threads: Int = None
+    memory: Bytes = None
+    json: Flag = False
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        _ = self.budgets
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(PoolOptions):
+    """Measure how fast the devices of a pool and the links between them are, and a model's parts on them.
+
+    Each device runs a fixed set of kernels, all devices at once, as in training; messages of several sizes go over
+    each link. What was measured is kept in the user's folder for caches, and shown from there the next time.
+
+    Args:
+        model: Measure the segments of this model too, the parts that plans move: mlp, cnn, resnet or gpt.
+        data: Data set that the model is for; see onebox train.
+        micro_batches: Sizes of micro-batches to measure the model with, such as 8,32; without it 16.
+        precision: Of the model: fp32, bf16 for autocast, or auto to measure its products both ways.
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5, sim*4@2.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
+        fresh: Measure even what is known, and keep the new figures.
+        no_cache: Measure, and keep nothing.
+        json: Write the profile as JSON into this file; - prints it instead of the tables.
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    model: Annotated[ModelName | None, tyro.conf.arg(help_behavior_hint="")] = None
+    data: str = "digits"
+    micro_batches: Ints = None
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    pool: str = "auto"
+    threads: Int = None
+    memory: Bytes = None
+    fresh: Flag = False
+    no_cache: Flag = False
+    json: File = None
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        _ = self.budgets
+        if self.micro_batches is not None and self.model is None:
+            raise UsageError(f"--micro-batches {self.micro_batches} is for --model; name one")
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``micro_batches`` as numbers."""
+        return read_sizes(self.micro_batches or "16", _LARGEST, "the most")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(PoolOptions):
+    """Run an ordinary PyTorch script on the devices of a pool: what it calls cuda:0, cuda:1 and so on are they.
+
+    onebox run [flags] SCRIPT [ARGUMENTS], or onebox run [flags] -m MODULE [ARGUMENTS]. What follows the name is the
+    script's. This machine needs no GPU for that, and its PyTorch no CUDA.
+
+    Args:
+        pool: Devices: auto, or a list such as cuda:0,cuda:1 or cpu*2; of other machines, such as lab1,lab2/cuda:0; a
+            Ray cluster, ray; a file NAME.toml; emulated ones: cpu@0.5.
+        threads: CPU threads of each worker; without it an equal share of the cores.
+        memory: The most bytes that a device's buffers may take, such as 2GiB; each its own with 2GiB,4GiB, or for
+            some with 0:2GiB; without it there is no limit.
+        sync: Wait for each operator, so that an error is raised at its own line; slow, for finding it.
+        script: The script, or -m and a module, and its arguments.
+    """
+
+    pool: str = "auto"
+    threads: Int = None
+    memory: Bytes = None
+    sync: Flag = False
+    script: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+    def __post_init__(self) -> None:
+        at_least(1, threads=self.threads)
+        _ = self.budgets
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """Show versions, what this machine has, what its workers are held to, and what is missing.
+
+    Args:
+        json: Print a JSON object.
+    """
+
+    json: Flag = False

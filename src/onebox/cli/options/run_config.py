@@ -1,0 +1,78 @@
+"""The configuration file of a run: written when it starts, read when it is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+
+from onebox.cli.options.jobs import TrainConfig
+from onebox.errors import UsageError
+
+_NOT_STORED = ("run", "resume")
+_MAY_CHANGE = (
+    *("epochs", "pool", "threads", "memory", "plan", "sync", "update", "shares", "save_every", "every"),
+    *("recover", "snapshot_every", "adaptive", "read", "process", "on_error"),
+    *_NOT_STORED,
+)
+"""What may differ when a run is resumed: how long, where and how it runs, but not what is computed."""
+
+_LATER = {
+    *("image_size", "adaptive", "shard_optimizer", "staleness", "delay", "warm_up", "overlap"),
+    *("read", "process", "on_error"),
+}
+"""What runs of earlier versions do not say, and had as its default."""
+
+
+def to_stored(config: TrainConfig) -> dict[str, object]:
+    """Return what a run's configuration file holds."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_STORED}
+
+
+def read_config(folder: Path) -> TrainConfig:
+    """Read the configuration file of a run.
+
+    Args:
+        folder: The run's folder.
+
+    Raises:
+        UsageError: There is no run, or its file is damaged or foreign.
+    """
+    file = folder / "config.json"
+    try:
+        values = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except FileNotFoundError:
+        raise UsageError(f"--resume {folder}: there is no run in it, as there is no {file}") from None
+    except OSError as error:
+        raise UsageError(f"--resume {folder}: {file} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{file} is damaged, or no configuration of a run: {error}") from None
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - set(_NOT_STORED)
+    odd = sorted((set(values) ^ known) - _LATER)
+    if odd:
+        raise UsageError(f"{file} is no configuration of this onebox: {', '.join(odd)} unknown or missing")
+    try:
+        return msgspec.convert(values, TrainConfig)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{file} is damaged: {error}") from None
+
+
+def changed_for_resume(stored: TrainConfig, given: TrainConfig) -> TrainConfig:
+    """Return the options of a resumed run, after checking that they leave its computation as it was.
+
+    Args:
+        stored: What its configuration file says.
+        given: The same with the flags of this command line.
+
+    Raises:
+        UsageError: A flag would change what is computed.
+    """
+    given = given.resolved()
+    for field in dataclasses.fields(TrainConfig):
+        before, now = getattr(stored, field.name), getattr(given, field.name)
+        if before != now and field.name not in _MAY_CHANGE:
+            flag = f"--{field.name.replace('_', '-')}"
+            allowed = ", ".join(f"--{name.replace('_', '-')}" for name in _MAY_CHANGE[: -len(_NOT_STORED)])
+            raise UsageError(f"{flag} {now}: the run to be resumed has {before}; only {allowed} may change")
+    return given

@@ -1,0 +1,178 @@
+"""From the words of a command line to a command's options; whatever is wrong with them is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from onebox import __version__
+from onebox.cli.options.agents import LogsConfig, MachinesConfig, PairConfig, ServeConfig, StatusConfig
+from onebox.cli.options.estimates import MemoryConfig
+from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.pools import DevicesConfig, EnvConfig, ProfileConfig, RunConfig
+from onebox.cli.options.run_config import changed_for_resume, read_config
+from onebox.errors import UsageError
+
+Config = (
+    TrainConfig | PlanConfig | MemoryConfig | RunConfig | DevicesConfig | ProfileConfig | EnvConfig | MachinesConfig
+)
+
+_Command = (
+    Annotated[TrainConfig, tyro.conf.subcommand("train")]
+    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[MemoryConfig, tyro.conf.subcommand("fit")]
+    | Annotated[RunConfig, tyro.conf.subcommand("run")]
+    | Annotated[DevicesConfig, tyro.conf.subcommand("devices")]
+    | Annotated[ProfileConfig, tyro.conf.subcommand("profile")]
+    | Annotated[ServeConfig, tyro.conf.subcommand("serve")]
+    | Annotated[PairConfig, tyro.conf.subcommand("pair")]
+    | Annotated[StatusConfig, tyro.conf.subcommand("status")]
+    | Annotated[LogsConfig, tyro.conf.subcommand("logs")]
+    | Annotated[EnvConfig, tyro.conf.subcommand("env")]
+)
+_COMMANDS = ("train", "plan", "fit", "run", "devices", "profile", "serve", "pair", "status", "logs", "env")
+
+_BARE = ("--help", "-h", "--sync")
+"""Flags of ``onebox run`` that take no value."""
+
+_DESCRIPTION = "Every GPU that you can reach, as one box for training PyTorch models."
+
+_OVERVIEW = f"""onebox {__version__}: {_DESCRIPTION[0].lower()}{_DESCRIPTION[1:]}
+
+on a pool of devices, of this machine or of others:
+  run      an ordinary PyTorch script; what it calls cuda:0, cuda:1 … are the pool's devices
+  train    one of the models that come with it, from a folder that tells of the run, and goes on with it
+  plan     which device should compute what, and when
+  fit      whether a model fits, and what would make it fit; nothing is run
+  devices  what a pool has, and who has leased it
+  profile  how fast devices and links are
+
+several machines:
+  pair     make a client and an agent known to each other
+  serve    offer this machine's devices, as an agent
+  status   who has what, who waits, how busy it is
+  logs     the newest lines of an agent's log
+
+  env      versions, what this machine has, and what is missing
+
+onebox COMMAND --help says more of each. Without a GPU and without another machine:
+  onebox train --pool cpu*2 --data digits --model cnn --epochs 3
+"""
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Return the options of the command that the arguments ask for.
+
+    A run that is resumed brings its settings: flags that are given beat what its configuration file says.
+
+    Args:
+        arguments: Words of the command line, without the program's name.
+
+    Raises:
+        UsageError: They are wrong; the message has one line.
+        SystemExit: They ask for help or for the version, which has been printed.
+    """
+    if not arguments:
+        raise UsageError(f"a command is needed: {', '.join(_COMMANDS)}; see onebox --help")
+    if arguments[0] in ("--help", "-h", "--version"):
+        print(f"onebox {__version__}" if arguments[0] == "--version" else _OVERVIEW.rstrip())
+        raise SystemExit(0)
+    own, script = _without_script(arguments)
+    config = _tyro(_Command, own, prog="onebox", description=_DESCRIPTION)
+    if isinstance(config, RunConfig):
+        return dataclasses.replace(config, script=_checked(script))
+    if not isinstance(config, TrainConfig) or config.resume is None:
+        return config
+    stored = read_config(config.resume)
+    given: TrainConfig = _tyro(TrainConfig, arguments[1:], prog="onebox train", default=stored)
+    return changed_for_resume(stored, given)
+
+
+def _without_script(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the words for ``onebox``, and for ``onebox run`` those from the script on, which are the script's own."""
+    words = list(arguments)
+    if words[:1] == ["plan"]:
+        return _without_bare_memory(words), ()
+    if words[:1] != ["run"]:
+        return words, ()
+    position = 1
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            return words[:position], tuple(words[position + 1 :])
+        if word == "-m" or not word.startswith("-"):
+            return words[:position], tuple(words[position:])
+        position += 1 if "=" in word or word in _BARE else 2
+    return words, ()
+
+
+def _without_bare_memory(words: list[str]) -> list[str]:
+    """Return the words for ``onebox plan``, where ``--memory`` without a size asks for what is said of memory."""
+    bare = [
+        word == "--memory" and (place + 1 == len(words) or words[place + 1].startswith("-"))
+        for place, word in enumerate(words)
+    ]
+    return ["--show-memory" if alone else word for word, alone in zip(words, bare, strict=True)]
+
+
+def _checked(script: tuple[str, ...]) -> tuple[str, ...]:
+    if not script or script == ("-m",):
+        what = "-m needs the name of a module" if script else "a script is needed"
+        raise UsageError(
+            f"{what}: onebox run [flags] script.py [arguments], or onebox run [flags] -m module [arguments]"
+        )
+    return script
+
+
+def _tyro(kind: Any, arguments: Sequence[str], **options: Any) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=arguments, **options)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise UsageError(_own_message(error) or _one_line(said.getvalue())) from None
+
+
+def _own_message(error: BaseException | None) -> str | None:
+    """Return what our own validation said, where that is what ended the parsing."""
+    while error is not None:
+        if isinstance(error, UsageError):
+            return str(error)
+        error = error.__context__
+    return None
+
+
+def _one_line(box: str) -> str:
+    """Turn one of tyro's boxes (a title, what is wrong, a rule, hints) into a line."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    sections = [" ".join(part.split()) for part in re.split(r"[─-]{5,}", " ".join(lines))]
+    if "╭" not in text:  # where the terminal has no such characters, the title is above a rule of its own
+        sections = sections[1:]
+    what, rest = _plain(sections[0].rstrip(".")), " ".join(sections[1:])
+    for pattern, template in (
+        (r"Perhaps you meant: (--[\w-]+)", "; perhaps {}?"),
+        (r"Available subcommands: ([\w, ]+?)(?: For |$)", "; the commands are {}"),
+        (r"For full helptext, (?:run|see) (onebox.*? --help)", "; see {}"),
+    ):
+        match = re.search(pattern, rest)
+        what += template.format(match[1]) if match else ""
+    return what
+
+
+def _plain(text: str) -> str:
+    """Say what Python's own conversions say in words for everybody."""
+    text = re.sub(r"no type matching .* Got errors: .*<class '\w+'>: ", "", text)
+    text = re.sub(r"invalid literal for int\(\) with base 10: ('.*')", r"\1 is not a whole number", text)
+    text = re.sub(r"could not convert string to float: ('.*')", r"\1 is not a number", text)
+    text = re.sub(r"^Missing from (onebox \w+): (\S+) (.*?)\.? \(required\)$", r"\1 needs \2: \3", text)
+    text = re.sub(r"^Missing value for argument '(--[\w-]+)'\. Expected 1 values?", r"\1 needs a value", text)
+    return text.removeprefix("Error parsing ")

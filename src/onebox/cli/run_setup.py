@@ -1,0 +1,199 @@
+"""The beginning of a run: its folder, its model and optimizer, and the trainer, new or from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onebox.cli.models import build_model
+from onebox.cli.options.jobs import JobConfig, TrainConfig
+from onebox.cli.options.run_config import read_config
+from onebox.cli.training_loop import RunProgress
+from onebox.engine import Trainer
+from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.errors import CheckpointError, DataError, UsageError
+from onebox.feed import Data, Position, open_dataset
+from onebox.plan import Plan
+from onebox.pool import Pool
+from onebox.report import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRun:
+    """Where a run starts.
+
+    Args:
+        trainer: The trainer.
+        standing: How far the run is.
+        saved: The checkpoint that the trainer comes from, if any.
+    """
+
+    trainer: Trainer
+    standing: RunProgress
+    saved: Path | None
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the share of samples that were classified right."""
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def load_data(config: JobConfig) -> Data:
+    """Open the data set of a run.
+
+    Raises:
+        UsageError: There is no such data set.
+        DataError: It cannot be read.
+    """
+    try:
+        return open_dataset(config.data, size=config.image_size)
+    except OSError as error:
+        raise DataError(f"--data {config.data} cannot be read: {error}") from error
+
+
+@contextlib.contextmanager
+def run_folder(config: TrainConfig, data: str) -> Iterator[RunFolder]:
+    """Make or take the run's folder; a new one goes again if nothing was written into it.
+
+    Raises:
+        UsageError: It cannot be made, is not empty, or is not there.
+    """
+    if config.resume is not None:
+        yield RunFolder.resume(config.resume)
+        return
+    path = config.run.expanduser() if config.run else None
+    try:
+        folder = RunFolder.create(f"{config.model}-{data}", path=path)
+    except OSError as error:
+        place = error.filename or path or "under runs/"
+        raise UsageError(f"the run folder {place} cannot be made: {error.strerror}; --run names another") from None
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()
+
+
+def start_run(config: TrainConfig, folder: RunFolder, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+    """Make a trainer, or bring one back from the newest checkpoint of the run.
+
+    Args:
+        config: The options, resolved.
+        folder: The run's folder.
+        data: The data set.
+        pool: The devices.
+        plan: The plan; ``None`` for what the options say.
+
+    Raises:
+        UsageError: An option does not fit the pool.
+        CheckpointError: The checkpoint is damaged or foreign.
+    """
+    if config.resume is not None:
+        saved = max(folder.checkpoint.glob("step-*"), default=None)
+        if saved is not None:
+            return _resumed(config, saved, data, pool, plan)
+    model = make_model(config, data)
+    trainer = Trainer(
+        model,
+        functional.cross_entropy,
+        make_optimizer(config, model),
+        pool=pool,
+        plan=plan,
+        micro_batch=config.micro_batch,
+        seed=config.seed,
+        sync=config.sync,
+        update=config.update,
+        shard_optimizer=config.shard_optimizer,
+        shares=config.share_weights,
+        precision=config.precision,
+        clip_grad_norm=config.clip_grad_norm,
+        metrics={"accuracy": accuracy},
+        recover=config.recovers,
+        snapshot_every=config.snapshot_every,
+        adaptive=config.adaptive,
+        staleness=config.staleness,
+        delay=config.delay,
+        warm_up=config.warm_up,
+        overlap=config.overlap,
+        loss_reduction="mean",
+    )
+    return StartedRun(
+        trainer=trainer, standing=RunProgress(position=Position(epoch=0, index=0, seed=config.seed)), saved=None
+    )
+
+
+def _resumed(config: TrainConfig, saved: Path, data: Data, pool: Pool, plan: Plan | None) -> StartedRun:
+    assert config.resume is not None
+    model = make_model(config, data)
+    options: dict[str, Any] = {"plan": plan}
+    if plan is None:
+        options = {"sync": config.sync, "update": config.update, "shard_optimizer": config.shard_optimizer}
+    if plan is None and config.shares != read_config(config.resume).shares:
+        options["shares"] = config.share_weights
+    try:
+        trainer = Trainer.resume(
+            saved,
+            model,
+            functional.cross_entropy,
+            make_optimizer(config, model),
+            pool=pool,
+            metrics={"accuracy": accuracy},
+            recover=config.recovers,
+            snapshot_every=config.snapshot_every,
+            adaptive=config.adaptive,
+            **options,
+        )
+        standing = RunProgress.from_extra(trainer.extra, seed=config.seed, path=saved)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; to go on from the save before it, move {saved} away", path=saved) from None
+    return StartedRun(trainer=trainer, standing=standing, saved=saved)
+
+
+def make_model(config: JobConfig, data: Data) -> nn.Module:
+    """Return the model of a run, for the images of its data."""
+    channels, height, width = data.shape
+    return build_model(
+        config.model,
+        classes=data.classes,
+        channels=channels,
+        height=height,
+        width=width,
+        mean=data.mean,
+        std=data.std,
+        seed=config.seed,
+    )
+
+
+def make_optimizer(config: JobConfig, model: nn.Module) -> Optimizers:
+    """Return the optimizer of a run, whose options are resolved, or two beside each other."""
+    assert config.lr is not None and config.weight_decay is not None, "the options are resolved"
+    lr, weight_decay = config.lr, config.weight_decay
+    if config.optimizer == "sgd":
+        momentum = config.momentum or 0.0
+        return torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay, momentum=momentum)
+    if config.optimizer == "muon":
+        return _with_muon(model, lr, weight_decay)
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(model.parameters(), lr=lr, weight_decay=weight_decay)
+
+
+def _with_muon(model: nn.Module, lr: float, weight_decay: float) -> Optimizers:
+    """Return Muon for the matrices of a model but tables of embeddings, and AdamW for the rest.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate suits both (arXiv:2502.16982, 2.2).
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
+    known = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in known]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay),
+    ]

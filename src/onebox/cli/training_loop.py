@@ -1,0 +1,324 @@
+"""The training loop of ``onebox train``: epochs of steps, results on record, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from onebox.cli.options.jobs import TrainConfig
+from onebox.engine import StepLoss, Trainer
+from onebox.engine.adaptive.controller import AppliedDecision
+from onebox.engine.data.prefetch import UploadedBatch
+from onebox.engine.recovery.policy import RecoveryRecord
+from onebox.errors import CheckpointError, OneboxError
+from onebox.feed import Data, Feed, Position
+from onebox.report import MetricsLog, Progress, RunFolder, epoch_line
+
+_REMEMBERED = 1000
+_BEHIND = 2
+"""Losses are asked for so many steps later: as many steps as the trainer has in flight by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """What came out of an epoch; a line of the metrics file.
+
+    Args:
+        step: Steps of the whole run up to its end.
+        epoch: Its number, from 1.
+        train_loss: Mean over its samples, each as the step saw it.
+        test_loss: Mean over the test set.
+        test_accuracy: Share of the test set that was classified right.
+        samples_per_s: Training samples per second, without what lies between epochs.
+    """
+
+    step: int
+    epoch: int
+    train_loss: float | None
+    test_loss: float | None
+    test_accuracy: float
+    samples_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunProgress:
+    """How far a run is: what a checkpoint keeps beside the trainer's own state.
+
+    Args:
+        position: The next batch.
+        loss_sum: Sum of the losses of the epoch's samples so far; ``None`` where it is no finite number.
+        last: The last epoch's result.
+        skipped: Samples of the epoch that were left out so far.
+    """
+
+    position: Position
+    loss_sum: float | None = 0.0
+    last: EpochResult | None = None
+    skipped: int = 0
+
+    def to_extra(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any], *, seed: int, path: Path) -> RunProgress:
+        """Return what :meth:`to_extra` wrote.
+
+        Raises:
+            CheckpointError: It is not there, or belongs to a run of another seed.
+        """
+        try:
+            standing = msgspec.convert(extra, cls)
+        except (msgspec.ValidationError, OneboxError) as error:
+            raise CheckpointError(
+                f"{path} holds no position in the data that this command wrote: {error}", path=path
+            ) from None
+        if standing.position.seed != seed:
+            raise CheckpointError(
+                f"{path} is of a run with seed {standing.position.seed}, the configuration with it of one with {seed}",
+                path=path,
+            )
+        return standing
+
+
+@dataclass
+class ThroughputMeter:
+    """Samples and seconds of training; what lies between epochs does not count."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    _begun: tuple[float, int, float] = (0.0, 0, 0.0)
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._begun = (time.monotonic(), self.samples, self.seconds)
+
+    def add(self, samples: int) -> None:
+        """A step is done."""
+        self.samples += samples
+        self.seconds = self._begun[2] + time.monotonic() - self._begun[0]
+
+    @property
+    def epoch_samples_per_s(self) -> float | None:
+        """Rate of the epoch so far."""
+        seconds = self.seconds - self._begun[2]
+        return (self.samples - self._begun[1]) / seconds if seconds else None
+
+
+@dataclass(kw_only=True)
+class TrainingLoop:
+    """Trains until the last epoch.
+
+    Args:
+        config: The options.
+        trainer: The trainer.
+        data: The data set.
+        train: Batches to train on, uploaded.
+        test: Batches to test on, of one epoch in a fixed order.
+        folder: Where checkpoints go.
+        log: Where results go.
+        progress: What a person sees.
+        standing: How far the run is.
+        saved: The last checkpoint, if any.
+        meter: Samples and seconds of training.
+        peak_bytes: Most memory of each device that is left, up to the end of the first epoch of training; empty before.
+        unsaved: Why the last checkpoint that was due is not there; ``None`` if it is.
+        full_steps: The numbers of the last steps that had a whole batch, as events count them, from 0.
+    """
+
+    config: TrainConfig
+    trainer: Trainer
+    data: Data
+    train: Feed
+    test: Feed
+    folder: RunFolder
+    log: MetricsLog
+    progress: Progress
+    standing: RunProgress
+    saved: Path | None = None
+    meter: ThroughputMeter = field(default_factory=ThroughputMeter)
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+    unsaved: OneboxError | None = None
+    full_steps: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _pending: deque[tuple[int, StepLoss, int]] = field(default_factory=deque)
+    _loss_sum: float = 0.0
+    _stories: int = 0
+    _made: int = 0
+    _silent: bool = False
+
+    @property
+    def full_batch(self) -> int:
+        """Samples of a whole batch."""
+        return min(self.config.batch, len(self.data.train))
+
+    @property
+    def computes(self) -> bool:
+        """Whether all devices compute; ``sim`` ones only sleep: then there is no loss and nothing to be saved."""
+        return all(device.kind != "sim" for device in self.trainer.pool.devices)
+
+    def run(self) -> None:
+        """Train the epochs that are left.
+
+        A checkpoint that cannot be written, as on a full disk, is said and left to the next time that one is due.
+
+        Raises:
+            OneboxError: A step failed.
+        """
+        while self.standing.position.epoch < self.config.epochs:
+            self._epoch(self.standing)
+
+    def _epoch(self, standing: RunProgress) -> None:
+        position = standing.position
+        self.progress.epoch(position.epoch + 1)
+        self.meter.begin()
+        self._loss_sum = math.nan if standing.loss_sum is None else standing.loss_sum
+        with self.train.epoch(position.epoch) as batches:
+            for uploaded in batches:
+                self._step(uploaded, position.epoch)
+                here = self.train.position
+                if self._save_now() and here.index < len(self.train):  # the epoch's end is saved with its results
+                    self._drain(position.epoch)
+                    skipped = standing.skipped + self.train.skipped.in_epoch
+                    self._save(RunProgress(position=here, loss_sum=self._loss_sum, last=standing.last, skipped=skipped))
+        self._drain(position.epoch)
+        self._tell_feed(position.epoch + 1)
+        if not self.peak_bytes:  # now, as a test may need more than a step
+            memory, present = self.trainer.memory(), self.trainer.pool.present
+            self.peak_bytes = {device: used.peak_bytes for device, used in zip(present, memory, strict=True)}
+        result = self._test(position.epoch + 1, standing.skipped + self.train.skipped.in_epoch)
+        self._save(RunProgress(position=self.train.position, last=result))
+
+    def _step(self, uploaded: UploadedBatch, epoch: int) -> None:
+        first = self.trainer.plan is None
+        loss = self.trainer.step(uploaded)
+        if first and self.trainer.plan is not None:
+            self.progress.note(f"plan: {self.trainer.plan.describe()}")
+        if uploaded.size == self.full_batch:
+            self.full_steps.append(self.trainer.steps_done - 1)
+        self._pending.append((self.trainer.steps_done, loss, uploaded.size))
+        if len(self._pending) > _BEHIND:
+            self._record(epoch)
+
+    def _record(self, epoch: int) -> None:
+        """Take the loss of the oldest step that has not been asked for."""
+        step, value, samples = self._pending.popleft()
+        loss = value.item()
+        self._loss_sum += loss * samples
+        self.meter.add(samples)
+        norm = {} if value.gradient_norm is None else {"gradient_norm": value.gradient_norm}
+        self._write({"event": "step", "step": step, "epoch": epoch + 1, "loss": loss, "samples": samples, **norm})
+        self.progress.step(step, loss=loss, samples=samples)
+        self._tell_news()
+
+    def _drain(self, epoch: int) -> None:
+        while self._pending:
+            self._record(epoch)
+
+    def _tell_feed(self, epoch: int) -> None:
+        """Say which stage bounded the epoch."""
+        stages = {each.name: msgspec.to_builtins(each) for each in self.train.counters}
+        skipped = [msgspec.to_builtins(one) for one in self.train.skipped.first]
+        about = {"stages": stages, "skipped": self.train.skipped.count, "first_skipped": skipped}
+        self._write({"event": "feed", "step": self.trainer.steps_done, "epoch": epoch, **about})
+        self.progress.note(self.train.report())
+
+    def _test(self, epoch: int, skipped: int) -> EpochResult:
+        with self.test.epoch(0) as batches:
+            found = self.trainer.evaluate(batches)
+        if self.test.skipped.in_epoch:
+            self.progress.note(f"of those to test on: {self.test.skipped}")
+        result = EpochResult(
+            step=self.trainer.steps_done,
+            epoch=epoch,
+            train_loss=self._loss_sum / (len(self.data.train) - skipped),
+            test_loss=found.loss,
+            test_accuracy=found.metrics["accuracy"],
+            samples_per_s=self.meter.epoch_samples_per_s,
+        )
+        self._tell_news()
+        self._write({"event": "epoch", **msgspec.to_builtins(result)})
+        self.progress.note(result_line(result, self.config.epochs))
+        return result
+
+    def _save_now(self) -> bool:
+        every = self.config.save_every
+        return every is not None and self.trainer.steps_done % every == 0
+
+    def _save(self, standing: RunProgress) -> None:
+        if not self.computes:
+            self.standing = standing
+            return
+        self.standing, self.unsaved = standing, None
+        try:
+            self.saved = self.trainer.save(self.folder.checkpoint, extra=standing.to_extra())
+        except CheckpointError as error:
+            self.unsaved = error
+            step = self.trainer.steps_done
+            self.progress.note(f"no checkpoint of step {step}: {error}; training goes on until the next one is due")
+            self._write({"event": "unsaved", "step": step, "error": str(error)})
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Put what was lost or decided since, and how the run went on, on record; the trainer has logged it."""
+        for story in self.trainer.recoveries[self._stories :]:
+            self._write({"event": "recovery", **recovery_data(story)})
+            self._stories += 1
+        for made in self.trainer.decisions[self._made :]:
+            self._write({"event": "decision", **decision_data(made)})
+            self._made += 1
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        """Put something on record; where the disk is full, it is written when there is room again."""
+        try:
+            self.log.write(record)
+        except OSError as error:
+            if not self._silent:
+                what = f"{self.folder.metrics} cannot be written: {error.strerror}; it is tried again with every step"
+                self.progress.note(what)
+            self._silent = True
+        else:
+            self._silent = False
+
+
+def recovery_data(story: RecoveryRecord) -> dict[str, object]:
+    """Return the story of a recovery as plain data, with what is said of it."""
+    return {**dataclasses.asdict(story), "text": str(story)}
+
+
+def decision_data(made: AppliedDecision) -> dict[str, object]:
+    """Return a decision of the run-time scheduler as plain data, with what is said of it."""
+    decision, outcome = made.decision, made.outcome
+    return {
+        "step": made.step,
+        "kind": decision.kind,
+        "plan": decision.plan.describe(),
+        "before_s": decision.before_s,
+        "expected_s": decision.after_s,
+        "measured_s": outcome and outcome.after_s,
+        "kept": outcome and outcome.kept,
+        "moved_bytes": made.moved_bytes,
+        "seconds": made.seconds,
+        "refused": made.refused or None,
+        "text": made.line,
+    }
+
+
+def result_line(result: EpochResult, epochs: int) -> str:
+    """Say how an epoch went."""
+    return epoch_line(
+        epoch=result.epoch,
+        epochs=epochs,
+        loss=math.nan if result.train_loss is None else result.train_loss,
+        test_loss=math.nan if result.test_loss is None else result.test_loss,
+        test_accuracy=result.test_accuracy,
+        samples_per_s=result.samples_per_s,
+    )

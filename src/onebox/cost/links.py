@@ -1,0 +1,101 @@
+"""Fit of a link to the times of a few messages, and the choice of their sizes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+CEILING_BPS = 1e15
+"""Maximum bandwidth, for links without a visible limit, such as those between devices that only sleep. A number,
+because JSON has no infinity."""
+
+SMALLEST_BYTES = 4
+_SECOND_BYTES = 16 << 10
+LARGEST_BYTES = 8 << 20
+
+_ENOUGH_S = 0.003
+"""Seconds beyond the smallest message's time from which a message determines the bandwidth: clocks and wake-ups err by
+some 10 µs."""
+
+_AIM_S = 0.006
+_BUDGET_S = 0.005
+"""Seconds for the repeats of one size in one direction."""
+
+LEAST_REPEATS, _MOST_REPEATS = 2, 16
+
+_MOST_GROWTH = 32
+"""Maximum ratio of consecutive sizes: the one before may have passed in a burst, and the resulting overestimate would
+fill a slow link for minutes."""
+
+_ALIKE = 1.3
+"""Ratio of a link's two directions above which they are measured again."""
+
+
+def fit_link(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Return latency, in seconds, and bandwidth, in bytes per second: the line through the smallest and the largest.
+
+    Sizes in between are ignored: many a link, a shaped one or one behind a buffer, passes a burst at once that does not
+    show its rate for large messages. A fit to all of them would promise a multiple of it.
+
+    Args:
+        seconds: Times in one direction, by the bytes of the message.
+
+    Raises:
+        ValueError: There are none, or one is not positive and finite.
+    """
+    if not seconds or not all(size >= 0 and 0 < taken < math.inf for size, taken in seconds.items()):
+        raise ValueError(f"times of messages {dict(seconds)}: at least one, of 0 bytes or more and a positive time")
+    smallest, largest = min(seconds), max(seconds)
+    longer_s = seconds[largest] - seconds[smallest]
+    if longer_s * CEILING_BPS <= largest - smallest:
+        return seconds[smallest], CEILING_BPS
+    bandwidth = (largest - smallest) / longer_s
+    latency = seconds[smallest] - smallest / bandwidth
+    return (latency, bandwidth) if latency >= 0 else (0.0, largest / seconds[largest])
+
+
+def next_size(seconds: Mapping[int, float], most_bytes: int = LARGEST_BYTES) -> int | None:
+    """Return the size of the next message to time, or ``None`` where there are enough.
+
+    Sizes grow until a message takes well longer than the smallest, so that slow links are not filled for long, and
+    messages on fast ones are long enough for the clock.
+
+    Args:
+        seconds: Times in one direction, by the bytes of the message, at least of the smallest.
+        most_bytes: The largest message that there is room for.
+    """
+    smallest, largest = min(seconds), max(seconds)
+    if largest == smallest:
+        return _whole(min(_SECOND_BYTES, most_bytes), above=largest)
+    if seconds[largest] - seconds[smallest] >= _ENOUGH_S:
+        return None
+    per_byte = max(seconds[largest] - seconds[smallest], 1e-9) / (largest - smallest)
+    wanted = min(max(2.0 * largest, _AIM_S / per_byte), float(_MOST_GROWTH * largest))
+    return _whole(int(min(wanted, LARGEST_BYTES, most_bytes)), above=largest)
+
+
+def repeats(expected_s: float) -> int:
+    """Return the number of repeats of a message with an expected round-trip time."""
+    return max(LEAST_REPEATS, min(_MOST_REPEATS, int(_BUDGET_S / max(expected_s, 1e-9))))
+
+
+def is_doubtful(link: tuple[float, float], way_back: tuple[float, float]) -> bool:
+    """Return whether a link should be measured again, because the opposite direction is much faster.
+
+    Wires are mostly alike in both directions, and disturbances only make a measurement slower.
+
+    Args:
+        link: Latency and bandwidth.
+        way_back: Of the opposite direction.
+    """
+    return any(_seconds(link, size) > _ALIKE * _seconds(way_back, size) for size in (0, LARGEST_BYTES))
+
+
+def _seconds(link: tuple[float, float], size: int) -> float:
+    return link[0] + size / link[1]
+
+
+def _whole(size: int, *, above: int) -> int | None:
+    """Return a size as whole float32 elements, if it is larger than another one."""
+    size -= size % SMALLEST_BYTES
+    return size if size > above else None

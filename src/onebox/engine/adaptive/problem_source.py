@@ -1,0 +1,97 @@
+"""What a run that follows its devices starts from: a planner's problem, given or made of what its first steps took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from onebox.engine.adaptive.controller import MakeProblem
+from onebox.engine.adaptive.profile_scaling import scale_profile, with_measured_links
+from onebox.engine.problem.estimate import estimate_links, estimate_profile
+from onebox.engine.problem.planner_problem import make_problem
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.errors import UsageError
+from onebox.plan import Links, Plan
+from onebox.plan.model.problem import Problem
+from onebox.plan.replan.measurements import StepMeasurement
+from onebox.pool import Pool
+
+
+def problem_maker(
+    pool: Pool,
+    captures: Callable[[], Captures],
+    optimizer: Optimizers,
+    first: Callable[[], Batch | None],
+    given: Problem | None,
+) -> MakeProblem:
+    """Return what makes the problem that a run's plan is an answer to.
+
+    A problem that was planned with is the best: its segments were measured one by one. Without one, nothing is measured
+    beside the run: the times of its stages, which are known from its first steps, are shared out over their segments as
+    an earlier measurement or counted operations say.
+
+    Args:
+        pool: The pool.
+        captures: Returns the captured model.
+        optimizer: The user's optimizer.
+        first: Returns a batch as most are.
+        given: The problem, where the plan is a planner's.
+    """
+
+    def make(plan: Plan, steps: list[StepMeasurement]) -> Problem:
+        if given is not None:
+            present = tuple(device for device in given.devices if device.number in pool.present)
+            return replace(given, devices=present, free_shares=False)
+        batch = first()
+        assert batch is not None
+        devices = [device for device in pool.devices if device.number in pool.present]
+        size = plan.micro_batch or max(part.size for part in plan.micro_batches(batch.size))
+        profile, _ = estimate_profile(captures(), batch, [size], optimizer, devices)
+        links, sure = _links(pool)
+        problem = make_problem(
+            scale_profile(profile, plan, steps, pool.devices),
+            devices,
+            with_measured_links(links, steps, sure),
+            batch=batch.size,
+            micro_batches=(min(size, batch.size),),
+            updates=(plan.update,),
+            sharded=plan.optimizer == "sharded",
+        )
+        return replace(problem, free_shares=False, cores={})  # where cores are short, that is in what steps took
+
+    return make
+
+
+def _links(pool: Pool) -> tuple[Links, frozenset[tuple[int, int]]]:
+    """Return the links of a pool as far as they are known, and of which that is certain, because they are emulated."""
+    known = estimate_links(pool.devices)
+    latency_s = {a: dict(row) for a, row in known.latency_s.items()}
+    bandwidth_bps = {a: dict(row) for a, row in known.bandwidth_bps.items()}
+    sure = set()
+    for (a, b), link in pool.links.items():
+        latency_s[a][b] = link.latency_s
+        if link.bandwidth_bps < math.inf:
+            bandwidth_bps[a][b] = link.bandwidth_bps
+            sure.add((a, b))
+    return Links(latency_s=latency_s, bandwidth_bps=bandwidth_bps), frozenset(sure)
+
+
+def check_adaptive(adaptive: bool | Problem, plan: Plan | None, pool: Pool, *, trace: bool) -> None:
+    """Refuse to follow what cannot be followed.
+
+    Raises:
+        UsageError: What stands in the way.
+    """
+    if not isinstance(adaptive, bool | Problem):
+        raise UsageError(f"adaptive={adaptive!r}: allowed are True, False, and the problem that the plan was made for")
+    if not adaptive:
+        return
+    if not trace:
+        raise UsageError("adaptive needs the times that workers tell: leave trace=False out")
+    if plan is not None and plan.split:
+        raise UsageError("adaptive follows plans of whole layers; this one splits layers over several devices")
+    if len(pool) < 2:
+        raise UsageError("adaptive moves work between devices, and this pool has one")

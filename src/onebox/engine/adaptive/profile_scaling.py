@@ -1,0 +1,125 @@
+"""A model's profile made of what its steps took: what was estimated of segments, scaled to what stages took. Pure.
+
+Which segment of a stage takes how much of its time is not measured in a run; that is taken from an earlier measurement
+or from counted operations (:mod:`onebox.engine.problem.estimate`), and only the proportions matter. What a stage takes
+on a device is measured. A device that is slower from the first step than its declared speed makes its stage's segments
+look more expensive, which moves cuts in the right direction, if not as far as the device's true speed would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace as replaced
+from statistics import median
+
+from msgspec.structs import replace
+
+from onebox.cost.model_profile import ModelProfile, SegmentTimes
+from onebox.engine.adaptive.measurements import JITTER_S
+from onebox.engine.problem.planner_problem import device_type
+from onebox.plan import Links, Plan
+from onebox.plan.replan.measurements import StepMeasurement
+from onebox.pool import DeviceInfo
+
+_KINDS = ("F", "I", "W")
+_Rows = Mapping[int, Sequence[float]]
+
+
+def scale_profile(
+    profile: ModelProfile, plan: Plan, steps: Sequence[StepMeasurement], devices: Sequence[DeviceInfo]
+) -> ModelProfile:
+    """Return a profile whose stages take what they took.
+
+    Args:
+        profile: Of the model, for one size of a micro-batch.
+        plan: The plan of the steps.
+        steps: What was measured, at least one step.
+        devices: All devices of the pool.
+    """
+    names = [segment.name for segment in profile.bytes.segments]
+    stages = [[names.index(name) for name in stage.segments] or list(range(len(names))) for stage in plan.stages]
+    times = {}
+    for kind, found in profile.times.items():
+        own = found[-1]
+        measured = {device.number: device.speed for device in devices if device_type(device) == kind}
+        factors = _factors(own, stages, plan, steps, measured)
+        usual = median(factors.values()) if factors else 1.0
+        rows = [list(row) for row in own.seconds]
+        for stage, indices in enumerate(stages):
+            for index in indices:
+                for place, what in enumerate(_KINDS):
+                    rows[index][place] *= factors.get((stage, what), usual)
+        update_s = _update_s(profile, stages, plan, steps, measured) or own.update_s
+        seconds = tuple((forward, inputs, weight) for forward, inputs, weight in rows)
+        times[kind] = (replace(own, seconds=seconds, update_s=update_s, call_s=0.0),)  # it is in what was measured
+    return replace(profile, times=times)
+
+
+def _typical(found: Sequence[float]) -> float:
+    """Return the lower quartile: what disturbs a step makes it longer, and workers get faster in their first steps."""
+    return sorted(found)[len(found) // 4]
+
+
+def _factors(
+    own: SegmentTimes,
+    stages: Sequence[Sequence[int]],
+    plan: Plan,
+    steps: Sequence[StepMeasurement],
+    speeds: Mapping[int, float],
+) -> dict[tuple[int, str], float]:
+    """Return what the estimates of each stage and kind are to be multiplied with, for devices of one type."""
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for step in steps:
+        for task, took in step.actions.items():
+            if task.device not in speeds or task.stage >= len(stages):
+                continue
+            kinds = ("I", "W") if task.kind == "B" else (task.kind,)
+            expected = sum(own.seconds[index][_KINDS.index(kind)] for index in stages[task.stage] for kind in kinds)
+            if expected and took.mean_s:
+                for kind in kinds:
+                    ratio = took.mean_s * speeds[task.device] / expected
+                    ratios.setdefault((task.stage, kind), []).append(ratio)
+    return {key: _typical(found) for key, found in ratios.items()}
+
+
+def _update_s(
+    profile: ModelProfile,
+    stages: Sequence[Sequence[int]],
+    plan: Plan,
+    steps: Sequence[StepMeasurement],
+    speeds: Mapping[int, float],
+) -> float:
+    """Return the seconds of the optimizer's step over all parameters on devices of one type; 0 where none is known."""
+    sizes = [segment.update_bytes for segment in profile.bytes.segments]
+    own: dict[int, float] = {}
+    for stage, indices in enumerate(stages):
+        for device in (device for replica in plan.stages[stage].replicas for device in replica):
+            own[device] = own.get(device, 0) + sum(sizes[index] for index in indices)
+    found = [
+        seconds * speeds[device] * sum(sizes) / own[device]
+        for step in steps
+        for device, seconds in step.update_s.items()
+        if device in speeds and own.get(device)
+    ]
+    return _typical(found) if found else 0.0
+
+
+def with_measured_links(links: Links, steps: Sequence[StepMeasurement], sure: frozenset[tuple[int, int]]) -> Links:
+    """Return links with the speeds of those that steps used.
+
+    Args:
+        links: As they are known or guessed.
+        steps: What was measured.
+        sure: Links that are known, by their two ends.
+    """
+    bandwidth_bps = {a: dict(row) for a, row in links.bandwidth_bps.items()}
+    rates: dict[tuple[int, int], list[float]] = {}
+    for step in steps:
+        for (a, b), carried in step.links.items():
+            busy_s = carried.seconds - carried.messages * (links.latency_s[a][b] + JITTER_S)
+            if (a, b) not in sure and busy_s > 0:  # else messages are too short to say how fast it is
+                rates.setdefault((a, b), []).append(carried.size_bytes / busy_s)
+    for (a, b), found in rates.items():
+        if len(found) == len(steps):
+            bandwidth_bps[a][b] = max(1.0, median(found))
+    return replaced(links, bandwidth_bps=bandwidth_bps)

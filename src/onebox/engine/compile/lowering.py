@@ -1,0 +1,248 @@
+"""Lowering: a step of a plan becomes one routine for each worker. Pure.
+
+A worker executes its row of the schedule (``rows.py``). What a step does beside the actions is in files of its own:
+``gradients.py`` (accumulate, sum over holders, clip, step) and ``statistics.py`` (buffers that replicas share). Steps
+that overlap are cut into windows (``windows.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.routine import RoutineBuilder, StepRoutine
+from onebox.engine.compile.update.async_window import DueUpdate, LateUpdate, Window, WindowWeights, WorkerWindows
+from onebox.engine.compile.update.batchnorm import BatchNormStatistics
+from onebox.engine.compile.update.collectives import ReductionQueue
+from onebox.engine.compile.update.gradients import Gradients
+from onebox.engine.compile.update.optimizer_update import WorkerUpdate
+from onebox.engine.compile.value_numbers import ValueNumbers
+from onebox.engine.compile.worker_program import WorkerProgramBuilder
+from onebox.engine.partition.phase_programs import PhaseProgram
+from onebox.engine.partition.sharding_spec import ShardingSpec
+from onebox.engine.workload.emulated_costs import EmulatedCosts
+from onebox.graph import ModelPrograms
+from onebox.plan import Action, Plan
+from onebox.plan.schedules.async_window import drain_of, fill_of
+
+
+class Lowering:
+    """Lowers the steps of a plan.
+
+    Args:
+        plan: The plan.
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        trained: Names of the trained parameters, in the optimizer's order.
+        model: The programs for any size of a micro-batch.
+        max_norm: For clipping; 0 for none.
+        costs: What actions cost devices that compute nothing.
+
+    Raises:
+        CaptureError: A buffer changes in a way that replicas cannot share.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        holdings: ShardingSpec,
+        numbers: BufferNumbers,
+        *,
+        trained: Sequence[str],
+        model: ModelPrograms,
+        max_norm: float,
+        costs: EmulatedCosts,
+    ) -> None:
+        self._plan = plan
+        self._costs = costs
+        self._holdings = holdings
+        self._numbers = numbers
+        self._gradients = Gradients(holdings, numbers, trained=trained, model=model, max_norm=max_norm)
+        self._moved: dict[str, int] = {}
+        BatchNormStatistics(holdings, numbers, model, self._moved)  # which refuses what replicas cannot share
+
+    def missing(self, programs: ModelPrograms) -> str:
+        """Return a parameter or buffer that programs read on a device which does not hold it, if there is one."""
+        for phase, program in programs.phases.items():
+            needed = {device for replica in self._plan.stages[phase.stage].replicas for device in replica}
+            for port in program.inputs:
+                if port.kind in ("parameter", "rounded", "buffer"):
+                    name = str(port.name)
+                    if needed.difference(self._holdings.holders.get(name, ())):
+                        return name
+        return ""
+
+    @property
+    def gradients(self) -> dict[int, str]:
+        """The parameter of each buffer that a gradient comes to be in: those of one micro-batch, and their sums."""
+        shared = self._gradients
+        fresh = {number: f"{name}, of one micro-batch" for name, number in shared.fresh.items()}
+        late = {number: f"{name}, of the step before" for name, number in shared.late.items()}
+        return fresh | late | {number: name for name, number in shared.sums.items()}
+
+    def train(self, job: BatchJob) -> dict[int, StepRoutine]:
+        """Return the routine of each worker for a training step."""
+        values, shared = ValueNumbers(job, self._numbers.new, self._holdings.ranks), self._statistics(job)
+        found = {}
+        for worker in self._plan.devices:
+            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
+            exchanges = self._exchanges(row.builder, worker)
+            statistics = shared.begin(row.builder, worker, row.actions, job, exchanges)
+            gradients = self._gradients.begin(row.builder, worker, row.actions, job, exchanges)
+            rounding = row.round()
+            row.run(lambda action, own=gradients: own, [statistics], moved=statistics.moved)  # type: ignore[misc]
+            row.offload(gradients.own if self._plan.update == "host" else ())
+            rounding.finish()
+            exchanges.finish()
+            statistics.finish()
+            self._gradients.update(row.builder, worker).finish()
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
+    def windows(self, job: BatchJob) -> dict[int, WorkerWindows]:
+        """Return the routines of each worker for steps that overlap; the job's schedule is that of a steady window."""
+        values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
+        fill, drain = fill_of(job.schedule).rows, drain_of(job.schedule).rows
+        found = {}
+        for worker in self._plan.devices:
+            first = RoutineBuilder(self._numbers.new, self._numbers.program)
+            filling = self._window(first, worker, job, values, fill.get(worker, ()), "fill")
+            second = first.another()
+            steady = self._window(second, worker, job, values, job.schedule.rows.get(worker, ()), "steady")
+            draining = self._window(second.another(), worker, job, values, drain.get(worker, ()), "drain")
+            assert filling.leaves == steady.leaves, "the windows of a step are given different things"
+            found[worker] = WorkerWindows(fill=filling, steady=steady, drain=draining)
+        return found
+
+    def _window(
+        self,
+        builder: RoutineBuilder,
+        worker: int,
+        job: BatchJob,
+        values: ValueNumbers,
+        actions: Sequence[Action],
+        window: Window,
+    ) -> StepRoutine:
+        row = self._row(worker, job, values, actions, builder)
+        update = None if window == "fill" else self._gradients.update(builder, worker, age=1)
+        if self._numbers.previous:
+            self._stale(row, job, worker, window, update)
+        else:
+            self._exact(row, job, worker, window, update)
+        row.answer()
+        return builder.finish(row.leaves, row.results)
+
+    def _stale(
+        self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
+    ) -> None:
+        """Add a window that is computed with older weights, and what is left of the step before."""
+        exchanges = self._exchanges(row.builder, worker)
+        given = (row.builder, worker, row.actions, job, exchanges)
+        weights = WindowWeights(self._numbers, window)
+        late = None if window == "fill" else self._gradients.begin(*given, half="late")
+        statistics = None if window == "drain" else self._statistics(job).begin(*given)
+        early = None if window == "drain" else self._gradients.begin(*given, half="early")
+        updating, before = LateUpdate(update, weights, row.actions), row.rounded_before()
+        rounding = None if window == "drain" else row.round_for_step(weights.number)
+        exchanges.flush()
+        updating.begin()
+        row.run(
+            lambda action: late if action.micro_batch < 0 else early,  # type: ignore[arg-type, return-value]
+            [before, updating, *([] if statistics is None else [statistics])],
+            moved={} if statistics is None else statistics.moved,
+            weight_of=weights.number,
+        )
+        if rounding is not None:
+            rounding.finish(before.handed_on)
+        exchanges.finish()
+        if statistics is not None:
+            statistics.finish()
+        updating.finish()
+        if early is not None:
+            row.hand_on({**early.handed_on, **before.handed_on})
+
+    def _exact(
+        self, row: WorkerProgramBuilder, job: BatchJob, worker: int, window: Window, update: WorkerUpdate | None
+    ) -> None:
+        """Add a window whose step is computed with the new weights, with the update of the step before."""
+        updating = DueUpdate(update, lambda action: _read(job.part(worker, action)))
+        if window == "drain" or self._plan.split or self._plan.narrow:
+            updating.finish()
+        if window == "drain":
+            return
+        exchanges = self._exchanges(row.builder, worker, before=updating.finish)
+        given = (row.builder, worker, row.actions, job, exchanges)
+        statistics, gradients = self._statistics(job).begin(*given), self._gradients.begin(*given)
+        rounding = row.round()
+        row.run(lambda action: gradients, [updating, statistics], moved=statistics.moved)
+        rounding.finish()
+        exchanges.finish()
+        updating.finish()
+        statistics.finish()
+
+    def _statistics(self, job: BatchJob) -> BatchNormStatistics:
+        return BatchNormStatistics(self._holdings, self._numbers, job.programs(0), self._moved)
+
+    def _exchanges(
+        self, builder: RoutineBuilder, worker: int, before: Callable[[], None] = lambda: None
+    ) -> ReductionQueue:
+        shared, alone = self._holdings.shared_groups, len(self._plan.stages) == 1 and not self._plan.split
+        return ReductionQueue(builder, worker, self._numbers.groups, shared=shared, early=alone, before=before)
+
+    def evaluate(self, job: BatchJob) -> dict[int, StepRoutine]:
+        """Return the routine of each worker for an evaluation; its schedule has nothing but forward."""
+        values = ValueNumbers(job, self._numbers.new, self._holdings.ranks)
+        found = {}
+        for worker in self._plan.devices:
+            row = self._row(worker, job, values, job.schedule.rows.get(worker, ()))
+            rounding = row.round()
+            row.run()
+            rounding.finish()
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
+    def probe(self, job: BatchJob) -> dict[int, StepRoutine]:
+        """Return the routine of each worker that changes nothing, and says the 2-norm of its gradients, squared.
+
+        It says that before its losses. What the routines need is theirs alone, and nothing is summed over workers.
+        """
+        values, found = ValueNumbers(job, self._numbers.new, self._holdings.ranks), {}
+        for worker in self._plan.devices:
+            actions = job.schedule.rows.get(worker, ())
+            row = self._row(worker, job, values, actions, RoutineBuilder(self._numbers.new))
+            exchanges = self._exchanges(row.builder, worker)
+            gradients = self._gradients.begin(row.builder, worker, actions, job, exchanges, half="early")
+            rounding = row.round()
+            row.run(lambda action, own=gradients: own)  # type: ignore[misc]
+            rounding.finish()
+            gradients.norm()
+            row.answer()
+            found[worker] = row.builder.finish(row.leaves, row.results)
+        return found
+
+    def _row(
+        self,
+        worker: int,
+        job: BatchJob,
+        values: ValueNumbers,
+        actions: Sequence[Action],
+        builder: RoutineBuilder | None = None,
+    ) -> WorkerProgramBuilder:
+        return WorkerProgramBuilder(
+            worker,
+            job,
+            values,
+            self._plan,
+            self._numbers,
+            costs=self._costs,
+            ranks=self._holdings.ranks,
+            builder=builder or RoutineBuilder(self._numbers.new, self._numbers.program),
+            actions=actions,
+        )
+
+
+def _read(part: PhaseProgram) -> list[str]:
+    """Return the parameters that a part reads."""
+    return [str(port.name) for port in part.inputs if port.kind in ("parameter", "rounded")]

@@ -1,0 +1,109 @@
+"""Emission: the instructions that run a part, its programs and the collectives between them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.partition.phase_programs import PhaseProgram
+from onebox.graph import Piece, Port
+from onebox.graph.shard.search import AllReduce, RankStep
+from onebox.wire.protocol.instructions import Free, Gather, Reduce
+
+
+def emit(
+    builder: RoutineBuilder,
+    part: PhaseProgram,
+    steps: Sequence[RankStep],
+    inputs: Sequence[int],
+    number_of: Callable[[Port], int],
+    label: InstructionLabel,
+    *,
+    takes: Sequence[int],
+    group: int,
+    micro_batch: int = 0,
+    age: int = 0,
+    cost_s: float = 0.0,
+    made: Callable[[Sequence[Port]], None] = lambda ports: None,
+    done: Callable[[Sequence[Port]], None] = lambda ports: None,
+) -> None:
+    """Add what runs a part.
+
+    Args:
+        builder: The routine.
+        part: The part.
+        steps: Its steps, or the pieces that its program was cut into.
+        inputs: The buffer of each input.
+        number_of: Returns the buffer that an output goes to.
+        label: What it is.
+        takes: Positions of inputs that end with it.
+        group: The group of the ranks that split it; 0 where there is one.
+        micro_batch: The micro-batch.
+        age: How many steps before the routine's own its step is.
+        cost_s: What it costs a device that computes nothing.
+        made: Told, behind each step, of the outputs that are there.
+        done: Told, behind that, of the outputs that no later step makes or reads.
+    """
+    ports = dict(zip(part.slots, part.outputs, strict=True))
+    place = dict(enumerate(inputs))
+    mortal = set(takes)
+    target_of = {step.source: step.target for step in steps if isinstance(step, AllReduce)}
+    share_s = _shares(builder, steps, cost_s)
+
+    def number(slot: int) -> int:
+        end = target_of.get(slot, slot)
+        if end in ports:
+            mortal.update({end} if ports[end].kind == "chunk" else ())
+            return number_of(ports[end])
+        mortal.add(end)
+        return builder.new()
+
+    kept: list[int] = []
+    for index, step in enumerate(steps):
+        fresh: Sequence[int] = (step.target,) if not isinstance(step, Piece) else step.outputs
+        later = {slot for other in steps[index + 1 :] for slot in _read(other)}
+        if isinstance(step, Piece):
+            for slot in step.outputs:
+                place[slot] = number(slot)
+                mortal.update({slot} if slot not in ports and slot not in target_of else ())
+            builder.call(
+                step.program,
+                [place[slot] for slot in step.inputs],
+                [place[slot] for slot in step.outputs],
+                label,
+                takes=[i for i, slot in enumerate(step.inputs) if slot in mortal and slot not in later],
+                micro_batch=micro_batch,
+                age=age,
+                cost_s=share_s[index],
+            )
+        elif isinstance(step, AllReduce):
+            place[step.target] = place[step.source]
+            builder.add(Reduce((place[step.source],), group), InstructionLabel("reduce", "transfer"))
+        else:
+            place[step.target] = number(step.target)
+            gather = Gather(place[step.source], place[step.target], step.spec, group, step.dim)
+            builder.add(gather, InstructionLabel("gather", "transfer"))
+            if step.source in mortal and step.source not in later:
+                builder.add(Free((place[step.source],)), InstructionLabel("free"))
+        fresh = [slot for slot in fresh if slot in ports]
+        made([ports[slot] for slot in fresh])
+        sent = tuple(place[slot] for slot in fresh if ports[slot].kind == "chunk" and slot not in later)
+        if sent:
+            builder.add(Free(sent), InstructionLabel("free"))
+        kept += fresh
+        done([ports[slot] for slot in kept if slot not in later])  # a gradient may be a value that is computed with
+        kept = [slot for slot in kept if slot in later]
+
+
+def _shares(builder: RoutineBuilder, steps: Sequence[RankStep], cost_s: float) -> list[float]:
+    """Return what each step costs of what all cost: in proportion to what programs are estimated to take."""
+    if not cost_s or len(steps) == 1:
+        return [cost_s] * len(steps)
+    works = [builder.work(step.program) if isinstance(step, Piece) else 0.0 for step in steps]
+    total = math.fsum(works)
+    return [cost_s * work / total if total else cost_s / len(steps) for work in works]
+
+
+def _read(step: RankStep) -> Sequence[int]:
+    return step.inputs if isinstance(step, Piece) else (step.source,)

@@ -1,0 +1,180 @@
+"""Statistics: buffers that change with the data, shared exactly by the replicas of a stage. Pure.
+
+See :mod:`onebox.graph.transform.buffer_updates`: an affine update of K micro-batches is ``decay**K`` times the old
+buffer plus what each contributes, decayed by how many come after it. Each replica starts from zero, adds its own
+micro-batches in order with the decay of those in between, and the sum over the replicas is what all of them contribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.partition.sharding_spec import ShardingSpec
+from onebox.errors import CaptureError
+from onebox.graph import ModelPrograms, NamedProgram, Port, combine_all, extract, scale_all, split, zeros
+from onebox.graph.lower.small_programs import own_outputs
+from onebox.plan import Action
+from onebox.wire import Program, TensorSpec
+
+
+class BatchNormStatistics:
+    """The changing buffers of a trainer.
+
+    Args:
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        model: The programs for any size of a micro-batch, of one capture: a model that is captured anew, as in eval
+            mode, may change other buffers, or by other factors.
+        moved: The buffers for what replicas contribute, by name, as far as there are any; it takes those that are made.
+
+    Raises:
+        CaptureError: A buffer of a replicated stage changes in a way that replicas cannot share.
+    """
+
+    def __init__(
+        self, holdings: ShardingSpec, numbers: BufferNumbers, model: ModelPrograms, moved: dict[str, int]
+    ) -> None:
+        self.holdings = holdings
+        self.numbers = numbers
+        self.model = model
+        self.affine: dict[int, list[str]] = {}
+        self.constant: dict[int, list[str]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+        for stage, replicas in enumerate(holdings.stages):
+            if len(replicas) > 1:
+                self._sort(stage)
+        for name in (name for names in self.affine.values() for name in names if name not in moved):
+            moved[name] = numbers.new()
+        self.moved = moved
+        self._decays: dict[tuple[int, int, int], Program] = {}
+
+    def decay(self, worker: int, stage: int, times: int) -> Program:
+        """Return the program that decays what a worker has of the buffers of a stage by so many micro-batches."""
+        key = (self.holdings.ranks.get(worker, 0), stage, times)
+        if key not in self._decays:
+            names = self.affine[stage]
+            factors = [self.model.updates[name].decay ** times for name in names]
+            specs = [self.holdings.spec(worker, name, self.specs[name]) for name in names]
+            self._decays[key] = scale_all(specs, factors)
+        return self._decays[key]
+
+    def _sort(self, stage: int) -> None:
+        """Sort the buffers that a replicated stage changes by the kind of their update."""
+        for port, spec in self.model.of(stage, "F").specs().items():
+            if port.kind != "update":
+                continue
+            name = str(port.name)
+            kind = self.model.updates[name].kind
+            if kind == "general":
+                raise CaptureError(
+                    f"buffer {name} changes in a way that depends on the order of samples, which replicas cannot share "
+                    "exactly; train this model on one device, or keep the buffer's update affine in the buffer"
+                )
+            (self.affine if kind == "affine" else self.constant).setdefault(stage, []).append(name)
+            self.specs[name] = spec
+
+    def begin(
+        self, builder: RoutineBuilder, worker: int, actions: Sequence[Action], job: BatchJob, exchanges: ReductionQueue
+    ) -> WorkerStatistics:
+        """Begin the buffers of one worker in one routine."""
+        return WorkerStatistics(self, builder, worker, actions, job, exchanges)
+
+
+class WorkerStatistics:
+    """The changing buffers of one worker in one routine; made by :meth:`BatchNormStatistics.begin`."""
+
+    def __init__(
+        self,
+        shared: BatchNormStatistics,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: BatchJob,
+        exchanges: ReductionQueue,
+    ) -> None:
+        self._shared = shared
+        self._builder = builder
+        self._total = len(job.micro_batches)
+        self._exchanges = exchanges
+        self._worker = worker
+        mine = [
+            stage for stage, replicas in enumerate(shared.holdings.stages) if any(worker in one for one in replicas)
+        ]
+        self._affine = {stage: names for stage, names in shared.affine.items() if stage in mine}
+        self._constant = {stage: names for stage, names in shared.constant.items() if stage in mine}
+        self._own = {
+            stage: [action.micro_batch for action in actions if action.kind == "F" and action.stage == stage]
+            for stage in mine
+        }
+        self.moved = {name: shared.moved[name] for names in self._affine.values() for name in names}
+        self._waiting: dict[int, GroupReduction] = {}
+        for stage, names in self._affine.items():
+            program = zeros([self._spec(name) for name in names])
+            builder.call(program, [], [self.moved[name] for name in names], InstructionLabel("zero"))
+            self._waiting[stage] = exchanges.expect(shared.holdings.members(worker, stage), self._messages(names))
+            self._waiting[stage].ready = not self._own[stage]
+
+    def _spec(self, name: str) -> TensorSpec:
+        """Return what this worker holds of a buffer."""
+        return self._shared.holdings.spec(self._worker, name, self._shared.specs[name])
+
+    def _messages(self, names: Sequence[str]) -> Callable[[], list[tuple[int, ...]]]:
+        """Return what returns the buffers to be summed, those of one element type together."""
+        kinds: dict[str, list[int]] = {}
+        for name in names:
+            kinds.setdefault(self._spec(name).dtype, []).append(self.moved[name])
+        return lambda: [tuple(numbers) for numbers in kinds.values()]
+
+    def before(self, action: Action) -> None:
+        """Decay what earlier micro-batches contributed by those of other replicas before this one."""
+        if action.kind == "F" and action.stage in self._affine:
+            own = self._own[action.stage]
+            place = own.index(action.micro_batch)
+            if place:
+                self._decay(action.stage, action.micro_batch - own[place - 1] - 1)
+
+    def after(self, action: Action) -> None:
+        """Behind the last micro-batch, decay by those of other replicas that come later, and begin to sum."""
+        if action.kind == "F" and action.stage in self._affine and action.micro_batch == self._own[action.stage][-1]:
+            self._decay(action.stage, self._total - 1 - action.micro_batch)
+            self._waiting[action.stage].ready = True
+            self._exchanges.flush()
+
+    def _decay(self, stage: int, times: int) -> None:
+        names = self._affine[stage]
+        if not times:
+            return
+        numbers = [self.moved[name] for name in names]
+        program = self._shared.decay(self._worker, stage, times)
+        self._builder.call(program, numbers, numbers, InstructionLabel("statistics"), takes=range(len(numbers)))
+
+    def finish(self) -> None:
+        """Put together what the replicas contributed, and repeat what depends on no data for the others' part."""
+        state = self._shared.numbers.state
+        for names in self._affine.values():
+            specs = [self._spec(name) for name in names]
+            factors = [self._shared.model.updates[name].decay ** self._total for name in names]
+            old, moved = [state[name] for name in names], [self.moved[name] for name in names]
+            program = combine_all(specs, factors)
+            self._builder.call(
+                program, [*old, *moved], old, InstructionLabel("statistics"), takes=range(2 * len(names))
+            )
+        for stage, names in self._constant.items():
+            repeats = self._total - len(self._own[stage])
+            part, read, changed = _updates_alone(self._shared.model.of(stage, "F"), names)
+            for _ in range(repeats):
+                self._builder.call(
+                    part, [state[name] for name in read], [state[name] for name in changed], InstructionLabel("count")
+                )
+
+
+def _updates_alone(forward: NamedProgram, names: Sequence[str]) -> tuple[Program, list[str], list[str]]:
+    """Return the part of forward that updates some buffers, the buffers that it reads, and those that it gives out."""
+    where = dict(zip(forward.outputs, forward.program.outputs, strict=True))
+    part = own_outputs(extract(forward.program, [where[Port("update", name)] for name in names]))
+    (piece,) = split(part, [])
+    changed = dict(zip(part.outputs, names, strict=True))  # a piece gives its outputs out in an order of its own
+    return piece.program, [str(forward.inputs[slot].name) for slot in piece.inputs], [changed[s] for s in piece.outputs]

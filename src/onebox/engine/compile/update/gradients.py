@@ -1,0 +1,354 @@
+"""Gradients: accumulated over micro-batches, summed over the holders of their parameters, clipped and applied. Pure.
+
+Who applies them is said by the holdings: all holders of a parameter, or its owner, who then hands it to the others (see
+:mod:`onebox.engine.partition.optimizer_sharding`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.phase_emission import emit
+from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.compile.update.collectives import GroupReduction, ReductionQueue
+from onebox.engine.compile.update.optimizer_update import WorkerUpdate
+from onebox.engine.partition.optimizer_sharding import GradientBucket, buckets_by_owner
+from onebox.engine.partition.phase_programs import PhaseProgram
+from onebox.engine.partition.sharding_spec import Members, ShardingSpec, all_workers_group
+from onebox.errors import CaptureError
+from onebox.graph import ModelPrograms, NamedProgram, Piece, Port, add_all, split, square_norm, zeros
+from onebox.graph.shard.placements import Shard
+from onebox.graph.shard.search import RankStep
+from onebox.plan import Action
+from onebox.wire import Program, TensorSpec
+from onebox.wire.protocol.instructions import Ask, Free
+
+Half = Literal["whole", "early", "late"]
+"""Of a step's backward in a routine: all of it; what is done in the step's own window; or what is left for the next
+one, where the sums go on from what they were, under numbers of their own, and are exchanged and applied."""
+
+
+class Gradients:
+    """The gradients of a trainer.
+
+    Args:
+        holdings: Who holds what.
+        numbers: Shared numbers.
+        trained: Names of the trained parameters, in the optimizer's order.
+        model: The programs for any size of a micro-batch.
+        max_norm: For clipping; 0 for none.
+    """
+
+    def __init__(
+        self,
+        holdings: ShardingSpec,
+        numbers: BufferNumbers,
+        *,
+        trained: Sequence[str],
+        model: ModelPrograms,
+        max_norm: float,
+    ) -> None:
+        self.holdings = holdings
+        self.numbers = numbers
+        self.trained = trained
+        self.max_norm = max_norm
+        self.sums = {name: numbers.new() for name in trained}
+        self.late = {name: numbers.new() for name in trained} if numbers.previous else {}
+        self.fresh = {name: numbers.new() for name in trained}
+        self.norm = numbers.new()
+        self.specs: dict[str, TensorSpec] = {}
+        made: dict[str, tuple[int, int]] = {}
+        for stage in reversed(range(model.stages)):
+            backward = model.of(stage, "B")
+            order = {port: number for number, port in enumerate(_in_order_of_making(backward))}
+            for port, spec in backward.specs().items():
+                if port.kind == "gradient":
+                    self.specs[str(port.name)] = spec
+                    made[str(port.name)] = (-stage, order[port])
+        shared: dict[Members, list[str]] = {}
+        for name in sorted(trained, key=made.__getitem__):
+            for members in holdings.replica_groups[name]:
+                if len(members) > 1:
+                    shared.setdefault(members, []).append(name)
+        self.buckets = {
+            members: buckets_by_owner(names, self.specs, functools.partial(holdings.owner, members))
+            for members, names in shared.items()
+        }
+        self._additions: dict[tuple[TensorSpec, ...], Program] = {}
+        self._pieces: dict[tuple[int, tuple[int, ...]], tuple[Program, list[Piece]]] = {}
+
+    def pieces(self, program: Program, ends: Sequence[int]) -> list[Piece]:
+        """Return a backward program in pieces, the same ones for all micro-batches."""
+        key = (id(program), tuple(ends))
+        if key not in self._pieces:
+            self._pieces[key] = (program, split(program, ends))  # kept alive, so that its id stays its own
+        return self._pieces[key][1]
+
+    def addition(self, specs: tuple[TensorSpec, ...]) -> Program:
+        """Return the program that adds up some gradients, one for all micro-batches."""
+        if specs not in self._additions:
+            self._additions[specs] = add_all(specs)
+        return self._additions[specs]
+
+    def begin(
+        self,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: BatchJob,
+        exchanges: ReductionQueue,
+        *,
+        half: Half = "whole",
+    ) -> WorkerGradients:
+        """Begin the gradients of one worker and one step in one routine.
+
+        Args:
+            builder: The routine.
+            worker: The worker.
+            actions: Its row; in a window only those of the step count.
+            job: The job.
+            exchanges: The worker's.
+            half: Which part of the step's backward is in the routine.
+        """
+        return WorkerGradients(self, builder, worker, actions, job, exchanges, half=half)
+
+    def update(self, builder: RoutineBuilder, worker: int, *, age: int = 0) -> WorkerUpdate:
+        """Begin the update of one worker in one routine.
+
+        Args:
+            builder: The routine.
+            worker: The worker.
+            age: How many steps before the routine's own the one is whose gradients are applied.
+        """
+        stale = bool(age and self.numbers.previous)
+        return WorkerUpdate(self, builder, worker, self.late if stale else self.sums, age=age, versions=stale)
+
+    def buckets_of(self, worker: int) -> list[tuple[Members, GradientBucket]]:
+        """Return the buckets that a worker has a part in, with who exchanges each, in their order."""
+        found = self.buckets.items()
+        return [(members, bucket) for members, own in found if worker in members for bucket in own]
+
+    @property
+    def everybody(self) -> int | None:
+        """The group over which norms are summed; ``None`` where every worker has all gradients."""
+        holdings = self.holdings
+        alone = not holdings.owners or len(holdings.devices) == 1
+        if alone and not holdings.parted(self.trained):
+            return None
+        return self.numbers.groups[all_workers_group(holdings.devices, self.numbers.groups)]
+
+
+def _in_order_of_making(part: NamedProgram) -> list[Port]:
+    """Return the outputs of a program in the order in which they are made."""
+    ports = dict(zip(part.program.outputs, part.outputs, strict=True))
+    made = [slot for operator in part.program.operators for slot in operator.outs if slot in ports]
+    return [ports[slot] for slot in made if slot is not None]
+
+
+class WorkerGradients:
+    """The gradients of one worker in one routine; made by :meth:`Gradients.begin`."""
+
+    def __init__(
+        self,
+        shared: Gradients,
+        builder: RoutineBuilder,
+        worker: int,
+        actions: Sequence[Action],
+        job: BatchJob,
+        exchanges: ReductionQueue,
+        *,
+        half: Half,
+    ) -> None:
+        self._shared = shared
+        self._builder = builder
+        self._worker = worker
+        self._exchanges = exchanges
+        self._held = shared.holdings.held_by(worker, shared.trained)
+        self._specs = {name: shared.holdings.spec(worker, name, shared.specs[name]) for name in self._held}
+        self._half = half
+        self._sums = shared.late if half == "late" else shared.sums
+        self._begun = self._made_early(job) if half == "late" else set[str]()
+        self._last: dict[str, int] = {}
+        for position, action in enumerate(actions):
+            if (action.micro_batch < 0) == (half == "late"):
+                self._last |= dict.fromkeys(_gradients_of(job.part(worker, action)), position)
+        strangers = sorted(set(self._last) - set(self._held))
+        if strangers:
+            raise CaptureError(
+                f"device {worker} would make a part of the gradient of {strangers[0]}, which other devices hold: the "
+                "graph of micro-batches of this size is another than that of the first; train with batches of one size"
+            )
+        self._missing: list[tuple[set[str], GroupReduction]] = []
+        self._bucket_of: dict[str, int] = {}
+        if half != "early":
+            for members, bucket in shared.buckets_of(worker):
+                self._expect(members, bucket)
+
+    def _made_early(self, job: BatchJob) -> set[str]:
+        """Return the parameters that have gradients from the window before."""
+        row = job.schedule.rows.get(self._worker, ())
+        parts = (job.part(self._worker, action) for action in row if action.micro_batch >= 0)
+        return {name for part in parts for name in _gradients_of(part)}
+
+    def _expect(self, members: Members, bucket: GradientBucket) -> None:
+        missing = {name for name in bucket.names if name in self._last}
+        self._bucket_of |= dict.fromkeys(missing, len(self._missing))
+        specs = [self._specs[name] for name in bucket.names]
+        parts = self._shared.holdings.parts(members, sum(spec.size_bytes for spec in specs))
+        prepare = functools.partial(self._bucket, bucket.names)
+        if bucket.owner is not None:
+            exchange = self._exchanges.expect(members, prepare, bucket.owner)
+        else:
+            exchange = self._exchanges.expect(members, prepare, parts=parts, specs=specs)
+        exchange.ready = not missing
+        self._missing.append((missing, exchange))
+
+    def _bucket(self, bucket: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the buffers of a bucket, with zeros for what this worker has no part in."""
+        silent = self._shared.holdings.silent
+        empty = [name for name in bucket if name not in self._begun or self._worker in silent.get(name, ())]
+        if empty:
+            self._begun.update(empty)
+            specs = [self._specs[name] for name in empty]
+            self._builder.call(zeros(specs), [], [self._sums[name] for name in empty], InstructionLabel("zero"))
+        return [tuple(self._sums[name] for name in bucket)]
+
+    @property
+    def own(self) -> frozenset[int]:
+        """The buffers of the gradients that nobody reads but the optimizer of this worker."""
+        if self._shared.max_norm:
+            return frozenset()
+        shared = {name for _, bucket in self._shared.buckets_of(self._worker) for name in bucket.names}
+        return frozenset(self._shared.sums[name] for name in self._held if name not in shared)
+
+    # ---- backward
+
+    def run(
+        self,
+        part: PhaseProgram,
+        inputs: Sequence[int],
+        values: Mapping[Port, int],
+        label: InstructionLabel,
+        *,
+        takes: Sequence[int],
+        group: int,
+        position: int,
+        micro_batch: int,
+        age: int,
+        cost_s: float,
+        made: Callable[[Sequence[Port]], None],
+        hand_on: Callable[[], None],
+    ) -> None:
+        """Call a backward program, in pieces where a bucket or what others wait for is complete before its end.
+
+        Args:
+            part: What the worker runs.
+            inputs: The buffer of each input.
+            values: The buffer of each value that it gives out.
+            label: What it is.
+            takes: Positions of inputs that end with it.
+            group: The group of the ranks that split it; 0 where there is one.
+            position: The action's place in the worker's row.
+            micro_batch: Its micro-batch.
+            age: How many steps before the routine's own its step is.
+            cost_s: What it costs a device that computes nothing.
+            made: Told of what is there, piece by piece.
+            hand_on: Adds what others wait for: called once, ahead of what only this worker waits for.
+        """
+        if not part.steps:
+            hand_on()
+            return
+        steps: Sequence[RankStep] = part.steps
+        if part.program is not None:
+            ends = {*part.ends, *self._ends(part, part.program, position)}
+            steps = self._shared.pieces(part.program, sorted(ends))
+
+        def number_of(port: Port) -> int:
+            if port in values:
+                return values[port]
+            name = str(port.name)
+            return self._shared.fresh[name] if name in self._begun else self._sums[name]
+
+        left = iter(reversed(range(len(steps))))
+
+        def done(ports: Sequence[Port]) -> None:
+            if next(left) == 0:
+                hand_on()
+            self._accumulate([str(port.name) for port in ports if port.kind == "gradient"], position)
+
+        emit(
+            self._builder,
+            part,
+            steps,
+            inputs,
+            number_of,
+            label,
+            takes=takes,
+            group=group,
+            micro_batch=micro_batch,
+            age=age,
+            cost_s=cost_s,
+            made=made,
+            done=done,
+        )
+
+    def _ends(self, part: PhaseProgram, program: Program, position: int) -> list[int]:
+        """Return the operators of a program behind which a bucket is complete."""
+        last = {name for name, place in self._last.items() if place == position} & set(self._bucket_of)
+        if not last:
+            return []
+        made = {slot: number for number, o in enumerate(program.operators) for slot in o.outs if slot is not None}
+        ends: dict[int, int] = {}
+        for port, slot in zip(part.outputs, part.slots, strict=True):
+            if port.kind == "gradient" and port.name in last:
+                bucket = self._bucket_of[str(port.name)]
+                ends[bucket] = max(ends.get(bucket, -1), made.get(slot, -1))
+        behind = len(program.operators) - 1
+        return sorted({end for end in ends.values() if 0 <= end < behind})
+
+    def _accumulate(self, names: Sequence[str], position: int) -> None:
+        """Add gradients to those of earlier micro-batches, and begin the exchanges that are complete."""
+        again = [name for name in names if name in self._begun]
+        if again:
+            old = [self._sums[name] for name in again]
+            new = [self._shared.fresh[name] for name in again]
+            program = self._shared.addition(tuple(self._specs[name] for name in again))
+            self._builder.call(program, [*old, *new], old, InstructionLabel("accumulate"), takes=range(2 * len(old)))
+        self._begun.update(names)
+        for name in names:
+            if self._last[name] == position and name in self._bucket_of:
+                missing, exchange = self._missing[self._bucket_of[name]]
+                missing.discard(name)
+                exchange.ready = not missing
+        self._exchanges.flush()
+
+    # ---- the end of a step
+
+    def norm(self) -> None:
+        """Answer with the squared 2-norm of the gradients that this worker has made, and free them.
+
+        What all ranks of a replica have is counted by the first.
+        """
+        shared, holdings = self._shared, self._shared.holdings
+        made = [name for name in self._held if name in self._begun]
+        split = [name for name in made if isinstance(holdings.placements.get(name), Shard)]
+        own = split if holdings.ranks.get(self._worker) else made
+        program = square_norm([self._specs[name] for name in own])
+        self._builder.call(program, [self._sums[name] for name in own], [shared.norm], InstructionLabel("norm"))
+        self._builder.add(Ask("scalars", (shared.norm,)), InstructionLabel("norm"))
+        left = (shared.norm, *(self._sums[name] for name in made))
+        self._builder.add(Free(left), InstructionLabel("free"))
+
+    @property
+    def handed_on(self) -> dict[int, int]:
+        """The number that each sum of the step's own window has in the next one."""
+        made = [name for name in self._held if name in self._begun]
+        return {self._sums[name]: self._shared.late[name] for name in made}
+
+
+def _gradients_of(part: PhaseProgram) -> list[str]:
+    """Return the parameters whose gradients a part makes."""
+    return [str(port.name) for port in part.outputs if port.kind == "gradient"]

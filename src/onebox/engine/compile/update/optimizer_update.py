@@ -1,0 +1,162 @@
+"""Updates: the gradients of a step are clipped and applied, and owners hand out what they have stepped. Pure.
+
+An update comes at once, behind the gradients of its step; or, where steps overlap, in the window of the next one. If
+that is to be computed with the new weights, the update is divided by buckets, and each part comes just before the first
+action that reads one of its parameters: what the other parts wait for, sums and what owners hand out, then hides under
+the actions before those. The parameters of a group are handed out in one order on all of its members, ahead of
+everything else that they exchange in the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from onebox.engine.compile.routine import InstructionLabel, RoutineBuilder
+from onebox.engine.partition.optimizer_sharding import GradientBucket
+from onebox.engine.partition.sharding_spec import Members
+from onebox.graph import square_norm
+from onebox.wire.protocol.instructions import Broadcast, Free, OptimizerStep, Reduce, Rename
+
+if TYPE_CHECKING:
+    from onebox.engine.compile.update.gradients import Gradients
+
+
+class WorkerUpdate:
+    """The update of the parameters of one worker in one routine; made by :meth:`Gradients.update`.
+
+    Args:
+        shared: The gradients of the trainer.
+        builder: The routine.
+        worker: The worker.
+        sums: The buffers of the gradients, by name.
+        age: How many steps before the routine's own the one is whose gradients they are.
+        versions: Whether what the parameters are before it is kept.
+    """
+
+    def __init__(
+        self,
+        shared: Gradients,
+        builder: RoutineBuilder,
+        worker: int,
+        sums: Mapping[str, int],
+        *,
+        age: int,
+        versions: bool,
+    ) -> None:
+        self._shared = shared
+        self._builder = builder
+        self._worker = worker
+        self._sums = sums
+        self._age = age
+        self._versions = versions
+        self._stepped = shared.holdings.stepped_by(worker, shared.trained)
+        self._place = {name: place for place, name in enumerate(self._stepped)}
+        handed: list[tuple[Members, GradientBucket]] = list(reversed(shared.buckets_of(worker)))
+        known = {name for _, bucket in handed for name in bucket.names}
+        own = tuple(name for name in self._stepped if name not in known)
+        self._parts = [*handed, *([((), GradientBucket(own))] if own else [])]
+        self._left = list(range(len(self._parts)))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other workers."""
+        shared = self._shared
+        return bool(shared.buckets_of(self._worker)) or (shared.everybody is not None and bool(shared.max_norm))
+
+    # ---- at once
+
+    def finish(self) -> None:
+        """Add all of it that has not been added yet."""
+        if len(self._left) == len(self._parts):
+            self._at_once()
+        else:
+            self._apply(tuple(self._left))
+        self._left = []
+
+    def _at_once(self) -> None:
+        shared, numbers = self._shared, self._shared.numbers
+        norm = shared.norm if shared.everybody is not None and shared.max_norm else 0
+        if shared.everybody is not None and norm:
+            self._sum_norms(shared.everybody)
+        gradients = tuple(self._sums[name] for name in self._stepped)
+        if gradients:
+            step = OptimizerStep(
+                numbers.optimizer,
+                gradients,
+                shared.max_norm,
+                norm,
+                previous=tuple(numbers.previous[name] for name in self._stepped) if self._versions else (),
+                ahead=tuple(numbers.ahead[name] for name in self._stepped if numbers.ahead) if self._versions else (),
+                age=self._age,
+            )
+            self._builder.add(step, InstructionLabel("optimizer", "compute"))
+        if left := (*gradients, *((norm,) if norm else ())):
+            self._builder.add(Free(left), InstructionLabel("free"))
+        if self._versions:
+            self._turn()
+        for members, bucket in self._parts:
+            self._hand_out(members, bucket)
+
+    def _turn(self) -> None:
+        """Let what others step be what was before, and what was before that make room for what they hand out."""
+        numbers, handed = self._shared.numbers, self._shared.holdings.handed_out(self._worker, self._shared.trained)
+        read = [numbers.ahead.get(name, numbers.state[name]) for name in handed]
+        before = [numbers.previous[name] for name in handed]
+        if handed:
+            self._builder.add(Rename((*read, *before), (*before, *read)), InstructionLabel("turn versions"))
+
+    def _sum_norms(self, group: int) -> None:
+        """Sum the squared norms of all gradients over all workers, each gradient by the one that answers for it."""
+        shared = self._shared
+        owned = shared.holdings.owned_by(self._worker, shared.trained)
+        program = square_norm([shared.holdings.spec(self._worker, name, shared.specs[name]) for name in owned])
+        self._builder.call(program, [self._sums[name] for name in owned], [shared.norm], InstructionLabel("norm"))
+        self._builder.add(Reduce((shared.norm,), group), InstructionLabel("reduce", "transfer"))
+
+    def _hand_out(self, members: Members, bucket: GradientBucket) -> None:
+        """Let the owner of a bucket hand what it has stepped to the others, and what it expects of the next step."""
+        if bucket.owner is None:
+            return
+        numbers = self._shared.numbers
+        for kind in (numbers.state, numbers.ahead) if self._versions and numbers.ahead else (numbers.state,):
+            buffers = tuple(kind[name] for name in bucket.names)
+            broadcast = Broadcast(buffers, numbers.groups[members], members.index(bucket.owner))
+            self._builder.add(broadcast, InstructionLabel("broadcast", "transfer"))
+
+    # ---- in parts
+
+    def before(self, names: Collection[str]) -> None:
+        """Add what is left of it that has to come before something reads some parameters."""
+        if not self._left:
+            return
+        if self._shared.max_norm:  # a norm is of all gradients
+            self.finish()
+            return
+        read = {place for place in self._left if not set(names).isdisjoint(self._parts[place][1].names)}
+        self._apply(self._with_those_ahead(read))
+
+    def _with_those_ahead(self, places: Iterable[int]) -> Sequence[int]:
+        """Return parts, with those of the same groups that are handed out ahead of them."""
+        last: dict[Members, int] = {}
+        found = set(places)
+        for place in found:
+            members, bucket = self._parts[place]
+            if bucket.owner is not None:
+                last[members] = max(place, last.get(members, place))
+        ahead = {place for place in self._left if place <= last.get(self._parts[place][0], -1)}
+        return sorted(found | ahead)
+
+    def _apply(self, places: Sequence[int]) -> None:
+        """Add some parts."""
+        for place in places:
+            members, bucket = self._parts[place]
+            own = [name for name in bucket.names if name in self._place]
+            if own:
+                gradients = tuple(self._sums[name] for name in own)
+                chosen = tuple(self._place[name] for name in own)
+                step = OptimizerStep(self._shared.numbers.optimizer, gradients, members=chosen, age=self._age)
+                self._builder.add(step, InstructionLabel("optimizer", "compute"))
+                self._builder.add(Free(gradients), InstructionLabel("free"))
+            self._hand_out(members, bucket)
+        self._left = [place for place in self._left if place not in places]

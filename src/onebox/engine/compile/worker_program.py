@@ -1,0 +1,368 @@
+"""Rows: the actions of a worker in a routine, with what they receive, send, hand on and free. Pure.
+
+Values that an action needs from others are received one action ahead, values that others need are sent as soon as they
+are there; what nobody needs any more is freed. In a window, micro-batches of the step before have negative numbers;
+what of a step is read in the next window is kept, and known by those numbers from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from onebox.engine.compile.batch_job import BatchJob, BufferNumbers
+from onebox.engine.compile.mixed_precision import EARLIER_STEP, EarlierStepCasts, ParameterCasts
+from onebox.engine.compile.offload import with_offloading
+from onebox.engine.compile.phase_emission import emit
+from onebox.engine.compile.routine import LATE, InstructionLabel, RoutineBuilder
+from onebox.engine.compile.update.gradients import WorkerGradients
+from onebox.engine.compile.value_numbers import ValueNumbers
+from onebox.engine.partition.phase_programs import PhaseProgram
+from onebox.engine.partition.sharding_spec import all_workers_group
+from onebox.engine.workload.emulated_costs import EmulatedCosts
+from onebox.graph import Port
+from onebox.plan import Action, Plan
+from onebox.wire.protocol.instructions import Ask, Free, Receive, Rename, Send
+
+
+class ActionHook(Protocol):
+    """What has something to add between actions."""
+
+    def before(self, action: Action) -> None:
+        """Add what comes before an action."""
+
+    def after(self, action: Action) -> None:
+        """Add what comes behind an action."""
+
+
+class WorkerProgramBuilder:
+    """The routine of one worker under construction: its row of the schedule.
+
+    Args:
+        worker: The worker.
+        job: The job; its schedule is of whole windows where there are any.
+        values: Of the job.
+        plan: The plan.
+        numbers: Shared numbers.
+        costs: What actions cost devices that compute nothing.
+        ranks: For each worker, its rank in the replica that it is in.
+        builder: The routine.
+        actions: The worker's row, or the part of a window that the routine is for.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        job: BatchJob,
+        values: ValueNumbers,
+        plan: Plan,
+        numbers: BufferNumbers,
+        *,
+        costs: EmulatedCosts,
+        ranks: Mapping[int, int],
+        builder: RoutineBuilder,
+        actions: Sequence[Action],
+    ) -> None:
+        self.builder = builder
+        self.actions = actions
+        self.leaves: list[tuple[int, int]] = []
+        self.results: list[tuple[int, int]] = []
+        self._worker = worker
+        self._job = job
+        self._values = values
+        self._plan = plan
+        self._members = all_workers_group(plan.devices, numbers.groups)
+        self._numbers = numbers
+        self._costs = costs
+        self._ranks = ranks
+        self._count = len(job.micro_batches)
+        self._bounds: list[int] = []
+        self._moved: Mapping[str, int] = {}
+        self._weight_of: Callable[[str, Action], int] = lambda name, action: numbers.state[name]
+        self._results: list[int] = []
+        self._untold: list[int] = []
+        self._handed = self._handed_on()
+        self._asked = {(port, micro_batch - self._count) for port, micro_batch in self._handed}
+        self._last = self._last_reads()
+
+    def _handed_on(self) -> tuple[tuple[Port, int], ...]:
+        """Return the values and leaves of a step that are there at the end of its window and read in the next one."""
+        whole = self._job.schedule.rows.get(self._worker, ())
+        wanted: dict[tuple[Port, int], None] = {}
+        there: set[tuple[Port, int]] = set()
+        for action in whole:
+            part = self._part(action)
+            if action.micro_batch >= 0:
+                there.update((port, action.micro_batch) for port in (*part.inputs, *part.outputs))
+                continue
+            keys = [(port, action.micro_batch + self._count) for port in part.inputs if port.kind in ("value", "leaf")]
+            wanted.update(dict.fromkeys(keys))
+        return tuple(key for key in wanted if key[0].kind == "leaf" or key in there)
+
+    def _last_reads(self) -> dict[tuple[Port, int], int]:
+        """Return for each value and leaf the last action of this row that reads it; none where a later row does."""
+        found: dict[tuple[Port, int], int] = {}
+        for position, action in enumerate(self.actions):
+            for port in self._part(action).inputs:
+                if port.kind in ("value", "leaf"):
+                    found[port, action.micro_batch] = position
+        return found | dict.fromkeys(self._handed, -1)
+
+    def _part(self, action: Action) -> PhaseProgram:
+        return self._job.part(self._worker, action)
+
+    def round(self) -> ParameterCasts:
+        """Add the rounding of parameters that the actions read in bfloat16."""
+        parts = [self._part(action) for action in self.actions]
+        return ParameterCasts(
+            self.builder, parts, self._numbers.state.__getitem__, lambda port: self._values.number(port, 0)
+        )
+
+    def round_for_step(self, weight_of: Callable[[str, Action], int]) -> ParameterCasts:
+        """Add the rounding of what the actions of the window's own step read in bfloat16, also in the next window.
+
+        Args:
+            weight_of: Returns the buffer that an action reads a parameter from.
+        """
+        whole = self._job.schedule.rows.get(self._worker, ())
+        parts, own = [self._part(action) for action in whole], Action("F", 0, 0)
+        return ParameterCasts(
+            self.builder, parts, lambda name: weight_of(name, own), lambda port: self._values.number(port, 0)
+        )
+
+    def rounded_before(self) -> EarlierStepCasts:
+        """Return what was rounded for the step before, and is read in this window."""
+        whole = self._job.schedule.rows.get(self._worker, ())
+        late = [self._part(action) for action in whole if action.micro_batch < 0]
+        return EarlierStepCasts(self.builder, self.actions, late, self._values.number)
+
+    def run(
+        self,
+        gradients: Callable[[Action], WorkerGradients] | None = None,
+        watchers: Sequence[ActionHook] = (),
+        *,
+        moved: Mapping[str, int] | None = None,
+        weight_of: Callable[[str, Action], int] | None = None,
+    ) -> None:
+        """Add all actions.
+
+        Args:
+            gradients: Returns what runs a backward action; forward ones are called as they are.
+            watchers: Told before and after each action.
+            moved: Buffers that stand for others, by name.
+            weight_of: Returns the buffer that an action reads a parameter from; ``None`` for the parameter itself.
+        """
+        self._moved = moved or {}
+        self._weight_of = weight_of or self._weight_of
+        if self.actions:
+            self._receive(self.actions[0])
+        for position, action in enumerate(self.actions):
+            self._bounds.append(len(self.builder.steps))
+            if position + 1 < len(self.actions):
+                self._receive(self.actions[position + 1])
+            for watcher in watchers:
+                watcher.before(action)
+            self._execute(position, action, gradients)
+            for watcher in watchers:
+                watcher.after(action)
+        self._bounds.append(len(self.builder.steps))
+
+    def offload(self, gradients: Collection[int]) -> None:
+        """Let what is to be on the host between forward and backward be there.
+
+        Args:
+            gradients: The buffers of gradients that may be there, too.
+        """
+        policies = [stage.policy for stage in self._plan.stages]
+        builder = self.builder
+        given = builder.steps, builder.labels, builder.programs
+        builder.steps, builder.labels = with_offloading(*given, self._bounds, self.actions, policies, gradients)
+
+    def hand_on(self, more: Mapping[int, int]) -> None:
+        """Let what the next window reads be known by the numbers that it has there.
+
+        Args:
+            more: Other buffers that get another number.
+        """
+        pairs = {self._kept(*key): self._values.number(key[0], key[1] - self._count) for key in self._handed}
+        pairs |= more
+        if pairs:
+            self.builder.add(Rename(tuple(pairs), tuple(pairs.values())), InstructionLabel("hand on"))
+
+    def _kept(self, port: Port, micro_batch: int) -> int:
+        if port.kind == "leaf":
+            return self._binding(micro_batch, int(port.name))
+        return self._values.number(port, micro_batch)
+
+    def answer(self) -> None:
+        """Add the answer: the results, and the end of what is left."""
+        if self._results:
+            self.builder.add(Ask("scalars", tuple(self._results)), InstructionLabel("loss"))
+        bindings = (-1 - index for index in range(len(self.leaves)))
+        left = (*self._results, *self._untold, *bindings)
+        if left:
+            self.builder.add(Free(left), InstructionLabel("free"))
+
+    # ---- one action
+
+    def _execute(self, position: int, action: Action, gradients: Callable[[Action], WorkerGradients] | None) -> None:
+        part = self._part(action)
+        stage, micro_batch = action.stage, action.micro_batch
+        inputs = [self._number(port, action) for port in part.inputs]
+        takes = [
+            index
+            for index, port in enumerate(part.inputs)
+            if port.kind in ("value", "leaf") and self._last[port, micro_batch] == position
+        ]
+        label = InstructionLabel(self._name(action), "compute", action)
+        cost_s = self._cost_s(action)
+        replica = self._job.routes[stage][micro_batch]
+        group = self._numbers.groups[replica] if len(replica) > 1 else 0
+        sent: set[Port] = set()
+
+        def send(ports: Sequence[Port]) -> None:
+            self._send([port for port in ports if port not in sent], part, stage, micro_batch)
+            sent.update(ports)
+
+        def hand_on() -> None:
+            send(part.outputs)
+            self._free(part, micro_batch)
+
+        if action.kind == "F" or gradients is None:
+            outputs = [self._number(port, action) for port in part.outputs]
+            numbers = dict(zip(part.outputs, outputs, strict=True))
+            emit(
+                self.builder,
+                part,
+                part.steps,
+                inputs,
+                numbers.__getitem__,
+                label,
+                takes=takes,
+                group=group,
+                micro_batch=micro_batch % self._count,
+                age=int(micro_batch < 0),
+                cost_s=cost_s,
+                made=send,
+            )
+            hand_on()
+        else:
+            values = {p: self._values.number(p, micro_batch) for p in part.outputs if p.kind in ("value", "chunk")}
+            gradients(action).run(
+                part,
+                inputs,
+                values,
+                label,
+                takes=takes,
+                group=group,
+                position=position,
+                micro_batch=micro_batch % self._count,
+                age=int(micro_batch < 0),
+                cost_s=cost_s,
+                made=send,
+                hand_on=hand_on,
+            )
+
+    def _number(self, port: Port, action: Action) -> int:
+        name, micro_batch = str(port.name), action.micro_batch
+        match port.kind:
+            case "parameter":
+                return self._weight_of(name, action)
+            case "buffer" | "update":
+                return self._moved.get(name) or self._numbers.state[name]
+            case "constant":
+                return self._job.constants[self._job.micro_batches[micro_batch].size][name]
+            case "leaf" if micro_batch >= 0:
+                return self._binding(micro_batch, int(port.name))
+            case "weight":
+                return self._weight(port, micro_batch)
+            case "result":
+                return self._result(port, micro_batch)
+            case "rounded":
+                return self._values.number(port, EARLIER_STEP if micro_batch < 0 else 0)
+            case _:
+                return self._values.number(port, micro_batch)
+
+    def _binding(self, micro_batch: int, leaf: int) -> int:
+        if (micro_batch, leaf) not in self.leaves:
+            self.leaves.append((micro_batch, leaf))
+        return -1 - self.leaves.index((micro_batch, leaf))
+
+    def _weight(self, port: Port, micro_batch: int) -> int:
+        """Return the buffer that holds what the loss of a micro-batch is weighted with."""
+        number = self._values.number(port, micro_batch)
+        self.builder.constants[number] = (self._job.weight(micro_batch), self._job.loss(micro_batch))
+        return number
+
+    def _result(self, port: Port, micro_batch: int) -> int:
+        number = self._values.number(port, micro_batch)
+        if self._ranks.get(self._worker):
+            self._untold.append(number)  # another rank says the same
+            return number
+        self._results.append(number)
+        self.results.append((micro_batch, int(port.name)))
+        return number
+
+    def _name(self, action: Action) -> str:
+        what = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[action.kind]
+        where = f"stage {action.stage} " if len(self._plan.stages) > 1 else ""
+        late = LATE if action.micro_batch < 0 else ""
+        return f"{where}{what} {action.micro_batch % self._count}{late}"
+
+    def _cost_s(self, action: Action) -> float:
+        """Return the seconds, at full speed, that a device that computes nothing sleeps."""
+        full = self._plan.micro_batch or max(part.size for part in self._job.micro_batches)
+        size = self._job.micro_batches[action.micro_batch].size
+        late = action.kind == "W" and not self._part(action._replace(kind="I")).steps
+        return self._costs.seconds(self._worker, action, size, full, late=late)
+
+    # ---- values from and to other workers
+
+    def _receive(self, action: Action) -> None:
+        """Begin to receive what an action needs of other workers and has not been asked for yet."""
+        part = self._part(action)
+        for port, spec in zip(part.inputs, part.given, strict=True):
+            key = (port, action.micro_batch)
+            if port.kind != "value" or key in self._asked:
+                continue
+            source = self._values.maker(port, action.micro_batch, self._worker)
+            if source == self._worker:
+                continue
+            self._asked.add(key)
+            channel = self._values.channel(port, action.micro_batch, self._worker)
+            number = self._values.number(port, action.micro_batch)
+            rows = self._job.rows(port, action.micro_batch)
+            receive = Receive(number, spec, self._everybody, self._members.index(source), channel, rows)
+            name = f"receive for {action} from device {source}"
+            self.builder.add(receive, InstructionLabel(name, "transfer"))
+
+    def _targets(self, port: Port, micro_batch: int) -> list[int]:
+        """Return the other workers that get a value from this one."""
+        readers = sorted(self._values.readers(port, micro_batch) - {self._worker})
+        return [reader for reader in readers if self._values.maker(port, micro_batch, reader) == self._worker]
+
+    def _send(self, ports: Sequence[Port], part: PhaseProgram, stage: int, micro_batch: int) -> None:
+        """Send values that other workers need, or chunks of them."""
+        size_bytes = {port: spec.size_bytes for port, spec in zip(part.outputs, part.made, strict=True)}
+        for port in ports:
+            if port.kind not in ("value", "chunk") or port in part.in_chunks:
+                continue
+            number, chunk = self._values.number(port, micro_batch), part.chunks.get(port)
+            value = port if chunk is None else chunk.port
+            more = () if chunk is None else (chunk.whole, chunk.first)
+            for target in self._targets(value, micro_batch):
+                channel = self._values.channel(value, micro_batch, target)
+                send = Send(number, self._everybody, self._members.index(target), channel, *more)
+                name = f"send of stage {stage} to device {target}"
+                label = InstructionLabel(name, "transfer", target=target, size_bytes=size_bytes[port])
+                self.builder.add(send, label)
+
+    def _free(self, part: PhaseProgram, micro_batch: int) -> None:
+        """Free what an action has made and this worker does not need."""
+        made = (port for port in part.outputs if port.kind == "value" and (port, micro_batch) not in self._last)
+        if unread := tuple(self._values.number(port, micro_batch) for port in made):
+            self.builder.add(Free(unread), InstructionLabel("free"))
+
+    @property
+    def _everybody(self) -> int:
+        return self._numbers.groups[self._members]

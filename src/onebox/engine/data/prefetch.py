@@ -1,0 +1,373 @@
+"""Uploads: each worker gets the parts of a batch that its routine reads, ahead of the step where there is room.
+
+What lies ahead counts in the workers' memory. It may take no more than steps leave free, and gives way to whatever
+needs the room: the client keeps every batch until its step has begun, and what is not at a worker goes there with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from onebox.engine.compile.compiler import CompiledStep
+from onebox.engine.data.batch_transfer import BatchTransfer, WorkerBatch, batch_bytes, worker_batch, worker_batches
+from onebox.engine.data.sample_cache import SampleCache
+from onebox.engine.install.installed_plan import InstalledPlan
+from onebox.engine.workload.batch import Batch
+from onebox.errors import OneboxError, UsageError
+from onebox.pool import Pool
+from onebox.sizes import parse_size
+from onebox.wire.protocol.instructions import Free
+
+AHEAD_STEPS = 2
+"""Batches that lie at the workers beside those of the steps under way."""
+
+AHEAD_BYTES = 256 << 20
+"""Bytes of them on each worker: more than two batches of 256 pictures of ImageNet, of which a byte is a colour."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UploadedBatch:
+    """A batch on its way to the workers, for :meth:`onebox.Trainer.step`; made by :meth:`onebox.Trainer.upload`.
+
+    What it takes on the workers is freed by its step, by :meth:`close`, or when nobody holds it any more.
+
+    Args:
+        size: Samples.
+        nbytes: Bytes of its tensors.
+    """
+
+    size: int
+    nbytes: int
+    parcel: BatchTransfer = field(repr=False)
+    _drop: Callable[[BatchTransfer], None] = field(repr=False)
+
+    def close(self) -> None:
+        """Free what it takes on the workers, unless its step has begun. Idempotent."""
+        self._drop(self.parcel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadCounters:
+    """What uploading the batches of training steps took so far.
+
+    Args:
+        steps: Steps begun.
+        ahead: Those whose batch had been sent before.
+        caller_s: Seconds that the steps' callers spent in bringing batches on their way.
+        sent_bytes: Bytes of tensors that were sent to all workers: batches, and all else.
+        hits: Samples that a worker had already, counted for each worker and tensor that needed them.
+        misses: Samples that were sent although a worker has a cache.
+    """
+
+    steps: int
+    ahead: int
+    caller_s: float
+    sent_bytes: int
+    hits: int = 0
+    misses: int = 0
+
+
+class BatchPrefetcher:
+    """The batches of a trainer that are on their way to the workers.
+
+    Any thread may add and drop; steps are begun by one.
+
+    Args:
+        pool: The pool.
+        ahead_bytes: The most bytes that batches of later steps may take on a worker.
+        cache_bytes: The most bytes that samples may take there which stay.
+    """
+
+    def __init__(self, pool: Pool, ahead_bytes: int, cache_bytes: int = 0) -> None:
+        self._pool = pool
+        self._cache = SampleCache(pool, cache_bytes) if cache_bytes else None
+        self._ahead_bytes = ahead_bytes
+        self._lock = threading.RLock()
+        self._ready: InstalledPlan | None = None
+        self._waiting: list[BatchTransfer] = []
+        self._dropped: deque[BatchTransfer] = deque()  # by the garbage collector, which may run anywhere
+        self._held = 0
+        self._closed = False
+        self._steps = self._ahead = 0
+        self._caller_s = 0.0
+
+    # ---- any thread
+
+    def add(self, batch: Batch) -> UploadedBatch:
+        """Take a batch, and send it ahead where there is room.
+
+        Args:
+            batch: A copy that nobody writes to.
+
+        Raises:
+            UsageError: The trainer is closed.
+        """
+        parcel = BatchTransfer(batch)
+        if self._cache is None:  # what is cached is known only when it is sent
+            self._prepare(parcel)  # before anybody has to wait for it
+        with self._lock:
+            if self._closed:
+                raise UsageError("this trainer is closed; make another one on the pool")
+            self._waiting.append(parcel)
+            self._send()
+        uploaded = UploadedBatch(size=batch.size, nbytes=batch.nbytes, parcel=parcel, _drop=self.drop)
+        weakref.finalize(uploaded, self._dropped.append, parcel).atexit = False
+        return uploaded
+
+    def drop(self, parcel: BatchTransfer) -> None:
+        """Free a batch whose step has not begun; others are passed over."""
+        with self._lock:
+            self._remove(parcel)
+            self._send()
+
+    def counters(self) -> UploadCounters:
+        """Return what uploading took so far."""
+        return UploadCounters(
+            steps=self._steps,
+            ahead=self._ahead,
+            caller_s=self._caller_s,
+            sent_bytes=sum(self._pool.sent_bytes),
+            hits=self._cache.hits if self._cache else 0,
+            misses=self._cache.misses if self._cache else 0,
+        )
+
+    def cached_bytes(self, worker: int) -> int:
+        """Return the bytes that are kept on a worker for samples that stay."""
+        return self._cache.held_bytes(worker) if self._cache else 0
+
+    def beside_bytes(self, worker: int) -> int:
+        """Return the bytes on a worker of batches that lie ahead, and of samples that stay."""
+        ahead = sum(
+            parcel.parts[worker].size_bytes for parcel in self._waiting if parcel.sent and worker in parcel.parts
+        )
+        return ahead + self.cached_bytes(worker)
+
+    # ---- the thread that begins steps
+
+    def claim(self, uploaded: UploadedBatch) -> BatchTransfer:
+        """Return a batch whose step is asked for.
+
+        Raises:
+            UsageError: It has been asked for before, or the batch is closed, or another trainer's.
+        """
+        parcel = uploaded.parcel
+        with self._lock:
+            if parcel.stepped or parcel not in self._waiting:
+                raise UsageError(
+                    "this upload has been stepped or closed before, or is another trainer's; each serves one step of "
+                    "the trainer that made it: upload the batch again"
+                )
+            parcel.stepped = True
+        return parcel
+
+    @contextlib.contextmanager
+    def bringing(
+        self, batch: Batch, compiled: CompiledStep, parcel: BatchTransfer | None
+    ) -> Iterator[Mapping[int, WorkerBatch]]:
+        """Yield what is still to be sent with a step for its batch to be at the workers.
+
+        Until the context is left nothing is sent ahead, so that the workers' memory is what was counted.
+
+        Args:
+            batch: The batch.
+            compiled: The step's routines.
+            parcel: The batch as it was uploaded, if it was.
+        """
+        begin_s = time.perf_counter()
+        with self._lock:
+            parts = None if parcel is None else self._take(parcel, compiled)
+            self._make_room()
+            yield self.parts(batch, compiled) if parts is None else parts
+            self._steps += 1
+            self._caller_s += time.perf_counter() - begin_s
+            self._send()
+
+    def parts(self, batch: Batch, compiled: CompiledStep) -> dict[int, WorkerBatch]:
+        """Return what brings each worker its part of a batch for some routines; it has to be sent in this order."""
+        ready, cache = self._ready, self._cache
+        assert ready is not None
+        if cache is None or batch.samples is None:
+            return worker_batches(self._pool, batch, compiled, ready.packing)
+        found = {}
+        for worker, needs in batch_bytes(batch, compiled).items():
+            spare_bytes = ready.spare_bytes.get(worker, 0) - (AHEAD_STEPS + 1) * needs
+            part = cache.part_of(batch, compiled, worker, ready.packing, spare_bytes)
+            found[worker] = part or worker_batch(self._pool, batch, compiled, worker, ready.packing)
+        return found
+
+    def parts_beside(self, batch: Batch, compiled: CompiledStep) -> dict[int, WorkerBatch]:
+        """Return what brings each worker its part of a batch that is no step's; samples that stay make room for it."""
+        with self._lock:
+            self._make_room()
+            return self.parts(dataclasses.replace(batch, samples=None), compiled)
+
+    def kept(self, batch: Batch) -> Batch:
+        """Return a copy of a batch, which stays as it is when the user writes to its tensors."""
+        begin_s = time.perf_counter()
+        copy = batch.kept()
+        self._caller_s += time.perf_counter() - begin_s
+        return copy
+
+    def use(self, ready: InstalledPlan | None) -> None:
+        """Take the news of the programs and places that batches are for from now on; ``None`` for none.
+
+        What had been sent before is void, and freed on the workers that are left.
+        """
+        if ready is self._ready:
+            return
+        with self._lock:
+            self._return_all()
+            if self._cache is not None:
+                self._cache.clear()
+            self._ready = ready
+
+    @contextlib.contextmanager
+    def out_of_the_way(self) -> Iterator[None]:
+        """Let nothing lie ahead at the workers meanwhile."""
+        with self._lock:
+            self._held += 1
+            self._return_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+
+    def close(self) -> None:
+        """Free everything that has not been stepped."""
+        with self._lock:
+            self._closed = True
+            self._return_all()
+            self._waiting.clear()
+            if self._cache is not None:
+                self._cache.clear()
+
+    # ---- under the lock
+
+    def _take(self, parcel: BatchTransfer, compiled: CompiledStep) -> Mapping[int, WorkerBatch] | None:
+        """Take a batch whose step begins; return what of it is to be sent, or ``None`` if it is to be made anew."""
+        if parcel not in self._waiting:  # its step begins again
+            return None
+        self._waiting.remove(parcel)
+        if parcel.compiled is not compiled:
+            self._free(parcel)
+            return None
+        if not parcel.sent:
+            return parcel.parts or None
+        self._ahead += 1
+        return {
+            worker: WorkerBatch(bindings=part.bindings, size_bytes=part.size_bytes)
+            for worker, part in parcel.parts.items()
+        }
+
+    def _send(self) -> None:
+        """Send what there is room for, in the order in which it came."""
+        self._clean()
+        sent = [parcel for parcel in self._waiting if parcel.sent]
+        for parcel in self._waiting:
+            if parcel.sent:
+                continue
+            if self._held or len(sent) >= AHEAD_STEPS or not self._prepare(parcel) or not self._fits([*sent, parcel]):
+                return
+            sent.append(parcel)
+            try:
+                self._post(parcel)
+            except OneboxError:  # the next step says why, or goes on with those that are left
+                return
+
+    def _post(self, parcel: BatchTransfer) -> None:
+        """Send a batch; what has gone when that fails, or is interrupted, is freed."""
+        try:
+            parcel.sent = True
+            if not parcel.parts and parcel.compiled is not None:
+                parcel.parts = self.parts(parcel.batch, parcel.compiled)
+            for worker, part in parcel.parts.items():
+                self._pool.post(worker, part.instructions, part.frames)
+        except BaseException:
+            self._free(parcel)
+            if self._cache is not None:  # nobody knows what of it is there
+                self._cache.clear()
+            raise
+
+    def _prepare(self, parcel: BatchTransfer) -> bool:
+        """Make the parts of a batch where they do not depend on others; tell whether the routines for it are there."""
+        ready = self._ready
+        compiled = None if ready is None else ready.compiler.known(parcel.batch)
+        if compiled is not parcel.compiled:
+            parcel.parts, parcel.needs = {}, {}
+            if compiled is not None and ready is not None:
+                parcel.needs = batch_bytes(parcel.batch, compiled)
+                if self._cache is None:
+                    parcel.parts = worker_batches(self._pool, parcel.batch, compiled, ready.packing)
+            parcel.compiled = compiled
+        return compiled is not None
+
+    def _fits(self, parcels: list[BatchTransfer]) -> bool:
+        """Tell whether batches fit into what steps leave free."""
+        if self._ready is None:
+            return False
+        needed: Counter[int] = Counter()
+        for parcel in parcels:
+            needed.update(parcel.needs)
+        spare = self._ready.spare_bytes
+        return all(
+            size <= min(self._ahead_bytes, spare.get(worker, 0) - self.cached_bytes(worker))
+            for worker, size in needed.items()
+        )
+
+    def _make_room(self) -> None:
+        """Free what lies ahead where it does not fit beside a step any more: a batch of another shape needs more."""
+        self._clean()
+        sent = [parcel for parcel in self._waiting if parcel.sent]
+        while sent and not self._fits(sent):
+            self._free(sent.pop())
+        if self._cache is not None and self._ready is not None:
+            for worker, spare_bytes in self._ready.spare_bytes.items():
+                if self._cache.held_bytes(worker) > spare_bytes:
+                    self._cache.drop(worker)
+
+    def _clean(self) -> None:
+        while self._dropped:
+            self._remove(self._dropped.popleft())
+
+    def _remove(self, parcel: BatchTransfer) -> None:
+        if parcel in self._waiting:
+            self._waiting.remove(parcel)
+            self._free(parcel)
+        parcel.stepped = True
+
+    def _return_all(self) -> None:
+        self._clean()
+        for parcel in self._waiting:
+            self._free(parcel)
+
+    def _free(self, parcel: BatchTransfer) -> None:
+        """Free what of a batch is at the workers; what is not there is passed over by them."""
+        if not parcel.sent:
+            return
+        parcel.sent = False
+        if self._cache is not None:  # what is cached may be another by the next time
+            parcel.compiled = None
+        for worker, part in parcel.parts.items():
+            if worker not in self._pool.gone:
+                with contextlib.suppress(OneboxError):
+                    self._pool.post(worker, [Free(part.bindings)])
+
+
+def cache_bytes(cache: int | str | None) -> int:
+    """Return how many bytes of each device samples may take.
+
+    Raises:
+        UsageError: It is no size.
+    """
+    size = 0 if cache is None else parse_size("cache", cache) if isinstance(cache, str) else cache
+    if not isinstance(size, int) or size < 0:
+        raise UsageError(f"cache={cache!r}: allowed are sizes such as '1GiB', or bytes")
+    return size

@@ -1,0 +1,55 @@
+"""Tensors that are brought to workers beside the state: the constants of graphs, and leaves of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from onebox.pool import Pool
+from onebox.wire import TensorSpec, spec_of, to_frame
+from onebox.wire.protocol.requests import Put
+
+
+class ConstantTensors:
+    """Tensors that graphs hold themselves, on the workers.
+
+    Args:
+        pool: The pool.
+        new: Makes a number for something that stays on the workers.
+    """
+
+    def __init__(self, pool: Pool, new: Callable[[], int]) -> None:
+        self._pool = pool
+        self._new = new
+        self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
+        self._numbers: dict[Hashable, dict[str, int]] = {}
+        self._there: set[tuple[Hashable, int]] = set()
+
+    def numbers(self, key: Hashable, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the buffers of a graph's constants, by name."""
+        if key not in self._numbers:
+            self._numbers[key] = {name: self._new() for name in tensors}
+        return self._numbers[key]
+
+    def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
+        """Bring a graph's constants to workers, once."""
+        lacking = [worker for worker in workers if (key, worker) not in self._there]
+        self._there |= {(key, worker) for worker in lacking}
+        self.uploaded |= {self._numbers[key][name]: tensor.nbytes for name, tensor in tensors.items()}
+        if tensors and lacking:
+            put = Put(tuple(self._numbers[key].values()), tuple(spec_of(tensor) for tensor in tensors.values()))
+            frames = [bytes(to_frame(tensor)) for tensor in tensors.values()]
+            for worker in lacking:
+                self._pool.post(worker, [put], frames)
+
+
+def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
+    """Return the instruction that uploads tensors into new buffers, their numbers, and their elements.
+
+    Elements of dense tensors are not copied: they are not to be written to until the worker has them.
+    """
+    numbers = tuple(pool.new_number() for _ in leaves)
+    specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)
+    return Put(numbers, specs), numbers, [to_frame(leaf) for leaf in leaves]

@@ -1,0 +1,85 @@
+"""Sums in each host first: which groups of workers sum up so, as far as the speeds of their links are known.
+
+Nothing is measured for it. Emulated links say how fast they are; of a pool over several hosts it is known if the pool
+has been measured before, as ``make_plan`` does. What is decided depends on nothing else, so that a run has the same
+bits each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from onebox.cost import AllReduceAlgorithm, DeviceGroups, PoolProfile, all_reduce_algorithms, choose_all_reduce, load
+from onebox.engine.partition.optimizer_sharding import Members
+from onebox.plan import Links
+from onebox.pool import Pool
+from onebox.pool.network.profile import profile_key
+
+_MEMORY_LATENCY_S, _MEMORY_BPS = 50e-6, 4e9
+"""Of what goes through shared memory: the emulated links are far slower (``benchmarks/transfers.py``)."""
+
+_PROBES = tuple(1 << power for power in range(10, 31, 2))
+"""Sizes of buckets, in bytes, of which one at least must be summed quicker in another way than in a ring."""
+
+Matrix = dict[int, dict[int, float]]
+
+
+def find_reductions(pool: Pool, replica_groups: Iterable[Members]) -> dict[Members, tuple[AllReduceAlgorithm, ...]]:
+    """Return how groups may sum up: in one ring, or in parts first; only those that may do other than in one ring.
+
+    Args:
+        pool: The pool.
+        circles: The groups.
+    """
+    several = [members for members in dict.fromkeys(replica_groups) if len(members) > 2 and _apart(pool, members)]
+    known = _matrices(pool) if several else None
+    if known is None:
+        return {}
+    found = {}
+    for members in several:
+        ways = all_reduce_algorithms(*known, members)
+        best = [choose_all_reduce(ways, size_bytes) for size_bytes in _PROBES]
+        if used := [way for way in ways[1:] if way in best]:
+            found[members] = (ways[0], *used)
+    return found
+
+
+def known_links(pool: Pool) -> Links | None:
+    """Return how fast the links between a pool's devices are, as far as that is known; ``None`` where it is not."""
+    known = _matrices(pool)
+    return None if known is None else Links(latency_s=known[0], bandwidth_bps=known[1])
+
+
+def subgroups(ways: Iterable[AllReduceAlgorithm]) -> list[Members]:
+    """Return the groups of workers that ways of summing up need: parts, and the first ones of all parts."""
+    found: list[Members] = []
+    for way in ways:
+        if len(way.parts) > 1:
+            found += [*way.parts, group_leaders(way.parts)]
+    return [members for members in dict.fromkeys(found) if len(members) > 1]
+
+
+def group_leaders(parts: DeviceGroups) -> Members:
+    """Return who sums up for the parts of a group."""
+    return tuple(part[0] for part in parts)
+
+
+def _apart(pool: Pool, members: Members) -> bool:
+    """Tell whether some members are far from each other, or are to be as if they were."""
+    linked = any(pair in pool.links for pair in itertools.permutations(members, 2))
+    return linked or len({pool.devices[member].host for member in members}) > 1
+
+
+def _matrices(pool: Pool) -> tuple[Mapping[int, Mapping[int, float]], Mapping[int, Mapping[int, float]]] | None:
+    """Return latencies and bandwidths between all devices; ``None`` where they are not known."""
+    every = [device.number for device in pool.devices]
+    if not pool.links:
+        known = load(profile_key(pool), PoolProfile)
+        return None if known is None else (known.latency_s, known.bandwidth_bps)
+    latency_s: Matrix = {a: dict.fromkeys(every, _MEMORY_LATENCY_S) for a in every}
+    bandwidth_bps: Matrix = {a: dict.fromkeys(every, _MEMORY_BPS) for a in every}
+    for (source, target), link in pool.links.items():
+        latency_s[source][target] += link.latency_s
+        bandwidth_bps[source][target] = 1 / (1 / _MEMORY_BPS + 1 / link.bandwidth_bps)
+    return latency_s, bandwidth_bps

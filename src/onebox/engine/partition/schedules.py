@@ -1,0 +1,151 @@
+"""The schedule of a batch: the plan's, made for the batch's micro-batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onebox.graph import ModelPrograms
+from onebox.plan import (
+    ASYNC,
+    Action,
+    Edge,
+    Kind,
+    Links,
+    MicroBatch,
+    Plan,
+    PlanWork,
+    Routes,
+    Schedule,
+    StageWork,
+    auto_schedule,
+    block_schedule,
+    validate,
+)
+from onebox.plan.schedules.async_window import check_window, repeated_routes, steady_window, unrolled
+
+_STEPS = 4
+"""Of windows one behind the other that are checked: one filled, one drained, and two behind their like."""
+
+_BOTH: tuple[Kind, ...] = ("F", "B")
+
+
+def make_schedule(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, model: ModelPrograms) -> Schedule:
+    """Return the schedule of a plan for a batch.
+
+    A table that the plan spells out is for its number of micro-batches; for another number it is made anew, as ``auto``
+    does, from the times that the plan expects. Where stages have policies, for want of memory that is not known here,
+    and where all are on the same devices, so that no order is quicker, it is ``1f1b``: few micro-batches are in flight.
+
+    Args:
+        plan: The plan.
+        micro_batches: The parts of the batch.
+        routes: Who computes them.
+        model: The programs of the stages.
+
+    Raises:
+        UsageError: The plan's table is none for these stages.
+    """
+    if len(plan.stages) == 1:
+        return _one_stage(routes)
+    edges = stage_edges(model)
+    if plan.schedule == ASYNC:  # of steps that are not to overlap
+        return block_schedule("1f1b", routes, edges=edges)
+    if plan.schedule == "table":
+        table = Schedule.parse(plan.table)
+        count = 1 + max((action.micro_batch for row in table.rows.values() for action in row), default=-1)
+        if count == len(micro_batches):
+            validate(table, routes, edges)
+            return table
+    if plan.schedule in ("auto", "table"):
+        thrifty = any(stage.policy != "keep" for stage in plan.stages) or len(set(routes)) == 1
+        if plan.predicted is None or thrifty:
+            return block_schedule("1f1b", routes, edges=edges)
+        full = plan.micro_batch or micro_batches[0].size
+        sizes = [part.size / full for part in micro_batches]
+        return auto_schedule(routes, _expected_work(plan, edges), sizes)
+    return block_schedule(plan.schedule, routes, edges=edges)
+
+
+def plain_schedule(routes: Routes, model: ModelPrograms) -> Schedule:
+    """Return the schedule of a step that has backward whole, whatever a plan's own one is: ``1f1b``.
+
+    Args:
+        routes: Who computes the micro-batches.
+        model: The programs of the stages.
+    """
+    return _one_stage(routes) if len(routes) == 1 else block_schedule("1f1b", routes, edges=stage_edges(model))
+
+
+def make_window(plan: Plan, micro_batches: Sequence[MicroBatch], routes: Routes, model: ModelPrograms) -> Schedule:
+    """Return the table of a steady window of a plan for a batch: of a step that overlaps with those beside it.
+
+    Args:
+        plan: The plan.
+        micro_batches: The parts of the batch.
+        routes: Who computes them.
+        model: The programs of the stages.
+
+    Raises:
+        UsageError: The schedule of the plan ends with each step.
+    """
+    if plan.schedule != ASYNC:
+        return make_schedule(plan, micro_batches, routes, model)
+    if len(plan.stages) == 1:
+        return _one_stage(routes)
+    edges, count = stage_edges(model), len(micro_batches)
+    window = steady_window(routes, edges, plan.in_flight)
+    check_window(window, count)
+    validate(unrolled(window, count, _STEPS), repeated_routes(routes, _STEPS), edges)
+    return window
+
+
+def _expected_work(plan: Plan, edges: Sequence[tuple[int, int]]) -> PlanWork:
+    """Return the work that a plan expects of its stages; transfers are not in it, and cost nothing."""
+    assert plan.predicted is not None
+    stages = []
+    for stage, (forward_s, input_s, weight_s) in zip(plan.stages, plan.predicted.stages_s, strict=True):
+        devices = [device for replica in stage.replicas for device in replica]
+        stages.append(
+            StageWork(
+                forward_s=dict.fromkeys(devices, forward_s),
+                input_s=dict.fromkeys(devices, input_s),
+                weight_s=dict.fromkeys(devices, weight_s),
+                update_s=dict.fromkeys(devices, 0.0),
+            )
+        )
+    near = {a: dict.fromkeys(plan.devices, 0.0) for a in plan.devices}
+    wide = {a: dict.fromkeys(plan.devices, float("inf")) for a in plan.devices}
+    between = tuple(Edge(source=a, target=b, forward_bytes=0, backward_bytes=0) for a, b in edges)
+    return PlanWork(
+        stages=tuple(stages), edges=between, links=Links(latency_s=near, bandwidth_bps=wide), capacity_bytes={}
+    )
+
+
+def _one_stage(routes: Routes) -> Schedule:
+    """Return the schedule of replicas of the whole model: backward follows forward at once."""
+    rows: dict[int, list[Action]] = {}
+    for micro_batch, replica in enumerate(routes[0]):
+        for device in replica:
+            rows.setdefault(device, []).extend(Action(kind, 0, micro_batch) for kind in _BOTH)
+    return Schedule(rows={device: tuple(row) for device, row in rows.items()})
+
+
+def forward_only(routes: Routes) -> Schedule:
+    """Return the schedule of an evaluation."""
+    rows: dict[int, list[Action]] = {}
+    for micro_batch in range(len(routes[0])):
+        for stage, route in enumerate(routes):
+            for device in route[micro_batch]:
+                rows.setdefault(device, []).append(Action("F", stage, micro_batch))
+    return Schedule(rows={device: tuple(row) for device, row in rows.items()})
+
+
+def stage_edges(model: ModelPrograms) -> list[tuple[int, int]]:
+    """Return the pairs of stages between which forward values go, or else gradients."""
+    maker = {port: phase.stage for phase, part in model.phases.items() for port in part.outputs if port.kind == "value"}
+    found = set()
+    for phase, part in model.phases.items():
+        for port in part.inputs:
+            if port.kind == "value" and maker[port] != phase.stage:
+                found.add((min(maker[port], phase.stage), max(maker[port], phase.stage)))
+    return sorted(found)

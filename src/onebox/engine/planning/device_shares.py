@@ -1,0 +1,99 @@
+"""Each device's share of the batch: given, equal, or by measured speed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onebox.engine.install.constant_tensors import ConstantTensors, put_leaves
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures
+from onebox.errors import UsageError
+from onebox.graph import ModelPrograms
+from onebox.plan import apportion, shares_from_speeds
+from onebox.pool import Pool, raise_first
+from onebox.wire.protocol.instructions import Call, Free
+from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
+
+_ROUNDS = 4
+"""Timed runs of forward; the first warms up."""
+
+
+def resolve_device_shares(
+    shares: Any, pool: Pool, captures: Captures, batch: Batch, remote: RemoteState
+) -> tuple[float, ...]:
+    """Return each device's share of the batch; they add up to 1.
+
+    Args:
+        shares: ``auto``, ``equal``, ``measured``, or weights.
+        pool: The pool.
+        captures: The model, which is what speed is measured with.
+        batch: A batch, likewise.
+        remote: Parameters and buffers.
+
+    Raises:
+        UsageError: The shares are not of these forms, or not one for each device.
+    """
+    count = len(pool)
+    if isinstance(shares, str):
+        if shares not in ("auto", "equal", "measured"):
+            raise UsageError(f"shares={shares!r}: allowed are 'auto', 'equal', 'measured', or one weight a device")
+        kinds = {(device.host, device.name, device.kind, device.threads, device.speed) for device in pool.devices}
+        if count == 1 or shares == "equal" or (shares == "auto" and len(kinds) == 1):
+            return (1 / count,) * count
+        if all(device.kind == "sim" for device in pool.devices):  # nothing to measure: they are as fast as they say
+            return tuple(shares_from_speeds([device.speed for device in pool.devices]))
+        return tuple(shares_from_speeds(measure_speeds(pool, captures, batch, remote)))
+    weights = [float(share) for share in shares]
+    if len(weights) != count:
+        raise UsageError(f"shares={weights}: {len(weights)} weights for {count} devices; one for each is needed")
+    apportion(1, weights)
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def measure_speeds(pool: Pool, captures: Captures, batch: Batch, remote: RemoteState) -> list[float]:
+    """Return samples per second of each device, all at work at once, on the model's forward and backward.
+
+    The batch is shared out evenly for the measurement; nothing that it computes is kept.
+    """
+    workers = range(len(pool))
+    size = max(1, batch.size // len(pool))
+    model = captures.traced(batch, size, train=False).divide()
+    everybody = tuple(workers)
+    remote.upload(dict.fromkeys(remote.named.numbers, everybody))
+    constants = ConstantTensors(pool, remote.new_number)
+    numbers_of = constants.numbers("", model.constants)
+    constants.upload("", model.constants, everybody)
+    routine, programs = _measuring_routine(model, numbers_of, pool, remote.named.numbers, len(batch.leaves))
+    times: dict[int, list[int]] = {worker: [] for worker in workers}
+    for worker in workers:
+        pool.post(worker, programs)
+    for _ in range(_ROUNDS):
+        futures = []
+        for worker in workers:
+            put, numbers, frames = put_leaves(pool, batch.slice(0, size))
+            futures.append(pool.post(worker, [put, Run(routine, numbers, trace=True)], frames, answer=True))
+        for worker, answer in enumerate(raise_first(futures)):
+            times[worker].append(answer.times_ns[1] - answer.times_ns[0])
+    for worker in workers:
+        pool.post(worker, [Free((), tuple(define.number for define in programs))])
+    return [size / (statistics.median(times[worker][1:]) / 1e9) for worker in workers]
+
+
+def _measuring_routine(
+    model: ModelPrograms, constants: Mapping[str, int], pool: Pool, state: Mapping[str, int], leaves: int
+) -> tuple[int, Sequence[Define]]:
+    program, routine = pool.new_number(), pool.new_number()
+    outputs = tuple(pool.new_number() for _ in model.forward.outputs)
+    numbers = {"leaf": lambda name: -1 - int(name), "constant": constants.__getitem__}
+    inputs = tuple(numbers.get(port.kind, state.__getitem__)(port.name) for port in model.forward.inputs)
+    steps = (
+        Call(program, inputs, outputs),
+        Free((*outputs, *(-1 - leaf for leaf in range(leaves)))),
+    )
+    return routine, [
+        Define(program, StoredProgram(model.forward.program)),
+        Define(routine, Routine(steps, leaves)),
+    ]

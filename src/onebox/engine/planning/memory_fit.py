@@ -1,0 +1,336 @@
+"""Fitting: whether a model can be trained within the memory of some devices, and how; nothing is run to know that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from torch import nn
+
+from onebox.cost.estimate import DeviceRates
+from onebox.engine.memory.forecast import Nowhere, count_memory, forecast_contents, forecast_memory
+from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline, memory_peak, memory_timeline
+from onebox.engine.planning.bisection import LargestFit, find_largest
+from onebox.engine.problem.estimate import estimate_links, estimate_profile
+from onebox.engine.problem.memory_search import MemoryCounter, search_within
+from onebox.engine.problem.planner_problem import allowed_sizes, make_problem, measured_sizes
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.workload.batch import Batch, as_batch
+from onebox.engine.workload.captures import Captures, CaptureSpec
+from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.errors import CaptureError, PlanError, UsageError
+from onebox.graph import Loss, Precision
+from onebox.plan import SCHEDULES, OptimizerStateLayout, Plan, UpdateAt, predict
+from onebox.plan.model.problem import Problem
+from onebox.pool import DeviceInfo, Pool
+from onebox.pool.expected_devices import expected_devices
+from onebox.sizes import Memory, enough_text
+
+_MOST_SAMPLES = 1 << 20
+_MOST_MICRO_BATCHES = 64
+"""Larger batches are not looked at, nor such of more micro-batches, each of which adds no more than its samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitAlternative:
+    """A plan for the same batch on the same devices.
+
+    Args:
+        label: What it is, for a person.
+        plan: The plan, with the exact peaks that it will have.
+        peak_bytes: The most bytes of each of its devices.
+        step_s: Seconds that a step is expected to take.
+        refused: Why it will not do; empty if it fits.
+    """
+
+    label: str
+    plan: Plan
+    peak_bytes: Mapping[int, int]
+    step_s: float
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks memory for it."""
+        return not self.refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitReport:
+    """Whether a model can be trained within the memory of some devices.
+
+    Args:
+        plan: The plan that was asked about.
+        batch: Samples of a step.
+        devices: The devices.
+        peaks: Of each device of the plan, where its peak is, and what lies there then.
+        curves: Of each device of the plan, its memory over the step.
+        largest: Up to which batch the plan fits.
+        step_s: Seconds that a step of the plan is expected to take.
+        ways: Where it does not fit: plans that do, the quickest first, and then some that do not either.
+        basis: Where expected times come from, in words.
+        refusal: Why nothing fits; empty where something does.
+    """
+
+    plan: Plan
+    batch: int
+    devices: tuple[DeviceInfo, ...]
+    peaks: Mapping[int, MemoryPeak]
+    curves: Mapping[int, MemoryTimeline]
+    largest: LargestFit
+    step_s: float | None = None
+    ways: tuple[FitAlternative, ...] = ()
+    basis: str = ""
+    refusal: str = ""
+
+    @property
+    def budgets(self) -> dict[int, int]:
+        """The memory of each device."""
+        return {device.number: device.memory_bytes for device in self.devices}
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device lacks memory for the plan."""
+        return not _shortfall({device: peak.size_bytes for device, peak in self.peaks.items()}, self.budgets)
+
+
+def fit(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizers,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    memory: Memory | None = None,
+    pool: str | Pool = "auto",
+    threads: int | None = None,
+    plan: Plan | str | Path | None = None,
+    micro_batch: int | None = None,
+    update: UpdateAt = "device",
+    shard_optimizer: bool = False,
+    precision: Precision = "fp32",
+    fuse: bool = False,
+    clip_grad_norm: float | None = None,
+    rates: DeviceRates | None = None,
+    budget_s: float = 3.0,
+) -> FitReport:
+    """Say whether a model, a batch and an optimizer fit the memory of devices, where the peak is, and what would help.
+
+    Nothing is run, and no worker is started: memory follows from the lifetimes of buffers, to the byte of what workers
+    count. Times, by which ways to fit are compared, are those of an earlier measurement, or estimated.
+
+    Args:
+        model: The model.
+        loss: Maps (outputs, targets) to a scalar, a mean over samples.
+        optimizer: Of ``torch.optim``, over the model's parameters, or several.
+        inputs: A batch, as for :meth:`Trainer.step`.
+        targets: Likewise; ``None`` for a loss that needs none.
+        memory: The budget of each device, such as ``2GiB``; what the devices have when ``None``.
+        pool: The devices: of this machine, or emulated ones that stand for others, such as ``sim*2``; or an open pool.
+        threads: CPU threads of each device.
+        plan: The plan that is asked about; ``None`` for data parallel over all devices.
+        micro_batch: Samples of a micro-batch, without a plan; ``None`` makes each device's share one micro-batch.
+        update: Where the optimizer's state is, without a plan.
+        shard_optimizer: Whether the replicas share out what the optimizer remembers, without a plan.
+        precision: As for :class:`Trainer`.
+        fuse: Likewise.
+        clip_grad_norm: Likewise.
+        rates: How fast each device is; ``None`` for what was measured at an earlier time, else a guess.
+        budget_s: About how many seconds the search for ways to fit may take.
+
+    Raises:
+        UsageError: An argument is wrong.
+        CaptureError: The model cannot be captured.
+
+    Example:
+        >>> import torch, onebox
+        >>> model = torch.nn.Linear(1000, 1000)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> x, y = torch.ones(8, 1000), torch.ones(8, 1000)
+        >>> found = onebox.fit(model, torch.nn.functional.mse_loss, optimizer, x, y, pool="cpu", memory="12MiB")
+        >>> found.fits, found.peaks[0].sorts["optimizer state"]
+        (False, 8008008)
+    """
+    devices = pool.devices if isinstance(pool, Pool) else expected_devices(pool, threads=threads, memory=memory)
+    if isinstance(pool, Pool) and (memory is not None or threads is not None):
+        raise UsageError("an open pool has its memory and threads already; leave memory and threads out")
+    given = Plan.read(plan) if isinstance(plan, str | Path) else plan
+    asked = _asked(given, devices, micro_batch, update, shard_optimizer=shard_optimizer)
+    captures = _captures(model, loss, optimizer, devices, precision, fuse=fuse)
+    question = _Question(model, loss, optimizer, devices, captures, clip_grad_norm or 0.0)
+    batch = as_batch(inputs, targets)
+    return question.answer(asked, batch, rates, budget_s)
+
+
+def _asked(
+    given: Plan | None,
+    devices: Sequence[DeviceInfo],
+    micro_batch: int | None,
+    update: UpdateAt,
+    *,
+    shard_optimizer: bool,
+) -> Plan:
+    """Return the plan that is asked about: one that is given, or data parallel over all devices."""
+    if given is not None and (micro_batch is not None or update != "device" or shard_optimizer):
+        raise UsageError("a plan says itself what micro_batch, update and shard_optimizer are; leave them out")
+    numbers, shares = [device.number for device in devices], [device.speed for device in devices]
+    state: OptimizerStateLayout = "sharded" if shard_optimizer else "replicated"
+    asked = given or Plan.data_parallel(numbers, shares, micro_batch=micro_batch, update=update, optimizer=state)
+    strangers = [device for device in asked.devices if device >= len(devices)]
+    if strangers:
+        raise UsageError(f"the plan uses device {strangers[0]}, but there are {len(devices)}, numbered from 0")
+    return asked
+
+
+def _captures(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizers,
+    devices: Sequence[DeviceInfo],
+    precision: Precision,
+    *,
+    fuse: bool,
+) -> Captures:
+    """Return what traces a model for some devices."""
+    remote = RemoteState(model, loss, optimizer, cast(Pool, Nowhere(devices)))
+    recipe = CaptureSpec(
+        model=model,
+        loss=loss,
+        metrics={},
+        precision=precision,
+        device_type="cuda" if any(device.kind == "cuda" for device in devices) else "cpu",
+        trained=frozenset(remote.wanted),
+        fuse=fuse,
+    )
+    return Captures(recipe)
+
+
+class _Question:
+    """A model, an optimizer and devices, of which several things are asked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizers,
+        devices: Sequence[DeviceInfo],
+        captures: Captures,
+        max_norm: float,
+    ) -> None:
+        self._job = (model, loss, optimizer)
+        self._devices = tuple(devices)
+        self._captures = captures
+        self._max_norm = max_norm
+        self._budgets = {device.number: device.memory_bytes for device in devices}
+
+    def answer(self, plan: Plan, batch: Batch, rates: DeviceRates | None, budget_s: float) -> FitReport:
+        """Return all that is to be known."""
+        contents = forecast_contents(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
+        peaks = {device: memory_peak(device, found) for device, found in contents.items()}
+        found = FitReport(
+            plan=plan,
+            batch=batch.size,
+            devices=self._devices,
+            peaks=peaks,
+            curves={device: memory_timeline(device, one) for device, one in contents.items()},
+            largest=self._largest(plan, batch, {device: peak.size_bytes for device, peak in peaks.items()}),
+        )
+        return found if found.fits else self._with_ways(found, batch, rates, budget_s)
+
+    def peaks(self, plan: Plan, batch: Batch) -> dict[int, int]:
+        """Return the exact peaks of a plan."""
+        return forecast_memory(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
+
+    def _largest(self, plan: Plan, batch: Batch, known: Mapping[int, int]) -> LargestFit:
+        """Find the largest batch that fits."""
+        most = _MOST_SAMPLES if plan.micro_batch is None else max(batch.size, plan.micro_batch * _MOST_MICRO_BATCHES)
+
+        def excess(size: int) -> float:
+            try:
+                peaks = known if size == batch.size else self.peaks(plan, _resized(batch, size))
+            except CaptureError:  # such as batch norm of one sample
+                return math.inf
+            return max(peak - self._budgets[device] for device, peak in peaks.items())
+
+        return find_largest(excess, batch.size, most)
+
+    def _with_ways(self, found: FitReport, batch: Batch, rates: DeviceRates | None, budget_s: float) -> FitReport:
+        """Search for plans that fit."""
+        asked = None if found.plan.micro_batch is None else [found.plan.micro_batch]
+        problem, basis = self._problem(batch, allowed_sizes(batch.size, asked), rates)
+        prediction, _ = predict(problem, found.plan)
+        ways: list[FitAlternative] = []
+        refusal = ""
+        try:
+            result, best = search_within(problem, self._exact(batch), budget_s)
+        except PlanError as error:
+            refusal = str(error)
+        else:
+            ways = [self._way(one.label, one.plan, batch) for one in result.candidates[1:]]
+            ways = [one for one in ways if _sort(one.plan) != _sort(best)]
+            ways.insert(0, self._way("the best found", best, batch))
+        return replace(
+            found,
+            step_s=prediction.step_s,
+            ways=tuple(sorted(ways, key=lambda way: (not way.fits, way.step_s))),
+            basis=basis,
+            refusal=refusal,
+        )
+
+    def _problem(self, batch: Batch, sizes: Sequence[int], rates: DeviceRates | None) -> tuple[Problem, str]:
+        """Return what the planner is given, and where its times are from."""
+        measured = measured_sizes(batch.size, sizes)
+        profile, basis = estimate_profile(self._captures, batch, measured, self._job[2], self._devices, rates)
+        problem = make_problem(
+            profile,
+            self._devices,
+            estimate_links(self._devices),
+            batch=batch.size,
+            micro_batches=sizes,
+            schedules=SCHEDULES,
+            updates=("device", "host"),
+        )
+        return problem, basis
+
+    def _exact(self, batch: Batch) -> MemoryCounter:
+        return lambda plan: count_memory(
+            plan, *self._job, batch, devices=self._devices, captures=self._captures, max_norm=self._max_norm
+        )
+
+    def _way(self, label: str, plan: Plan, batch: Batch) -> FitAlternative:
+        """Return a plan of a search with its exact memory."""
+        assert plan.predicted is not None
+        peaks = self.peaks(plan, batch)
+        exact = msgspec.structs.replace(plan.predicted, peak_bytes=tuple(peaks[device] for device in plan.devices))
+        return FitAlternative(
+            label=label,
+            plan=msgspec.structs.replace(plan, predicted=exact),
+            peak_bytes=peaks,
+            step_s=plan.predicted.step_s,
+            refused=_shortfall(peaks, self._budgets),
+        )
+
+
+def _sort(plan: Plan) -> tuple[object, ...]:
+    """Return what makes two plans the same for a person."""
+    return plan.stages, plan.micro_batch, plan.schedule, plan.update
+
+
+def _resized(batch: Batch, size: int) -> Batch:
+    """Return a batch of another size, of which only shapes and types are meant to be read."""
+    leaves = tuple(leaf[:1].expand(size, *leaf.shape[1:]) for leaf in batch.leaves)
+    return Batch(leaves=leaves, structure=batch.structure, size=size)
+
+
+def _shortfall(peaks: Mapping[int, int], budgets: Mapping[int, int]) -> str:
+    """Say which devices lack how much; empty if none does."""
+    over = {device: peak - budgets[device] for device, peak in sorted(peaks.items()) if peak > budgets[device]}
+    return "; ".join(f"device {device} lacks {enough_text(size)}" for device, size in over.items())

@@ -1,0 +1,366 @@
+"""Profiling: a model's segments, timed on the devices of a pool by training with each segment as a stage of its own.
+
+There is no second way of running a model: the plan of a profile has as many stages as the model has segments, all on
+one device, and a table that runs them one after the other. All devices of a pool train at once, as they will later, so
+that cores, caches and memory are shared as they will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from onebox.cost import load, store
+from onebox.cost.model_profile import AS_CAPTURED, ModelBytes, ModelProfile, SegmentTimes, SegmentVariant
+from onebox.engine.client_state import DetachedClientState
+from onebox.engine.problem.planner_problem import CachedTimes, device_type, divided_bytes, times_key
+from onebox.engine.problem.stage_formats import compared, ways_of
+from onebox.engine.session import TrainingSession
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.steps.results import TraceEvent
+from onebox.engine.trainer import Trainer
+from onebox.engine.workload.batch import as_batch
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.errors import DeviceMemoryError, UsageError
+from onebox.graph import Loss, ModelPrograms, Precision
+from onebox.plan import Action, Plan, Schedule, Stage
+from onebox.pool import Pool, open_pool
+
+_WARM = 2
+_STEPS = 6
+_LONG_S = 0.6
+_MOST = 60
+"""At least six steps after two, for at least this long if these are not enough, but not more than so many."""
+
+_VISIT = 4
+"""Steps in one way before it is the turn of another."""
+
+_MICRO_BATCHES = 2
+"""Of each step; so that gradients are accumulated, as they are in a pipeline."""
+
+_UNCHECKED: dict[str, Any] = {"loss_reduction": "mean"}
+"""What a loss is weighted with makes no difference to how long it takes."""
+
+_LEAST_S = 1e-7
+"""What nothing takes: a time has to be positive."""
+
+
+def profile_model(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizers,
+    inputs: Any,
+    targets: Any,
+    *,
+    pool: Pool,
+    sizes: Sequence[int],
+    precision: Precision = "fp32",
+    fuse: bool = False,
+    fresh: bool = False,
+    cache: bool = True,
+) -> tuple[ModelProfile, Captures]:
+    """Measure a model's segments.
+
+    Args:
+        model: The model.
+        loss: The loss.
+        optimizer: Its optimizer; nothing is changed.
+        inputs: A batch, from which micro-batches are cut.
+        targets: Likewise.
+        pool: Where it is measured, on each device. A ``sim`` device is taken for a core of this machine.
+        sizes: Samples of a micro-batch: one or more sizes.
+        precision: As for :class:`~onebox.engine.Trainer`.
+        fuse: Likewise.
+        fresh: Measure even if it is known.
+        cache: Whether to look in the user's cache, and to keep the times there: by graph, devices and torch version.
+
+    Returns:
+        The profile, and the model as it was captured.
+
+    Raises:
+        UsageError: A size is not in the batch.
+        OneboxError: The model cannot be captured, or does not fit.
+    """
+    batch = as_batch(inputs, targets)
+    if not sizes or min(sizes) < 1 or max(sizes) > batch.size:
+        raise UsageError(f"micro-batches of {list(sizes)} samples: allowed are 1 to {batch.size}, the batch")
+    measured: dict[str, list[SegmentTimes]] = {}
+    runs: _Runs | None = None
+    with contextlib.ExitStack() as stack:
+        place = _Place(pool, stack)
+        for size in sorted(set(sizes)):
+            samples = torch.arange(size * _MICRO_BATCHES) % batch.size
+            small = batch.structure.nest([leaf[samples] for leaf in batch.leaves])
+            runs = _Runs(model, loss, optimizer, small, size, precision, fuse, runs.captures if runs else None)
+            runs.prepare(pool)
+            key = runs.key(pool)
+            known = load(key, CachedTimes) if cache and not fresh else None
+            if known is None:
+                known = CachedTimes(times=place.measure(runs))
+                store(key, known) if cache else None
+            for kind, found in known.times.items():
+                measured.setdefault(kind, []).append(found)
+    assert runs is not None
+    assert runs.captures is not None
+    return ModelProfile(bytes=runs.bytes(), times={k: tuple(found) for k, found in measured.items()}), runs.captures
+
+
+class _Place:
+    """Where runs are measured: on a pool, or, where that computes nothing or has no room, on workers like its own."""
+
+    def __init__(self, pool: Pool, stack: contextlib.ExitStack) -> None:
+        self._pool = pool
+        self._stack = stack
+        self._devices = [device.number for device in pool.devices if device.kind != "sim"]
+
+    def measure(self, runs: _Runs) -> dict[str, SegmentTimes]:
+        """Return the times of each type of device."""
+        if not self._devices:
+            self._pool, self._devices = self._stack.enter_context(open_pool("cpu", threads=1)), [0]
+        try:
+            return runs.measure(self._pool, self._devices)
+        except DeviceMemoryError:
+            self._pool = self._stack.enter_context(_roomier(self._pool, self._devices))
+            self._devices = list(range(len(self._pool)))
+            return runs.measure(self._pool, self._devices)
+
+
+def _roomier(pool: Pool, devices: Sequence[int]) -> Pool:
+    """Return workers like those of a pool for which a model is too big, without their limit of memory.
+
+    Raises:
+        UsageError: They are no CPU workers of this machine.
+    """
+    kinds = {(pool.devices[device].kind, pool.devices[device].host) for device in devices}
+    if kinds != {("cpu", "localhost")}:
+        raise UsageError(
+            "the model does not fit one device with two micro-batches, so it cannot be measured there; "
+            "give smaller micro_batches"
+        )
+    names = ",".join(f"cpu@{pool.devices[d].speed}" if pool.devices[d].speed < 1 else "cpu" for d in devices)
+    return open_pool(names, threads=pool.devices[devices[0]].threads)
+
+
+class _Measuring(Trainer):
+    """A trainer of a model that a user may be training at the same time: neither knows of the other."""
+
+    def _client_of(self, run: TrainingSession, remote: RemoteState) -> DetachedClientState:
+        return DetachedClientState()
+
+
+class _Runs:
+    """Profiling runs for one size of a micro-batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizers,
+        small: tuple[Any, Any],
+        size: int,
+        precision: Precision,
+        fuse: bool,
+        captures: Captures | None,
+    ) -> None:
+        self._arguments = (model, loss, optimizer)
+        self._small = small
+        self._size = size
+        self._precision = precision
+        self._fuse = fuse
+        self.captures = captures
+        self._names: tuple[str, ...] = ()
+        self._bytes: ModelBytes | None = None
+        self._programs: ModelPrograms | None = None
+
+    def prepare(self, pool: Pool) -> None:
+        """Capture the model."""
+        if self.captures is None:
+            options: dict[str, Any] = {"precision": self._precision, "fuse": self._fuse, "recover": False, **_UNCHECKED}
+            with _Measuring(*self._arguments, pool=pool, **options) as probe:
+                self.captures = probe.captures
+        self._names = self.captures.segments(as_batch(*self._small), self._size)
+
+    def key(self, pool: Pool) -> str:
+        """Return under what the times are kept: all that they depend on."""
+        return times_key(self.bytes().graph, pool.devices, self._arguments[2], self._size, self._precision)
+
+    def measure(self, pool: Pool, devices: Sequence[int]) -> dict[str, SegmentTimes]:
+        """Train on each device at once, in each way that it may gain by; return the times of each type of device."""
+        self.bytes()
+        assert self._programs is not None
+        sides: dict[SegmentVariant, list[int]] = {}
+        for kind in sorted({pool.devices[device].kind for device in devices}):
+            alike = [device for device in devices if pool.devices[device].kind == kind]
+            for way in ways_of(kind, [pool.devices[device] for device in alike], self._programs, self._precision):
+                sides.setdefault(way, []).extend(alike)
+        try:
+            found = self._measure(pool, sides)
+        except DeviceMemoryError:
+            if len(sides) == 1:
+                raise
+            found = {way: self._measure(pool, {way: own})[way] for way, own in sides.items()}
+        kinds = {
+            kind: {way: times[kind] for way, times in found.items() if kind in times} for kind in found[AS_CAPTURED]
+        }
+        return {kind: compared(by_way) for kind, by_way in kinds.items()}
+
+    def _measure(
+        self, pool: Pool, sides: Mapping[SegmentVariant, Sequence[int]]
+    ) -> dict[SegmentVariant, dict[str, SegmentTimes]]:
+        """Train on devices, in ways that take turns; return for each way the times of each type of device."""
+        trainers: dict[SegmentVariant, list[Trainer]] = {way: [] for way in sides}
+        try:
+            for way, devices in sides.items():
+                for device in devices:
+                    trainers[way].append(self._trainer(pool, device, way))
+            start_s, steps = time.monotonic(), 0
+            while steps < _WARM + _STEPS or (time.monotonic() - start_s < _LONG_S * len(sides) and steps < _MOST):
+                for own in trainers.values():
+                    self._visit(own)
+                steps += _VISIT
+            return {way: self._found(pool, devices, trainers[way]) for way, devices in sides.items()}
+        finally:
+            for own in trainers.values():
+                for trainer in own:
+                    trainer.close()
+
+    def _visit(self, trainers: Sequence[Trainer]) -> None:
+        """Train some steps on all devices at once."""
+        for _ in range(_VISIT):
+            for trainer in trainers:
+                trainer.step(*self._small)
+        for trainer in trainers:
+            trainer.wait()
+
+    def _found(self, pool: Pool, devices: Sequence[int], trainers: Sequence[Trainer]) -> dict[str, SegmentTimes]:
+        """Return what was measured in one way."""
+        found: dict[str, list[SegmentTimes]] = {}
+        events = [[event for event in trainer.events() if event.step >= _WARM] for trainer in trainers]
+        between_s = min(map(_between_s, events))  # of the slowest device: the others wait for it here
+        for own, device in zip(events, devices, strict=True):
+            info = pool.devices[device]
+            found.setdefault(device_type(info), []).append(self._times(own, info.speed, between_s))
+        return {kind: _median_of(times) for kind, times in found.items()}
+
+    def _trainer(self, pool: Pool, device: int, way: SegmentVariant) -> _Measuring:
+        assert self.captures is not None
+        plan = _one_by_one(self._names, device, self._size, way)
+        trainer = _Measuring(
+            *self._arguments,
+            pool=pool,
+            plan=plan,
+            precision=self._precision,
+            check_every=0,
+            recover=False,
+            **_UNCHECKED,
+        )
+        trainer.captures = self.captures
+        return trainer
+
+    def _times(self, events: Sequence[TraceEvent], speed: float, between_s: float) -> SegmentTimes:
+        by_action: dict[tuple[str, int], list[float]] = {}
+        for event in events:
+            if event.action is not None:
+                key = (event.action.kind, event.action.stage)
+                by_action.setdefault(key, []).append((event.end_ns - event.start_ns) / 1e9 * speed)
+
+        def taken(kind: str, index: int) -> float:
+            return _typical(by_action.get((kind, index), [_LEAST_S]))
+
+        sums = _named(events, "accumulate", speed)
+        parameters = [segment.parameter_bytes for segment in self.bytes().segments]
+        parts = [found / max(1, sum(parameters)) for found in parameters]  # of what it takes to add gradients up
+        return SegmentTimes(
+            size=self._size,
+            seconds=tuple(
+                (taken("F", index), taken("I", index), taken("W", index) + part * _typical(sums) * len(self._names))
+                for index, part in enumerate(parts)
+            ),
+            update_s=_typical(_named(events, "optimizer", speed)) + between_s * speed,
+            call_s=_call_s(events),
+        )
+
+    def bytes(self) -> ModelBytes:
+        """Return what follows from the graph alone."""
+        if self._bytes is None:
+            self._bytes = self._count()
+        return self._bytes
+
+    def _count(self) -> ModelBytes:
+        assert self.captures is not None
+        programs, found = divided_bytes(self.captures, as_batch(*self._small), self._size, self._arguments[2])
+        self._programs = programs
+        return found
+
+
+def _one_by_one(names: Sequence[str], device: int, size: int, way: SegmentVariant) -> Plan:
+    """Return the plan in which one device runs every segment as a stage."""
+    whole = Stage(
+        replicas=((device,),),
+        shares=(1.0,),
+        channels_last=way.channels_last,
+        precision="bf16" if way.bf16 else None,
+    )
+    stages = tuple(replace(whole, segments=(name,)) for name in names)
+    row: list[Action] = []
+    for micro_batch in range(_MICRO_BATCHES):
+        row += [Action("F", stage, micro_batch) for stage in range(len(names))]
+        for stage in reversed(range(len(names))):
+            row += [Action("I", stage, micro_batch), Action("W", stage, micro_batch)]
+    table = Schedule(rows={device: tuple(row)}).lines()
+    return Plan(stages=stages, micro_batch=size, schedule="table", table=table)
+
+
+def _named(events: Iterable[TraceEvent], name: str, speed: float) -> list[float]:
+    """Return how long the events of a name took, at full speed."""
+    return [(event.end_ns - event.start_ns) / 1e9 * speed for event in events if event.name == name] or [0.0]
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Return the mean without the longest fifth: what others on the machine held up."""
+    kept = sorted(seconds)[: max(1, round(len(seconds) * 0.8))]
+    return statistics.fmean(kept)
+
+
+def _between_s(events: Iterable[TraceEvent]) -> float:
+    """Return the median time between the end of a step and the start of the next: the upload of a batch, mostly."""
+    spans: dict[int, tuple[int, int]] = {}
+    for event in events:
+        start, end = spans.get(event.step, (event.start_ns, event.end_ns))
+        spans[event.step] = (min(start, event.start_ns), max(end, event.end_ns))
+    ordered = [spans[step] for step in sorted(spans)]
+    gaps = [(later[0] - earlier[1]) / 1e9 for earlier, later in itertools.pairwise(ordered)]
+    return max(0.0, statistics.median(gaps)) if gaps else 0.0
+
+
+def _call_s(events: Iterable[TraceEvent]) -> float:
+    """Return the median time between the end of an action and the start of the next."""
+    actions = sorted((e for e in events if e.action is not None), key=lambda e: e.start_ns)
+    gaps = [
+        (later.start_ns - earlier.end_ns) / 1e9
+        for earlier, later in itertools.pairwise(actions)
+        if earlier.step == later.step
+    ]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _median_of(times: Sequence[SegmentTimes]) -> SegmentTimes:
+    """Return the medians over devices of one type."""
+    return SegmentTimes(
+        size=times[0].size,
+        seconds=tuple(
+            tuple(statistics.median(values) for values in zip(*segment, strict=True))
+            for segment in zip(*(found.seconds for found in times), strict=True)
+        ),
+        update_s=statistics.median(found.update_s for found in times),
+        call_s=statistics.median(found.call_s for found in times),
+    )

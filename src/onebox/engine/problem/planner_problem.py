@@ -1,0 +1,232 @@
+"""What the planner is given of a model and a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from msgspec import Struct
+
+from onebox.cost import ACCELERATOR_BPS, key_of
+from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
+from onebox.engine.problem.segment_bytes import model_bytes
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.named_state import footprints, named_state, update_bytes
+from onebox.engine.workload.parameter_groups import Optimizers, elements_of
+from onebox.errors import UsageError
+from onebox.graph import ModelPrograms, Precision
+from onebox.plan import SCHEDULES, Links, UpdateAt
+from onebox.plan.model.problem import HOST_BPS, ComputeTime, DeviceSpec, Problem, Segment, SegmentValue, Tie
+from onebox.plan.policies.policy_costs import ACTIVATION_POLICIES, ChainPolicy
+from onebox.pool import DeviceInfo
+from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.core_usage import busy_threads
+
+_SENSIBLE = 32
+"""Sizes that cut a batch into more micro-batches are not measured, but followed from larger ones."""
+
+_MOST = 256
+"""At most so many micro-batches of a batch are considered."""
+
+
+class CachedTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the cache keeps of a model: times of its segments, by type of device."""
+
+    times: dict[str, SegmentTimes]
+
+
+def times_key(graph: str, devices: Sequence[DeviceInfo], optimizer: Optimizers, size: int, precision: Precision) -> str:
+    """Return under what the times of a model are kept: all that they depend on.
+
+    Args:
+        graph: A hash of the model's programs.
+        devices: Those of the pool.
+        optimizer: The optimizer.
+        size: Samples of a micro-batch.
+        precision: Of the run: with ``auto`` more is measured.
+    """
+    found = sorted(
+        (d.kind, d.name, d.host, d.threads, d.speed, d.instructions.aten, d.instructions.onednn) for d in devices
+    )
+    more = precision == "auto"
+    return key_of("segments in all ways", graph, found, str(torch.__version__), elements_of(optimizer), size, more)
+
+
+def divided_bytes(
+    captures: Captures, batch: Batch, size: int, optimizer: Optimizers
+) -> tuple[ModelPrograms, ModelBytes]:
+    """Return the programs of a model whose every segment is a stage, and what follows from them.
+
+    Args:
+        captures: The captured model.
+        batch: A batch.
+        size: Samples of a micro-batch.
+        optimizer: The optimizer.
+    """
+    traced = captures.traced(batch, size, train=True, halves=True)
+    programs = traced.divide([[name] for name in traced.segments])
+    named = named_state(captures.recipe.model, captures.recipe.loss, lambda: 0)
+    return programs, model_bytes(
+        programs,
+        traced.segments,
+        size,
+        state=captures.state_specs(),
+        trained=captures.trained,
+        factors={name: found.factor for name, found in footprints(optimizer, named).items()},
+        updates=update_bytes(optimizer, named),
+    )
+
+
+def device_type(device: DeviceInfo) -> str:
+    """Return under which name the times of a device are known; a device that only emulates is known as what it is."""
+    if device.kind == "sim":
+        return "cpu"
+    return device.kind if device.kind == "cpu" else device.name
+
+
+def allowed_sizes(batch: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the samples that a micro-batch may have: what is asked for, else the halvings of the batch.
+
+    Raises:
+        UsageError: What is asked for cannot be.
+    """
+    if asked is not None:
+        sizes = sorted(set(asked))
+        if not sizes or not 1 <= sizes[0] <= sizes[-1] <= batch:
+            raise UsageError(f"micro-batches of {list(asked)} samples: allowed are 1 to {batch}, the batch")
+        return tuple(sizes)
+    found = {batch}
+    while min(found) > 1 and -(-batch // min(found)) < _MOST:
+        found.add(-(-min(found) // 2))
+    return tuple(sorted(found))
+
+
+def measured_sizes(batch: int, allowed: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes to be measured: the smallest and the largest of those that make sense, and one in between."""
+    sensible = [size for size in allowed if -(-batch // size) <= _SENSIBLE] or list(allowed)
+    return tuple(sorted({sensible[0], sensible[len(sensible) // 2], sensible[-1]}))
+
+
+def make_problem(
+    profile: ModelProfile,
+    devices: Sequence[DeviceInfo],
+    links: Links,
+    *,
+    batch: int,
+    micro_batches: Sequence[int],
+    schedules: Sequence[str] = SCHEDULES,
+    policies: Sequence[ChainPolicy] = ACTIVATION_POLICIES,
+    updates: Sequence[UpdateAt] = ("device",),
+    preparing: float = 0.0,
+    staleness: int = 0,
+    versions: int = 2,
+    sharded: bool = False,
+) -> Problem:
+    """Return what the planner is given.
+
+    Args:
+        profile: The model's profile.
+        devices: The devices that may be used.
+        links: Links between them.
+        batch: Samples of a step.
+        micro_batches: Allowed samples of a micro-batch.
+        schedules: Allowed schedules.
+        policies: What may become of activations.
+        updates: Where the optimizer's state may be.
+        preparing: Cores of this host that the preparation of batches keeps busy.
+        staleness: How many steps late gradients may be applied.
+        versions: How many versions of its weights a device has where they are.
+        sharded: Whether the replicas of a stage share out what the optimizer remembers.
+
+    Raises:
+        UsageError: The model has not been measured on a type of device.
+    """
+    size = profile.bytes.size
+    times = {kind: found for kind, found in profile.times.items() if found}
+    return Problem(
+        segments=tuple(_segment(profile, index, size) for index in range(len(profile.bytes.segments))),
+        devices=tuple(map(_device, devices)),
+        links=links,
+        batch=batch,
+        micro_batches=tuple(micro_batches),
+        values=_values(profile),
+        ties=_ties(profile),
+        call_s=max(found.call_s for measured in times.values() for found in measured),
+        schedules=tuple(schedules),
+        policies=tuple(policies),
+        cores={device.host: device.cores for device in devices if device.cores},
+        preparing={LOCAL_HOST: preparing},
+        updates=tuple(updates),
+        staleness=staleness,
+        versions=versions,
+        sharded=sharded,
+    )
+
+
+def _device(device: DeviceInfo) -> DeviceSpec:
+    kind = device_type(device)
+    return DeviceSpec(
+        number=device.number,
+        type=kind,
+        host=device.host,
+        capacity_bytes=device.memory_bytes,
+        speed=device.speed,
+        host_bps=HOST_BPS if kind == "cpu" else ACCELERATOR_BPS,
+        processor=device.kind == "cpu",
+        threads=busy_threads(device) * min(1.0, device.speed),
+    )
+
+
+def _values(profile: ModelProfile) -> tuple[SegmentValue, ...]:
+    """Return the values between segments, with their bytes for each sample."""
+    size = profile.bytes.size
+    return tuple(
+        SegmentValue(
+            source=value.source,
+            consumers=value.consumers,
+            forward_bytes=-(-value.forward_bytes // size),
+            backward_bytes=-(-value.backward_bytes // size),
+            kept=value.kept,
+        )
+        for value in profile.bytes.values
+    )
+
+
+def _ties(profile: ModelProfile) -> tuple[Tie, ...]:
+    return tuple(
+        Tie(
+            segments=tie.segments,
+            parameter_bytes=tie.parameter_bytes,
+            state_bytes=tie.state_bytes,
+            optimizer_bytes=tie.optimizer_bytes,
+        )
+        for tie in profile.bytes.ties
+    )
+
+
+def _segment(profile: ModelProfile, index: int, size: int) -> Segment:
+    memory = profile.bytes.segments[index]
+    everything = sum(segment.update_bytes for segment in profile.bytes.segments)
+    part = memory.update_bytes / everything if everything else 0.0
+
+    def fitted(place: int) -> Mapping[str, ComputeTime]:
+        return {
+            kind: ComputeTime.fit({found.size: max(found.seconds[index][place], 1e-9) for found in measured})
+            for kind, measured in profile.times.items()
+        }
+
+    return Segment(
+        name=memory.name,
+        forward_s=fitted(0),
+        input_s=fitted(1),
+        weight_s=fitted(2),
+        update_s={kind: part * measured[-1].update_s for kind, measured in profile.times.items()},
+        parameter_bytes=memory.parameter_bytes,
+        state_bytes=memory.state_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        saved_bytes=-(-memory.saved_bytes // size),
+        late_bytes=-(-memory.late_bytes // size),
+        forward_work_bytes=-(-memory.forward_work_bytes // size),
+        backward_work_bytes=-(-memory.backward_work_bytes // size),
+    )

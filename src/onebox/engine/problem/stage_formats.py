@@ -1,0 +1,150 @@
+"""Formats of stages: how their maps lie in memory, and in which type their products are, by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from msgspec.structs import replace
+
+from onebox.cost.model_profile import AS_CAPTURED, ModelProfile, SegmentTimes, SegmentVariant
+from onebox.engine.problem.planner_problem import device_type
+from onebox.graph import ModelPrograms, Precision
+from onebox.plan import Plan, Stage
+from onebox.pool import DeviceInfo
+from onebox.wire import Program, SlotArgument, specs_by_slot
+
+LEAST_WORK = 50_000_000
+"""Multiplications of a micro-batch, some milliseconds in all, below which nothing is measured: what can be gained is
+less than what measuring takes, and the models of tests are smaller."""
+
+LEAST_GAIN = 0.03
+"""The least part of a stage's time that another format is to gain: what is less may be noise."""
+
+_FAST = ("float32", "bfloat16")
+"""Types that oneDNN convolves."""
+
+_MATRICES = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
+"""Products of matrices, and the place of the first one among their arguments."""
+
+
+def convolution_work(programs: ModelPrograms) -> int:
+    """Return the multiplications of the convolutions of forward of all stages, of types that oneDNN convolves."""
+    forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
+    return sum(_convolutions(program, _FAST) for program in forward)
+
+
+def product_work(programs: ModelPrograms) -> int:
+    """Return the multiplications of forward of all stages that could be of bfloat16."""
+    forward = [named.program for phase, named in programs.phases.items() if phase.kind == "F"]
+    return sum(_convolutions(program, _FAST[:1]) + _matrices(program) for program in forward)
+
+
+def _convolutions(program: Program, types: Sequence[str]) -> int:
+    specs = specs_by_slot(program)
+    total = 0
+    for operator in program.operators:
+        made = operator.specs[0]
+        if operator.name != "aten.convolution.default" or made is None or made.dtype not in types:
+            continue
+        weight = operator.args[1]
+        assert isinstance(weight, SlotArgument)
+        if len(made.shape) == 4:
+            total += prod(made.shape) * prod(specs[weight.index].shape[1:])
+    return total
+
+
+def _matrices(program: Program) -> int:
+    specs = specs_by_slot(program)
+    total = 0
+    for operator in program.operators:
+        made = operator.specs[0]
+        if operator.name in _MATRICES and made is not None and made.dtype == "float32":
+            left = operator.args[_MATRICES[operator.name]]
+            assert isinstance(left, SlotArgument)
+            total += prod(made.shape) * specs[left.index].shape[-1]
+    return total
+
+
+def ways_of(
+    kind: str, devices: Sequence[DeviceInfo], programs: ModelPrograms, precision: Precision
+) -> tuple[SegmentVariant, ...]:
+    """Return the ways to compute a model that are worth measuring on devices of a type, the usual one first.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        devices: All devices of that type.
+        programs: The model.
+        precision: Of the run: bf16 is measured with ``auto`` alone, and where all devices have instructions for it.
+    """
+    last = kind == "cpu" and convolution_work(programs) >= LEAST_WORK
+    narrow = precision == "auto" and all(d.has_bf16 for d in devices) and product_work(programs) >= LEAST_WORK
+    formats, types = (False, True)[: 1 + last], (False, True)[: 1 + narrow]
+    return tuple(SegmentVariant(channels_last=there, bf16=rounded) for rounded in types for there in formats)
+
+
+def compared(found: Mapping[SegmentVariant, SegmentTimes]) -> SegmentTimes:
+    """Return the times of segments, each in the fastest of the ways that were measured, the usual one among them.
+
+    Args:
+        found: The times by way.
+    """
+    seconds = tuple(min(each, key=sum) for each in zip(*(times.seconds for times in found.values()), strict=True))
+    if len(found) == 1:
+        return found[AS_CAPTURED]
+    ways = tuple((way, times.seconds) for way, times in found.items())
+    return replace(found[AS_CAPTURED], seconds=seconds, ways=ways)
+
+
+def with_formats(plan: Plan, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Plan:
+    """Return a plan each of whose stages is computed in the way in which its segments are fastest.
+
+    bf16 changes results: it has to be faster than the best way without.
+
+    Args:
+        plan: The plan.
+        profile: The model's profile.
+        devices: Those of the pool.
+    """
+    return replace(plan, stages=tuple(_with_format(stage, plan.micro_batch, profile, devices) for stage in plan.stages))
+
+
+def with_precisions_of(plan: Plan, other: Plan, segments: Sequence[str]) -> Plan:
+    """Return a plan whose stages are of bf16 where another plan has all their segments in stages of bf16.
+
+    Args:
+        plan: A plan for the same model.
+        other: The other plan.
+        segments: All segments of the model.
+    """
+    narrow = {name for stage in other.narrow for name in other.stages[stage].segments or segments}
+    stages = (
+        replace(stage, precision="bf16" if stage.ranks == 1 and narrow.issuperset(stage.segments or segments) else None)
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages)) if narrow else plan
+
+
+def _with_format(stage: Stage, micro_batch: int | None, profile: ModelProfile, devices: Sequence[DeviceInfo]) -> Stage:
+    kinds = {device_type(devices[device]) for replica in stage.replicas for device in replica}
+    ways = {_fastest(stage, micro_batch, profile, kind) for kind in kinds}
+    (way,) = ways if len(ways) == 1 and stage.ranks == 1 else {AS_CAPTURED}
+    return replace(stage, channels_last=way.channels_last, precision="bf16" if way.bf16 else None)
+
+
+def _fastest(stage: Stage, micro_batch: int | None, profile: ModelProfile, kind: str) -> SegmentVariant:
+    """Return the way in which a type of device computes a stage fastest."""
+    times = profile.times.get(kind, ())
+    nearest = min(times, key=lambda each: abs(each.size - (micro_batch or each.size)), default=None)
+    if nearest is None or not nearest.ways:
+        return AS_CAPTURED
+    own = [not stage.segments or segment.name in stage.segments for segment in profile.bytes.segments]
+    taken = {
+        way: sum(sum(each) for each, there in zip(seconds, own, strict=True) if there) for way, seconds in nearest.ways
+    }
+    best = AS_CAPTURED
+    for narrow in (False, True):
+        way = min((way for way in taken if way.bf16 == narrow), key=taken.__getitem__, default=best)
+        if taken[way] < (1 - LEAST_GAIN) * taken[best]:
+            best = way
+    return best

@@ -1,0 +1,238 @@
+"""A plan for the devices that are left: the old one in its shape where that can be and fits, else one that is sought.
+
+The shape of a plan, which may have been made by hand, is what its user wanted: as long as every stage finds somebody
+(:func:`~onebox.engine.recovery.reduced_plan.reduced_plan`) and the memory is enough, it stays. If not, the planner
+looks for the best plan within the memory of what is left, as ``plan="auto"`` does, but with the same micro-batches,
+because what is computed depends on them. It takes times that were measured before from the user's cache; where there
+are none, it counts operations and bytes of the segments, because nothing is to be measured while a run stands still.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onebox.cost import PoolProfile, load
+from onebox.cost.model_profile import ModelBytes, ModelProfile, SegmentTimes
+from onebox.engine.memory.forecast import MemoryForecast, forecast_memory
+from onebox.engine.problem.memory_search import search_within
+from onebox.engine.problem.planner_problem import (
+    CachedTimes,
+    allowed_sizes,
+    device_type,
+    divided_bytes,
+    make_problem,
+    measured_sizes,
+    times_key,
+)
+from onebox.engine.problem.stage_formats import with_precisions_of
+from onebox.engine.recovery.reduced_plan import reduced_plan
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.captures import Captures
+from onebox.engine.workload.delay_compensation import extra_copies
+from onebox.engine.workload.parameter_groups import Optimizers
+from onebox.errors import CaptureError, PlanError, UsageError
+from onebox.graph import ModelPrograms, PhaseKind
+from onebox.graph.shard.spmd import product_flops
+from onebox.plan import ACTIVATION_POLICIES, ASYNC, NAMED, SCHEDULES, Links, Plan
+from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
+from onebox.pool import Pool
+from onebox.pool.network.profile import profile_key
+from onebox.wire import Program, reads, specs_by_slot
+from onebox.wire.protocol.instructions import GroupDelays
+
+_BUDGET_S = 2.0
+"""A search may take so long: the run waits for it."""
+
+_FLOPS = 2e10
+_BYTES_PER_S = 1e10
+_CALL_S = 1e-5
+_LATENCY_S = 1e-4
+_BANDWIDTH_BPS = 1e9
+"""What is assumed of devices and links of which nothing is known: a core of a laptop, and its loopback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplanWorkload:
+    """What a run trains.
+
+    Args:
+        captures: The captured model.
+        optimizer: The user's optimizer.
+        batch: A batch.
+        max_norm: For clipping; 0 for none.
+        in_flight: Steps that may be under way at once: their batches lie on the devices, too.
+        staleness: How many steps old the weights may be that a step is computed with.
+        delay: What is done about gradients that are late because of it.
+        overlap: Whether exact steps overlap.
+    """
+
+    captures: Captures
+    optimizer: Optimizers
+    batch: Batch
+    max_norm: float
+    in_flight: int
+    staleness: int = 0
+    delay: GroupDelays = "none"
+    overlap: bool = False
+
+    def peaks(self, plan: Plan, pool: Pool) -> dict[int, int]:
+        """Return the most bytes that each device of a plan will use."""
+        recipe = self.captures.recipe
+        return forecast_memory(
+            plan,
+            recipe.model,
+            recipe.loss,
+            self.optimizer,
+            self.batch,
+            devices=pool.devices,
+            captures=self.captures,
+            max_norm=self.max_norm,
+            ahead=self.in_flight - 1,
+            delay=self.delay,
+            staleness=self.staleness,
+            overlap=self.overlap,
+            links=pool.links,
+        )
+
+
+def replan_devices(plan: Plan, work: ReplanWorkload, pool: Pool) -> Plan:
+    """Return a plan that uses no device that has gone; the same one if it uses none.
+
+    Args:
+        plan: The plan.
+        work: What is trained.
+        pool: The pool, healed.
+
+    Raises:
+        PlanError: No plan fits what is left; it says what is missing.
+    """
+    idle = [device for device in pool.present if device not in plan.devices]
+    same = reduced_plan(plan, pool.gone, idle, work.batch.size)
+    if same is plan:
+        return plan
+    if not pool.present:
+        raise PlanError("every device of the pool has gone, and none could be started again")
+    if same is not None and _fits(same, work, pool):
+        return same
+    size = plan.micro_batch or max(part.size for part in plan.micro_batches(work.batch.size))
+    try:
+        return _sought(size, plan, work, pool, replicable=True)
+    except CaptureError:  # replicas cannot share every model
+        return _sought(size, plan, work, pool, replicable=False)
+
+
+def out_of_devices(error: PlanError, pool: Pool, saved: Path | None) -> PlanError:
+    """Return the error that says that the devices that are left are not enough.
+
+    Args:
+        error: What is missing.
+        pool: The pool, healed.
+        saved: The last checkpoint, if there is one.
+    """
+    lost = [pool.devices[number] for number in sorted(pool.gone)]
+    gone = ", ".join(f"{device.number} ({device.device} on {device.host})" for device in lost)
+    where = f"the last checkpoint, {saved}," if saved else "a checkpoint (this trainer has saved none)"
+    return PlanError(
+        f"the run cannot go on: device {gone} has gone, and what is left is not enough: {error}; open a pool with "
+        f"more devices or memory and resume from {where} with Trainer.resume",
+        stage=error.stage,
+        device=error.device,
+        missing_bytes=error.missing_bytes,
+    )
+
+
+def _fits(plan: Plan, work: ReplanWorkload, pool: Pool) -> bool:
+    """Tell whether a plan can be run in the memory of its devices."""
+    try:
+        peaks = work.peaks(plan, pool)
+    except UsageError:  # layers that cannot be split over so many
+        return False
+    return all(peaks[device] <= pool.devices[device].memory_bytes for device in plan.devices)
+
+
+def _sought(size: int, before: Plan, work: ReplanWorkload, pool: Pool, *, replicable: bool) -> Plan:
+    """Return the best plan for the devices of a pool that are left, with micro-batches of a size.
+
+    Where memory is short, activations are computed again or go to the host; the optimizer stays where it is, as what it
+    remembers does. Segments that were of bf16 are so again.
+    """
+    devices = [device for device in pool.devices if device.number in pool.present]
+    programs, size_bytes = divided_bytes(work.captures, work.batch, size, work.optimizer)
+    times = _known_times(size, size_bytes, work, pool)
+    schedules = (ASYNC,) if work.staleness else SCHEDULES if times else NAMED
+    kinds = {device_type(device) for device in devices}
+    if times is None or not kinds <= set(times):
+        times = dict.fromkeys(kinds, _counted_times(size, programs, len(size_bytes.segments)))
+    problem = make_problem(
+        ModelProfile(bytes=size_bytes, times={kind: (times[kind],) for kind in kinds}),
+        devices,
+        _known_links(pool),
+        batch=work.batch.size,
+        micro_batches=(size,),
+        schedules=schedules,
+        updates=(before.update,),
+        sharded=before.optimizer == "sharded",
+        policies=[policy for policy in ACTIVATION_POLICIES if policy not in OFFLOADING_POLICIES or not work.overlap],
+        staleness=work.staleness,
+        versions=2 + extra_copies(work.delay),
+    )
+    problem = replace(problem, replicable=replicable, free_shares=False)
+    segments = [segment.name for segment in size_bytes.segments]
+
+    def alike(plan: Plan) -> Plan:
+        return with_precisions_of(plan, before, segments)
+
+    return alike(search_within(problem, lambda plan: MemoryForecast(work.peaks(alike(plan), pool)), _BUDGET_S)[1])
+
+
+def _known_times(
+    size: int, size_bytes: ModelBytes, work: ReplanWorkload, pool: Pool
+) -> Mapping[str, SegmentTimes] | None:
+    """Return the times that were measured on such a pool before, of micro-batches of this size or else another."""
+    batch, precision = work.batch.size, work.captures.recipe.precision
+    for other in dict.fromkeys((size, *measured_sizes(batch, allowed_sizes(batch)))):
+        graph = size_bytes if other == size else divided_bytes(work.captures, work.batch, other, work.optimizer)[1]
+        known = load(times_key(graph.graph, pool.devices, work.optimizer, other, precision), CachedTimes)
+        if known is not None:
+            return known.times
+    return None
+
+
+def _known_links(pool: Pool) -> Links:
+    """Return the links as they were measured before; if they were not, all are taken for alike."""
+    known = load(profile_key(pool), PoolProfile)
+    if known is not None:
+        return Links(latency_s=known.latency_s, bandwidth_bps=known.bandwidth_bps)
+    every = range(len(pool))
+    return Links(
+        latency_s={a: {b: 0.0 if a == b else _LATENCY_S for b in every} for a in every},
+        bandwidth_bps={a: {b: math.inf if a == b else _BANDWIDTH_BPS for b in every} for a in every},
+    )
+
+
+def _counted_times(size: int, programs: ModelPrograms, segments: int) -> SegmentTimes:
+    """Return what a model's segments may take, by what they compute and move; only their proportions matter."""
+
+    def seconds(index: int, kind: PhaseKind) -> float:
+        return _program_s(programs.of(index, kind).program)
+
+    return SegmentTimes(
+        size=size,
+        seconds=tuple((seconds(index, "F"), seconds(index, "I"), seconds(index, "W")) for index in range(segments)),
+        update_s=0.0,
+        call_s=_CALL_S,
+    )
+
+
+def _program_s(program: Program) -> float:
+    specs = specs_by_slot(program)
+    total = 0.0
+    for operator in program.operators:
+        moved = sum(specs[slot].size_bytes for slot in reads(operator) if slot in specs)
+        moved += sum(spec.size_bytes for spec in operator.specs if spec is not None)
+        flops = product_flops(operator.name, operator.args, operator.outs, specs.__getitem__)
+        total += flops / _FLOPS + moved / _BYTES_PER_S
+    return total

@@ -1,0 +1,406 @@
+"""Checkpoints: folders of safetensors files and one JSON manifest, written atomically, checked when read.
+
+A checkpoint folder holds one folder a save, ``step-00000020``, written under another name, synced to disk and renamed;
+a process that is killed at any moment leaves whole ones only. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import safetensors.torch
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from torch import Tensor
+
+from onebox.engine.state.state_layout import Key
+from onebox.engine.workload.loss_reduction import ReductionName
+from onebox.errors import CheckpointError, UsageError
+from onebox.graph import Precision
+from onebox.plan import Plan
+from onebox.wire import DTYPES, TensorSpec, spec_of, to_frame
+from onebox.wire.protocol.instructions import Options
+
+VERSION = 2
+_MANIFEST = "manifest.json"
+_FILES = ("model.safetensors", "loss.safetensors", "optimizer.safetensors")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_MANIFEST_BYTES = 256 << 20
+
+_TYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""Element types as safetensors calls them."""
+
+_HEADER_ALIGN_BYTES = 8
+
+
+class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a checkpoint: its name, bytes, and SHA-256."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class GroupEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """A parameter group: the names of its parameters, and its options."""
+
+    parameters: tuple[str, ...]
+    options: Options
+
+
+class NumberEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of an optimizer's state that is no tensor."""
+
+    parameter: str
+    key: str
+    value: bool | int | float | None
+
+
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint is.
+
+    Args:
+        format: Always the same word.
+        version: Of this form.
+        torch: The torch version that wrote it.
+        step: Steps done.
+        seed: The run's seed.
+        precision: ``fp32``, ``bf16`` or ``auto``.
+        clip_grad_norm: For clipping.
+        plan: The plan; none before the first step.
+        optimizer: Class in ``torch.optim`` of each parameter group; in checkpoints of earlier days one for all.
+        groups: The parameter groups, those of several optimizers one behind the other.
+        numbers: Entries of the optimizer's state that are no tensors.
+        extra: What the user added, such as the position in the data.
+        files: The other files.
+        fuse: Whether activations that are written out become single operators.
+        staleness: How many steps old the weights may be that a step is computed with.
+        delay: What was asked to be done about gradients that are late because of it.
+        warm_up: So many steps come before the first that is computed with older weights.
+        overlap: Whether exact steps overlap.
+        complex: For each file the tensors that are of complex numbers, which lie there as pairs of real ones.
+        loss_reduction: ``mean``, ``sum``, ``weighted`` with a function that is no part of it, or none.
+    """
+
+    format: Literal["onebox-checkpoint"]
+    version: int
+    torch: str
+    step: int
+    seed: int
+    precision: Precision
+    clip_grad_norm: float | None
+    plan: Plan | None
+    optimizer: str | tuple[str, ...]
+    groups: tuple[GroupEntry, ...]
+    numbers: tuple[NumberEntry, ...]
+    extra: dict[str, Any]
+    files: tuple[FileEntry, ...] = ()
+    fuse: bool = False
+    staleness: int = 0
+    delay: str = "auto"
+    warm_up: int = 0
+    overlap: bool = False
+    complex: dict[str, list[str]] = {}
+    loss_reduction: ReductionName | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Class in ``torch.optim`` of each parameter group."""
+        return (self.optimizer,) * len(self.groups) if isinstance(self.optimizer, str) else self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Args:
+        manifest: What it is.
+        state: Parameters and buffers; names begin with ``model.`` or ``loss.``.
+        optimizer: Tensors of the optimizer's state, by (parameter, key); and versions of parameters, likewise.
+    """
+
+    manifest: Manifest
+    state: Mapping[str, Tensor]
+    optimizer: Mapping[tuple[str, str], Tensor]
+
+    def contents(self) -> CheckpointContents:
+        """Return what writes it."""
+        tensors = {(name, ""): tensor for name, tensor in self.state.items()} | dict(self.optimizer)
+        return CheckpointContents(
+            manifest=self.manifest,
+            specs={key: spec_of(tensor) for key, tensor in tensors.items()},
+            elements=lambda keys: (tensors[key] for key in keys),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContents:
+    """What a checkpoint is written from, without all of it being in memory.
+
+    Args:
+        manifest: What it is.
+        specs: What each of its tensors is.
+        elements: From some of these to their elements in order, one tensor behind the other, in tensors of any shape.
+    """
+
+    manifest: Manifest
+    specs: Mapping[Key, TensorSpec]
+    elements: Callable[[Sequence[Key]], Iterable[Tensor]]
+
+
+def write(folder: Path, contents: CheckpointContents, *, keep: int | None) -> Path:
+    """Write a checkpoint into a folder, atomically.
+
+    Args:
+        folder: Made if it is not there.
+        contents: What to write.
+        keep: How many saves to keep: this one and the newest others; all when ``None``.
+
+    Returns:
+        The folder of this save.
+
+    Raises:
+        UsageError: ``keep`` is less than 1, or ``extra`` is not JSON.
+        CheckpointError: The disk is full, or the folder cannot be written to; older saves are whole.
+        OneboxError: What is written could not be had; older saves are whole.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep={keep}: at least the newest checkpoint must be kept")
+    try:
+        json.dumps(contents.manifest.extra, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"extra={contents.manifest.extra!r} cannot be written as JSON: {error}") from None
+    temporary = folder / f".writing-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        try:
+            final = _write_files(temporary, folder, contents)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint could not be written to {folder}: {error}; earlier ones there are whole: make room, or "
+            "save to another folder",
+            path=folder,
+        ) from error
+    others = [save for save in saves(folder) if save != final]
+    for old in others[keep - 1 :] if keep is not None else ():
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _write_files(temporary: Path, folder: Path, contents: CheckpointContents) -> Path:
+    keys: dict[str, dict[str, Key]] = {name: {} for name in _FILES}
+    for name, key in contents.specs:
+        prefix, _, rest = name.partition(".")
+        file, called = ("optimizer", f"{name}/{key}") if key else (prefix, rest)
+        keys[f"{file}.safetensors"][called] = name, key
+    entries = [_write_tensors(temporary / name, keys[name], contents) for name in _FILES]
+    pairs = {name: [called for called, key in own.items() if _is_complex(contents, key)] for name, own in keys.items()}
+    pairs = {name: found for name, found in pairs.items() if found}
+    manifest = msgspec.structs.replace(contents.manifest, files=tuple(entries), complex=pairs)
+    (temporary / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync(temporary / _MANIFEST)
+    _sync(temporary)
+    final = _free_name(folder, manifest.step)
+    temporary.rename(final)
+    _sync(folder)
+    return final
+
+
+def _is_complex(contents: CheckpointContents, key: Key) -> bool:
+    return DTYPES[contents.specs[key].dtype].is_complex
+
+
+def _real(spec: TensorSpec) -> TensorSpec:
+    """Return what a tensor is as all safetensors libraries know it: complex numbers as pairs, in one more dimension."""
+    if not DTYPES[spec.dtype].is_complex:
+        return spec
+    return TensorSpec({"complex64": "float32", "complex128": "float64"}[spec.dtype], (*spec.shape, 2))
+
+
+def _write_tensors(file: Path, keys: Mapping[str, Key], contents: CheckpointContents) -> FileEntry:
+    """Write a safetensors file as its tensors come: what it begins with is known from what they are.
+
+    The header is the number of bytes of a JSON object, and that; the elements follow, those of the largest types first,
+    so that all are aligned (https://github.com/huggingface/safetensors, Format).
+    """
+    specs = {name: _real(contents.specs[key]) for name, key in keys.items()}
+    names = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
+    header, end = {}, 0
+    for name in names:
+        spec = specs[name]
+        if spec.dtype not in _TYPES:
+            raise CheckpointError(
+                f"{name} is of {spec}, which no safetensors file can hold: train without it", path=file
+            )
+        start, end = end, end + spec.size_bytes
+        header[name] = {"dtype": _TYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGN_BYTES)
+    begin = [memoryview(struct.pack("<Q", len(text))), memoryview(text)]
+    elements = map(to_frame, contents.elements([keys[name] for name in names]))
+    digest, size_bytes = hashlib.sha256(), 0
+    with file.open("xb") as stream:
+        for part in itertools.chain(begin, elements):
+            stream.write(part)
+            digest.update(part)
+            size_bytes += len(part)
+    _sync(file)
+    assert size_bytes == sum(map(len, begin)) + end, f"{file} lacks something"
+    return FileEntry(file.name, size_bytes, digest.hexdigest())
+
+
+def saves(folder: Path) -> list[Path]:
+    """Return the saves in a checkpoint folder, newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            found.append(((int(match[1]), int(match[2] or 0)), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint: the newest save of a folder, or the folder of one save.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged or foreign; the message says what is wrong.
+    """
+    if not (path / _MANIFEST).exists():
+        found = saves(path)
+        if not found:
+            raise CheckpointError(f"{path} holds no checkpoint: no manifest.json and no step-… folder", path=path)
+        path = found[0]
+    manifest = _read_manifest(path)
+    for entry in manifest.files:
+        _verify(path, entry)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name in _FILES:
+        try:
+            tensors[name] = safetensors.torch.load_file(path / name)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path / name} is no safetensors file: {error}", path=path / name) from None
+        for key in manifest.complex.get(name, ()):
+            tensors[name][key] = _complex(path / name, key, tensors[name].get(key))
+    state = {f"model.{name}": tensor for name, tensor in tensors["model.safetensors"].items()}
+    state |= {f"loss.{name}": tensor for name, tensor in tensors["loss.safetensors"].items()}
+    optimizer = {}
+    for name, tensor in tensors["optimizer.safetensors"].items():
+        parameter, _, key = name.rpartition("/")
+        optimizer[parameter, key] = tensor
+    return Checkpoint(manifest=manifest, state=state, optimizer=optimizer)
+
+
+def _complex(path: Path, key: str, pairs: Tensor | None) -> Tensor:
+    """Return a tensor of complex numbers that was written as pairs.
+
+    Raises:
+        CheckpointError: There are no such pairs in the file.
+    """
+    if pairs is None or pairs.dtype not in (torch.float32, torch.float64) or not pairs.dim() or pairs.shape[-1] != 2:
+        found = "nothing" if pairs is None else f"{pairs.dtype} {list(pairs.shape)}"
+        raise CheckpointError(f"{path} has {found} for {key!r} where pairs for complex numbers are to be", path=path)
+    return torch.view_as_complex(pairs)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / _MANIFEST
+    try:
+        if file.stat().st_size > _MANIFEST_BYTES:
+            raise CheckpointError(f"{file} is larger than {_MANIFEST_BYTES} bytes", path=file)
+        data = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", path=file) from error
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged, or no manifest of onebox: {error}", path=file) from None
+    if manifest.version != VERSION:
+        raise CheckpointError(
+            f"{file} is of version {manifest.version}; this onebox reads version {VERSION}", path=file
+        )
+    if len(manifest.kinds) != len(manifest.groups):
+        raise CheckpointError(
+            f"{file} has optimizers of {len(manifest.kinds)} parameter groups, but {len(manifest.groups)} groups",
+            path=file,
+        )
+    if sorted(entry.name for entry in manifest.files) != sorted(_FILES):
+        raise CheckpointError(f"{file} lists other files than {', '.join(_FILES)}", path=file)
+    return manifest
+
+
+def _verify(path: Path, entry: FileEntry) -> None:
+    file = path / entry.name
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; resume from an earlier save beside it", path=file)
+    found = _entry(file)
+    if found.size_bytes != entry.size_bytes:
+        raise CheckpointError(
+            f"{file} has {found.size_bytes} bytes, but the manifest says {entry.size_bytes}; it is cut short or "
+            "foreign: resume from an earlier save beside it",
+            path=file,
+        )
+    if found.sha256 != entry.sha256:
+        raise CheckpointError(
+            f"{file} has another checksum than the manifest says; it is damaged: resume from an earlier save beside it",
+            path=file,
+        )
+
+
+def _entry(file: Path) -> FileEntry:
+    with file.open("rb") as stream:
+        return FileEntry(file.name, file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
+
+def _free_name(folder: Path, step: int) -> Path:
+    """Return a name behind all those of the same step: one that a removed save had would be that of an older one."""
+    name = f"step-{step:08d}"
+    had = (_NAME.fullmatch(path.name) for path in folder.glob(f"{name}*"))
+    again = max((int(match[2] or 0) + 1 for match in had if match and int(match[1]) == step), default=0)
+    return folder / (f"{name}.{again}" if again else name)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a process that is gone has left half written."""
+    for path in folder.glob(".writing-*"):
+        owner = path.name.removeprefix(".writing-")
+        if not owner.isdigit() or int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""From the workers to a checkpoint, and back into a user's model and optimizer after checking that it is theirs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onebox.engine.partition.weight_versions import KEYS
+from onebox.engine.state.checkpoint_files import (
+    VERSION,
+    Checkpoint,
+    CheckpointContents,
+    GroupEntry,
+    Manifest,
+    NumberEntry,
+)
+from onebox.engine.state.remote import RemoteState
+from onebox.engine.state.state_layout import Key
+from onebox.engine.state.transfer import StateTransfer
+from onebox.engine.workload.named_state import NamedState, OptimizerEntries, named_state
+from onebox.engine.workload.parameter_groups import Optimizers, groups_of, optimizers_in
+from onebox.errors import CheckpointError
+from onebox.plan import Plan
+from onebox.wire import spec_of
+
+
+def group_entries(optimizer: Optimizers, state: NamedState) -> tuple[GroupEntry, ...]:
+    """Describe the parameter groups of optimizers by the names of their parameters."""
+    names = {id(tensor): name for name, tensor in state.tensors.items()}
+    return tuple(
+        GroupEntry(tuple(names[id(parameter)] for parameter in group.parameters), group.options)
+        for group in groups_of(optimizer)
+    )
+
+
+def contents(remote: RemoteState, transfer: StateTransfer, **settings: Any) -> CheckpointContents:
+    """Return what writes a checkpoint of what is on the workers, a tensor at a time.
+
+    Args:
+        remote: The state on the workers.
+        transfer: Reads it.
+        **settings: The fields of :class:`Manifest` that the trainer knows.
+
+    Raises:
+        OneboxError: A worker failed, or the pool is closed.
+    """
+    sources, here = dict(transfer.sources()), transfer.not_held()
+    remembered = transfer.remembered()
+    sources |= remembered.tensors
+    here |= remembered.here
+    sources |= transfer.versions()
+    manifest = Manifest(
+        format="onebox-checkpoint",
+        version=VERSION,
+        torch=str(torch.__version__),
+        optimizer=tuple(group.kind for group in groups_of(remote.optimizer)),
+        groups=group_entries(remote.optimizer, remote.named),
+        numbers=tuple(NumberEntry(name, key, value) for (name, key), value in remembered.numbers.items()),
+        **settings,
+    )
+    specs = {key: source.spec for key, source in sources.items()} | {key: spec_of(t) for key, t in here.items()}
+
+    def elements(keys: Sequence[Key]) -> Iterator[Tensor]:
+        for away, run in itertools.groupby(keys, lambda key: key in sources):
+            if away:
+                yield from transfer.elements({key: sources[key] for key in run})
+            else:
+                yield from (here[key].detach() for key in run)
+
+    return CheckpointContents(manifest=manifest, specs=specs, elements=elements)
+
+
+def planned_options(plan: Plan | None, devices: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a trainer that goes on with a plan.
+
+    The plan itself, where the pool has its devices and nothing else is asked for; else what holds for any devices.
+
+    Args:
+        plan: The checkpoint's; ``None`` for one that was saved before the first step.
+        devices: How many devices the pool has.
+        options: What the user asks for.
+    """
+    if plan is None or "plan" in options:
+        return {}
+    said = said_of_plan(options)
+    same = set(plan.devices) == set(range(devices))
+    if plan.whole and not (same and plan.stages[0].formats and not said):
+        shares = plan.stages[0].shares if same else "auto"
+        return {
+            "micro_batch": plan.micro_batch,
+            "sync": plan.sync,
+            "shares": shares,
+            "update": plan.update,
+            "shard_optimizer": plan.optimizer == "sharded",
+        }
+    if said or max(plan.devices) >= devices:
+        return {"micro_batch": plan.micro_batch}
+    return {"plan": plan}
+
+
+def said_of_plan(options: Mapping[str, Any]) -> bool:
+    """Tell whether a user asks for something that a plan says, but for a plan."""
+    return bool({"micro_batch", "sync", "shares", "update", "shard_optimizer"} & set(options))
+
+
+def remembered(checkpoint: Checkpoint) -> OptimizerEntries:
+    """Return what the optimizer of a checkpoint remembers."""
+    return [
+        *((name, key, tensor) for (name, key), tensor in checkpoint.optimizer.items() if key not in KEYS),
+        *((entry.parameter, entry.key, entry.value) for entry in checkpoint.manifest.numbers),
+    ]
+
+
+def versions(checkpoint: Checkpoint) -> dict[tuple[str, str], Tensor]:
+    """Return the versions of parameters in a checkpoint, by the parameter and the kind."""
+    return {(name, key): tensor for (name, key), tensor in checkpoint.optimizer.items() if key in KEYS}
+
+
+def restore(checkpoint: Checkpoint, model: nn.Module, loss: Any, optimizer: Optimizers) -> None:
+    """Overwrite a model's weights and the options of its optimizers with those of a checkpoint.
+
+    Raises:
+        CheckpointError: It belongs to another model or optimizer; nothing has been overwritten then.
+    """
+    state = named_state(model, loss, lambda: 0)
+    _check_state(checkpoint, state)
+    _check_optimizer(checkpoint, optimizer, state)
+    with torch.no_grad():
+        for name, tensor in checkpoint.state.items():
+            state.tensors[name].copy_(tensor)
+    groups = [group for each in optimizers_in(optimizer) for group in each.param_groups]
+    for group, entry in zip(groups, checkpoint.manifest.groups, strict=True):
+        for key, value in entry.options.items():
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _check_state(checkpoint: Checkpoint, state: NamedState) -> None:
+    missing = sorted(set(state.tensors) - set(checkpoint.state))
+    foreign = sorted(set(checkpoint.state) - set(state.tensors))
+    if missing or foreign:
+        which = f"it lacks {missing[0]}" if missing else f"it has {foreign[0]}, which the model has not"
+        raise CheckpointError(f"the checkpoint belongs to another model: {which}")
+    for name, tensor in checkpoint.state.items():
+        if spec_of(tensor) != state.spec(name):
+            raise CheckpointError(
+                f"the checkpoint belongs to another model: {name} is {spec_of(tensor)} there and {state.spec(name)} "
+                "in the model"
+            )
+
+
+def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizers, state: NamedState) -> None:
+    written = list(zip(checkpoint.manifest.kinds, checkpoint.manifest.groups, strict=True))
+    given = list(zip((group.kind for group in groups_of(optimizer)), group_entries(optimizer, state), strict=True))
+    theirs, ours = (" and ".join(dict.fromkeys(kind for kind, _ in groups)) for groups in (written, given))
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint was written with {theirs}, but the optimizer is {ours}; give the same, in the same order"
+        )
+    if [(kind, entry.parameters) for kind, entry in given] != [(kind, entry.parameters) for kind, entry in written]:
+        raise CheckpointError("the checkpoint has other parameter groups than the optimizer")

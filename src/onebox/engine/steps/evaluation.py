@@ -1,0 +1,138 @@
+"""Evaluation: batches through the stages, forward alone; scalars averaged over all samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from onebox.engine.compile.compiler import CompiledStep
+from onebox.engine.data.batch_transfer import WorkerBatch
+from onebox.engine.steps.results import Evaluation, poison_on_interrupt
+from onebox.engine.workload.batch import Batch
+from onebox.engine.workload.loss_reduction import normalisers
+from onebox.errors import UsageError
+from onebox.pool import Pool, WorkerReply, raise_first
+from onebox.wire.protocol.requests import Run
+from onebox.wire.protocol.responses import Scalars
+
+
+def evaluate(
+    batches: Iterable[Batch],
+    *,
+    pool: Pool,
+    prepare: Callable[[Batch], CompiledStep],
+    parts: Callable[[Batch, CompiledStep], Mapping[int, WorkerBatch]],
+    metrics: Sequence[str],
+    in_flight: int,
+    failed: Callable[[Exception], None],
+    parted: Callable[[Exception], None],
+) -> Evaluation:
+    """Return the loss and the mean of each metric over batches.
+
+    Args:
+        batches: What to evaluate.
+        pool: The pool.
+        prepare: Returns the routines that evaluate a batch.
+        parts: Returns what brings each worker its part of a batch.
+        metrics: Names of the metrics.
+        in_flight: Batches that may be under way at once.
+        failed: Called when a batch has failed; returns when those under way can be begun again, else raises why not.
+        parted: Called with what is to be said later when only some workers may have been told of a batch.
+
+    Raises:
+        UsageError: There is no batch.
+        OneboxError: Something failed on a worker.
+    """
+    means, pending = _Means(1 + len(metrics)), deque[_Asked]()
+
+    def with_recovery(action: Callable[[], None]) -> None:
+        while True:
+            try:
+                action()
+                return
+            except Exception as error:
+                failed(error)
+                for asked in pending:
+                    asked.futures = None
+
+    def begin() -> None:
+        for asked in pending:
+            if asked.futures is None:
+                asked.compiled = prepare(asked.batch)
+                with poison_on_interrupt("an evaluation", parted):
+                    asked.futures = _post(pool, asked.compiled, parts(asked.batch, asked.compiled))
+
+    def finish() -> None:
+        begin()
+        first = pending[0]
+        assert first.compiled is not None
+        assert first.futures is not None
+        means.add(first.batch, first.compiled, raise_first(first.futures))
+        pending.popleft()
+
+    for each in batches:
+        batch = each.kept()
+        while len(pending) >= in_flight:
+            with_recovery(finish)
+        pending.append(_Asked(batch))
+        with_recovery(begin)
+    while pending:
+        with_recovery(finish)
+    if not means.samples:
+        raise UsageError("evaluate() was given no batch")
+    values = (total / means.samples for total in means.totals[1:])
+    return Evaluation(loss=means.loss, metrics=dict(zip(metrics, values, strict=True)), samples=means.samples)
+
+
+@dataclass
+class _Asked:
+    """A batch under way.
+
+    Args:
+        batch: It.
+        compiled: The routines that evaluate it; ``None`` until they are there.
+        futures: What the workers answer; ``None`` until they have been asked, or when they are to be asked again.
+    """
+
+    batch: Batch
+    compiled: CompiledStep | None = None
+    futures: list[Future[WorkerReply]] | None = None
+
+
+def _post(pool: Pool, compiled: CompiledStep, parts: Mapping[int, WorkerBatch]) -> list[Future[WorkerReply]]:
+    return [
+        pool.post(
+            worker, [*part.instructions, Run(compiled.routines[worker].number, part.bindings)], part.frames, answer=True
+        )
+        for worker, part in parts.items()
+    ]
+
+
+class _Means:
+    """Sums of scalars: of the loss, weighted by what it divides by; of metrics, weighted by samples."""
+
+    def __init__(self, count: int) -> None:
+        self.totals = [0.0] * count
+        self.samples = 0
+        self._divisor = 0.0
+        self._summed = False
+
+    @property
+    def loss(self) -> float:
+        """The loss of all batches together; a mean over nothing is NaN."""
+        if self._summed:
+            return self.totals[0]
+        return self.totals[0] / self._divisor if self._divisor else float("nan")
+
+    def add(self, batch: Batch, compiled: CompiledStep, answers: Sequence[WorkerReply]) -> None:
+        """Add the results of a batch."""
+        self.samples += sum(part.size for part in compiled.micro_batches)
+        divisors = normalisers(compiled.reduction, batch, compiled.micro_batches)
+        self._divisor, self._summed = self._divisor + sum(divisors), compiled.reduction == "sum"
+        for routine, answer in zip(compiled.routines.values(), answers, strict=True):
+            values = [value for result in answer.results if isinstance(result, Scalars) for value in result.values]
+            for (micro_batch, index), value in zip(routine.results, values, strict=True):
+                weight = compiled.micro_batches[micro_batch].size if index else divisors[micro_batch]
+                self.totals[index] += weight * value if weight else 0.0  # a mean over nothing is NaN

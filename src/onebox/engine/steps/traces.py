@@ -1,0 +1,80 @@
+"""What is kept of the times and the memory that workers answer a step with."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from onebox.engine.compile.compiler import CompiledStep, Compiler
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.compile.update.async_window import Window
+from onebox.engine.steps.overlap_scheduler import Traced, UnfinishedStep
+from onebox.engine.steps.results import StepTrace
+from onebox.pool import WorkerReply
+
+_STEPS = 200
+
+
+class StepTraces:
+    """When the workers did what in the last steps, and what their instructions are.
+
+    Args:
+        wanted: Whether workers tell.
+        beside: Returns the bytes of a worker that are no step's.
+    """
+
+    def __init__(self, wanted: bool, beside: Callable[[int], int]) -> None:
+        self._wanted = wanted
+        self._beside = beside
+        self._steps: deque[StepTrace] = deque(maxlen=_STEPS)
+        self._past: list[Compiler] = []
+
+    def __iter__(self) -> Iterator[StepTrace]:
+        return iter(self._steps)
+
+    def add(
+        self,
+        step: int,
+        compiled: CompiledStep,
+        window: Window,
+        answers: Sequence[WorkerReply],
+        beside: Mapping[int, int],
+    ) -> StepTrace | None:
+        """Take what the workers answered; return it, if they tell.
+
+        Args:
+            step: The step; of a drain the one behind what is drained.
+            compiled: Its routines.
+            window: Which of these.
+            answers: What each worker answered, in their order.
+            beside: Bytes of each worker that were no step's meanwhile.
+        """
+        if not self._wanted:
+            return None
+        traced = {
+            worker: (routine.labels, answer.times_ns, tuple(used - beside[worker] for used in answer.used_bytes))
+            for (worker, routine), answer in zip(compiled.of(window).items(), answers, strict=True)
+        }
+        self._steps.append(StepTrace(step=step, workers=traced, micro_batches=len(compiled.micro_batches)))
+        return self._steps[-1]
+
+    def draining(self, open_: UnfinishedStep) -> Traced:
+        """Return what takes the answers to a drain that is about to be asked for."""
+        step, compiled = open_.work.number, open_.compiled
+        beside = {worker: self._beside(worker) for worker in compiled.routines}
+        return lambda answers: self.add(step + 1, compiled, "drain", answers, beside)
+
+    def replaced(self, compiler: Compiler) -> None:
+        """Take note that another plan has taken over, while steps of this one are under way."""
+        self._past.append(compiler)
+
+    def forget_replaced(self) -> None:
+        """Take note that no step of an earlier plan is under way."""
+        self._past.clear()
+
+    def labels(self, compiler: Compiler | None, worker: int, routine: int) -> Sequence[InstructionLabel]:
+        """Return what the instructions of a routine are; also of one that was asked for before the plan changed."""
+        for known in (compiler, *self._past):
+            if known is not None and (labels := known.labels(worker, routine)):
+                return labels
+        return ()

@@ -1,0 +1,271 @@
+"""Batches: nested inputs and targets, flattened to tensors and cut along the samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from onebox.engine.workload.late_number import LateNumber
+from onebox.errors import UsageError, WireError
+from onebox.wire import from_frame, program_dtype_name, spec_of, to_frame
+
+Constant = int | float | bool | complex | None
+"""A value beside the tensors, which the model and the loss get as it is."""
+
+
+@dataclass(frozen=True)
+class BatchStructure:
+    """The nesting of inputs and targets, and the constants between their tensors.
+
+    Args:
+        nesting: Of tensors and constants.
+        constants: For each leaf in order, whether it is a constant, and which.
+    """
+
+    nesting: pytree.TreeSpec
+    constants: tuple[tuple[bool, Constant], ...]
+
+    def nest(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+        """Return (inputs, targets) of tensors, with the constants where they were."""
+        left = iter(tensors)
+        leaves = [value if constant else next(left) for constant, value in self.constants]
+        inputs, targets = pytree.tree_unflatten(leaves, self.nesting)
+        return inputs, targets
+
+    @property
+    def key(self) -> Hashable:
+        """What tells structures apart but for the values of their numbers."""
+        return str(self.nesting), tuple(type(value).__name__ if constant else "" for constant, value in self.constants)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The values of the constants, as Python writes them: so NaN is one value, and -0.0 another than 0.0."""
+        return tuple(repr(value) for constant, value in self.constants if constant)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Inputs and targets of one step.
+
+    Args:
+        leaves: Their tensors, flattened; each has the samples as its first dimension.
+        structure: How to nest them again.
+        size: Samples.
+        samples: Which they are, ``int64 [B]``, if that is known.
+        python_state: Which of the states of Python it is to be computed in; see
+            :meth:`~onebox.engine.workload.captures.Captures.stamped`.
+        normalisers: What the user's function made of the targets of its micro-batches, by where they are cut.
+    """
+
+    leaves: tuple[Tensor, ...]
+    structure: BatchStructure
+    size: int
+    samples: Tensor | None = None
+    python_state: int = 0
+    normalisers: dict[Hashable, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        """Describe inputs and targets, for a person."""
+
+        def described(nested: Any) -> str:
+            leaves = [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+            found = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in leaves]
+            return ", ".join(found) or "none"
+
+        inputs, targets = self.structure.nest(self.leaves)
+        return f"inputs {described(inputs)}; targets {described(targets)}"
+
+    def kept(self) -> Batch:
+        """Return a copy, which stays as it is when the user writes to the tensors; it is dense."""
+        # By one thread: several would wait for each other where workers use the cores.
+        leaves = tuple(from_frame(spec_of(leaf), to_frame(leaf)) for leaf in self.leaves)
+        return dataclasses.replace(self, leaves=leaves)
+
+    def slice(self, start: int, size: int) -> tuple[Tensor, ...]:
+        """Return the tensors of some samples."""
+        return tuple(leaf[start : start + size] for leaf in self.leaves)
+
+    def example(self, size: int) -> tuple[Any, Any]:
+        """Return (inputs, targets) of some size, nested as they came; only shapes and types are meant to be read."""
+        return self.structure.nest([leaf.new_zeros((size, *leaf.shape[1:])) for leaf in self.leaves])
+
+    def signature(self, size: int) -> Hashable:
+        """Return what a capture for a size depends on."""
+        return self.kind(size), tuple(tuple(leaf.shape[1:]) for leaf in self.leaves)
+
+    def kind(self, size: int) -> Hashable:
+        """Return what a capture for a size depends on beside the sizes of other dimensions."""
+        leaves = tuple((leaf.dim(), leaf.dtype) for leaf in self.leaves)
+        return self.structure.key, self.structure.numbers, leaves, size, self.python_state
+
+
+def as_batch(inputs: Any, targets: Any = None, samples: Any = None) -> Batch:
+    """Flatten inputs and targets.
+
+    Args:
+        inputs: Tensors and numpy arrays nested in tuples, lists and dicts, the samples in the first dimension of each;
+            beside them, ``None`` and Python numbers, which are the same for all samples.
+        targets: Likewise.
+        samples: Whole numbers that tell the samples from all others, if that is known.
+
+    Raises:
+        UsageError: They hold something else, or the tensors differ in the number of samples.
+        WireError: A tensor is of a type that cannot be trained with.
+    """
+    values, nesting = pytree.tree_flatten((inputs, targets), is_leaf=_is_list_of_numbers)
+    found: list[Tensor] = []
+    constants: list[tuple[bool, Constant]] = []
+    for place, value in enumerate(values):
+        leaf = _leaf(value, place, inputs, targets)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        constants.append((False, None) if isinstance(leaf, Tensor) else (True, leaf))
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in found}
+    if len(sizes) != 1 or 0 in sizes:
+        raise _sizes_differ(inputs, targets, found, [place for place, (fixed, _) in enumerate(constants) if not fixed])
+    (size,) = sizes
+    return Batch(
+        leaves=tuple(leaf.detach().to("cpu") for leaf in found),
+        structure=BatchStructure(nesting, tuple(constants)),
+        size=size,
+        samples=None if samples is None else _numbers(samples, size),
+    )
+
+
+def as_pair(item: Any) -> tuple[Any, Any]:
+    """Return (inputs, targets) of what a loader hands out: a pair, or inputs alone.
+
+    Args:
+        item: A tuple or list of one or two, or a tensor, array or dict, which are inputs without targets.
+
+    Raises:
+        UsageError: It is a tuple or list of another length.
+    """
+    if not isinstance(item, tuple | list):
+        return item, None
+    if len(item) not in (1, 2):
+        raise UsageError(
+            f"a batch is a {type(item).__name__} of {len(item)}; allowed are (inputs, targets), (inputs,), or a tensor "
+            "or dict of inputs alone. Put several inputs into one tuple: ((x, mask), targets)"
+        )
+    return item[0], item[1] if len(item) == 2 else None
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    """Tell whether something is a list, maybe of lists, that holds numbers and nothing else."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, int | float | complex | np.generic) or _is_list_of_numbers(one) for one in value)
+    )
+
+
+def _leaf(value: Any, place: int, inputs: Any, targets: Any) -> Tensor | Constant:
+    """Return what stands for a leaf: a tensor, or the constant that it is."""
+    if isinstance(value, Tensor):
+        _require_dtype(value, place, inputs, targets)
+        return value
+    if isinstance(value, np.ndarray):
+        tensor = _from_array(value, place, inputs, targets)
+        _require_dtype(tensor, place, inputs, targets)
+        return tensor
+    if value is None or type(value) in (int, float, bool, complex):
+        constant: Constant = value
+        return constant
+    if isinstance(value, np.number | np.bool_ | LateNumber):
+        number: Constant = value.item()
+        return number
+    where = _names(inputs, targets)[place]
+    if isinstance(value, list):
+        raise UsageError(
+            f"{where} is a list of {len(value)} numbers; make it a tensor, torch.tensor({where}), if it has a value "
+            "for each sample, or a tuple, if they are the same for all samples"
+        )
+    raise UsageError(
+        f"inputs and targets must be tensors, nested in tuples, lists and dicts; {where} is a {type(value).__name__}. "
+        "Allowed beside tensors are numpy arrays, numbers and None"
+    )
+
+
+def _require_dtype(tensor: Tensor, place: int, inputs: Any, targets: Any) -> None:
+    try:
+        program_dtype_name(tensor.dtype)
+    except WireError as error:
+        raise type(error)(f"{_names(inputs, targets)[place]}: {error}") from None
+
+
+def _from_array(array: np.ndarray[Any, Any], place: int, inputs: Any, targets: Any) -> Tensor:
+    """Return the tensor of an array, which shares its memory where PyTorch can do that."""
+    if isinstance(array, np.ma.MaskedArray):
+        where = _names(inputs, targets)[place]
+        raise UsageError(f"{where} is a masked array, and a tensor has no mask: pass {where}.filled(0), and the mask")
+    if array.dtype.kind in "biufc":
+        plain = np.require(array.astype(array.dtype.newbyteorder("="), copy=False), requirements=["C", "A", "W"])
+        try:
+            return torch.from_numpy(plain)
+        except TypeError:
+            pass  # float128, which PyTorch has not
+    raise UsageError(
+        f"{_names(inputs, targets)[place]} is an array of {array.dtype}, of which PyTorch has no tensors; allowed are "
+        "arrays of numbers, such as float32 and int64"
+    )
+
+
+def _names(inputs: Any, targets: Any) -> list[str]:
+    """Return how to write each leaf of inputs and targets: ``inputs[0]['mask']``."""
+    flat, _ = pytree.tree_flatten_with_path((inputs, targets), is_leaf=_is_list_of_numbers)
+    return [("inputs" if path[0] == pytree.SequenceKey(0) else "targets") + pytree.keystr(path[1:]) for path, _ in flat]
+
+
+def _sizes_differ(inputs: Any, targets: Any, tensors: Sequence[Tensor], places: Sequence[int]) -> UsageError:
+    """Return the error of tensors that have not all the same number of samples, with what to do about it."""
+    names = [_names(inputs, targets)[place] for place in places]
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in zip(names, tensors, strict=True))
+    said = (
+        "every tensor of inputs and targets needs the same, non-zero number of samples as its first dimension; "
+        f"shapes: {shapes or 'no tensor at all'}"
+    )
+    scalars = [name for name, tensor in zip(names, tensors, strict=True) if not tensor.dim()]
+    if scalars:
+        return UsageError(
+            f"{said}. {scalars[0]} has no dimension: give it as a number, {scalars[0]}.item(), if it is a constant, or "
+            f"with a value for each sample, {scalars[0]}.expand(batch_size)"
+        )
+    size, how_many = Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0] if tensors else (0, 0)
+    second = {tensor.shape[1] if tensor.dim() > 1 else tensor.shape[0] for tensor in tensors}
+    if len(second) == 1 and second != {0}:
+        return UsageError(
+            f"{said}. If the samples are in dimension 1 (batch_first=False), pass tensor.transpose(0, 1), and let the "
+            "model transpose it back"
+        )
+    odd = [name for name, tensor in zip(names, tensors, strict=True) if tensor.shape[0] != size]
+    if size and odd and how_many > 1:
+        one = tensors[names.index(odd[0])]
+        shape = (size, *(one.shape[1:] if one.shape[0] == 1 else one.shape))
+        return UsageError(
+            f"{said}. If {odd[0]} is the same for all samples, make it a buffer of the model, or expand it: "
+            f"{odd[0]}.expand({', '.join(map(str, shape))})"
+        )
+    return UsageError(said)
+
+
+def _numbers(samples: Any, size: int) -> Tensor:
+    found = torch.as_tensor(samples)
+    if found.shape != (size,) or found.dtype.is_floating_point or found.dtype.is_complex or found.dtype is torch.bool:
+        raise UsageError(
+            f"samples= is {found.dtype} {list(found.shape)}; allowed are whole numbers, one for each of {size} samples"
+        )
+    return found.to("cpu", torch.int64)

@@ -1,0 +1,277 @@
+"""The work of the stages `read` and `process`, on the samples of a batch: reading, decoding, transforming, collating.
+
+What is done is a pure function of the source, the seed, the epoch and the samples' numbers, whichever thread or process
+does it. A sample that cannot be had is either an error, which names it and where it failed, or is left out and noted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from onebox.errors import DataError, UsageError
+from onebox.feed.collate import Collate, collate, find_mismatches, form_of
+from onebox.feed.order import BatchSlice
+from onebox.feed.pipeline.counters import size_of
+from onebox.feed.seeding import Globals, generator_for, sample_seed, seeded
+from onebox.feed.source import Source
+
+OnError = Literal["stop", "skip"]
+Where = Literal["read", "decode", "transform", "collate"]
+Transform = Callable[..., Any]
+Say = Callable[[Where], None]
+"""Told where a sample is, for what is said where it fails."""
+
+_NOT_OF_DATA = (UsageError, MemoryError)
+"""Errors that no sample is to blame for."""
+
+
+@dataclass(frozen=True)
+class SkippedSample:
+    """A sample that was left out.
+
+    Args:
+        index: Of the sample in the source; of a stream, in the epoch.
+        name: What it is: its file.
+        stage: Where it failed: read, decode, transform or collate.
+        reason: Why.
+    """
+
+    index: int
+    name: str
+    stage: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"sample {self.index} ({self.name}) failed in {self.stage}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """A batch that is ready, or on the way to it.
+
+    Args:
+        number: Of the batch in its epoch, from 0.
+        end: Place in the order of the epoch after its last sample.
+        batch: What was collated, or uploaded.
+        skipped: The samples that were left out.
+        samples: The indices of those that are in it; of none that is left nothing is handed out.
+    """
+
+    number: int
+    end: int
+    batch: Any
+    skipped: tuple[SkippedSample, ...] = ()
+    samples: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch; asked for once a stage, so that the numbers of its samples are not gone through."""
+        return size_of(self.batch)
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Samples that were read.
+
+    Args:
+        cut: Which they are.
+        samples: They; none where they are read together with processing them.
+        skipped: Those that could not be read.
+        batch: All of them at once, from a source that has them like that.
+    """
+
+    cut: BatchSlice
+    samples: tuple[tuple[int, Any], ...] | None
+    skipped: tuple[SkippedSample, ...] = ()
+    batch: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples."""
+        return size_of(self.batch) + sum(size_of(value) for _, value in self.samples or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What is done to samples.
+
+    Args:
+        decode: Makes the sample of what was read, given its index, too.
+        name: Says where a sample comes from.
+        read: Reads a sample, given its index.
+        transform: Maps a sample's input, the first of a pair, to what the model takes; a sample that is no pair whole.
+        transform_takes_generator: Whether it is given a generator of its own for each sample, by name.
+        collate: Makes a batch of a list of samples; ``None`` for PyTorch's default.
+        seed: Of the feed.
+        epoch: Number of the epoch.
+        on_error: What becomes of a sample that fails.
+        globals: Who draws from the generators of the process.
+        whole: Reads samples as the batch that collating them would make, if the source can.
+        late: Whether samples are read where they are processed, as reading draws from those generators, too.
+    """
+
+    read: Callable[[int], Any]
+    decode: Callable[[Any, int], Any]
+    name: Callable[[int], str]
+    transform: Transform | None
+    transform_takes_generator: bool
+    collate: Collate | None
+    seed: int
+    epoch: int
+    on_error: OnError
+    globals: Globals
+    late: bool = False
+    whole: Callable[[Sequence[int]], Any] | None = None
+    at: dict[int, int] = field(default_factory=dict, compare=False)
+    """The sample that each thread of this process is at."""
+
+    def read_batch(self, cut: BatchSlice) -> RawBatch:
+        """Read the samples of a batch: the work of the stage `read`."""
+        if self.whole is not None:
+            return RawBatch(cut, (), batch=self.whole(cut.indices))
+        return RawBatch(cut, None) if self.late else self._read(cut)
+
+    def process_batch(self, raw: RawBatch) -> PreparedBatch:
+        """Decode, transform and collate the samples of a batch: the work of the stage `process`."""
+        end = raw.cut.first + len(raw.cut.indices)
+        if raw.batch is not None:
+            return PreparedBatch(raw.cut.number, end, raw.batch, samples=raw.cut.indices)
+        if raw.samples is None:
+            raw = self._read(raw.cut)
+        skipped = list(raw.skipped)
+        samples = self._each(raw.samples or (), self.process, skipped)
+        batch = self._collate(samples, skipped) if samples else None
+        gone = {one.index for one in skipped}
+        had = tuple(index for index, _ in samples if index not in gone)
+        return PreparedBatch(raw.cut.number, end, batch, tuple(skipped), had)
+
+    def read_one(self, index: int, say: Say = lambda where: None) -> Any:
+        """Read a sample, seeded for it.
+
+        Args:
+            index: Of the sample.
+            say: Told where it is.
+        """
+        say("read")
+        if self.globals == "untouched":
+            return self.read(index)
+        with seeded(sample_seed("read", self.seed, self.epoch, index), self.globals):
+            return self.read(index)
+
+    def process(self, raw: Any, index: int, say: Say = lambda where: None) -> Any:
+        """Decode and transform a sample, seeded for it.
+
+        Args:
+            raw: What was read.
+            index: Of the sample.
+            say: Told where it is.
+        """
+        if self.globals == "untouched":
+            return self._make(raw, index, say)
+        with seeded(sample_seed("process", self.seed, self.epoch, index), self.globals):
+            return self._make(raw, index, say)
+
+    def _make(self, raw: Any, index: int, say: Say) -> Any:
+        say("decode")
+        sample = self.decode(raw, index)
+        if self.transform is None:
+            return sample
+        say("transform")
+        named = {}
+        if self.transform_takes_generator:
+            named["generator"] = generator_for(sample_seed("process", self.seed, self.epoch, index))
+        if isinstance(sample, tuple | list) and len(sample) == 2:
+            return self.transform(sample[0], **named), sample[1]
+        return self.transform(sample, **named)
+
+    def _read(self, cut: BatchSlice) -> RawBatch:
+        skipped: list[SkippedSample] = []
+        todo = ((index, None) for index in cut.indices)
+        samples = self._each(todo, lambda _, index, say: self.read_one(index, say), skipped)
+        return RawBatch(cut, tuple(samples), tuple(skipped))
+
+    def _each(
+        self, todo: Iterable[tuple[int, Any]], work: Callable[[Any, int, Say], Any], skipped: list[SkippedSample]
+    ) -> list[tuple[int, Any]]:
+        """Do something for each sample and return what came of it; those that fail and may be left out are noted.
+
+        Little is done here for a sample, as that may take no longer than to read or decode a small one: some µs.
+        """
+        where: list[Where] = []
+        done, say, at, thread = [], where.append, self.at, threading.get_ident()
+        try:
+            for index, value in todo:
+                at[thread] = index
+                try:
+                    done.append((index, work(value, index, say)))
+                except _NOT_OF_DATA:
+                    raise
+                except Exception as error:
+                    self._fail(index, where[-1], error, skipped)
+        finally:
+            at.pop(thread, None)
+        return done
+
+    def _fail(self, index: int, where: Where, error: Exception, skipped: list[SkippedSample]) -> None:
+        """Note that a sample failed, or raise that."""
+        failed = SkippedSample(index, self.named(index), where, _said(error))
+        if self.on_error == "stop":
+            raise self._error(failed, error) from error
+        skipped.append(failed)
+
+    def _collate(self, samples: list[tuple[int, Any]], skipped: list[SkippedSample]) -> Any:
+        """Make the batch; where that fails for samples that are unlike the others, it is one without these."""
+        try:
+            return collate([value for _, value in samples], self.collate)
+        except _NOT_OF_DATA:
+            raise
+        except Exception as error:
+            places, usual = find_mismatches([value for _, value in samples])
+            if not places:
+                first, last = samples[0][0], samples[-1][0]
+                what = f"a batch of {len(samples)} samples, {first} to {last}, each {form_of(samples[0][1])}"
+                raise DataError(f"{what}, failed in collate: {_said(error)}", sample=first) from error
+            like = next(index for place, (index, _) in enumerate(samples) if place not in places)
+            for place in places:
+                index, value = samples[place]
+                reason = f"it is {form_of(value)}; sample {like} ({self.named(like)}) of its batch is {usual}"
+                skipped.append(SkippedSample(index, self.named(index), "collate", reason))
+            if self.on_error == "stop":
+                raise self._error(skipped[-len(places)], error) from error
+            odd = set(places)
+            return self._collate([pair for place, pair in enumerate(samples) if place not in odd], skipped)
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """Say which samples a batch has, and which of them this process is at."""
+        now = next((index for index in list(self.at.values()) if index in indices), None)
+        if now is not None:
+            return f"sample {now} ({self.named(now)})"
+        more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+        return f"the batch of sample {indices[0]} ({self.named(indices[0])}){more}"
+
+    def named(self, index: int) -> str:
+        """Say where a sample comes from, whatever happens."""
+        try:
+            return self.name(index)
+        except Exception as error:  # a name is for the message of another error, which must not be lost
+            return f"without a name: {_said(error)}"
+
+    def _error(self, failed: SkippedSample, error: Exception) -> DataError:
+        path = getattr(error, "path", None)
+        todo = "mend or remove it, or leave such samples out by on_error='skip'"
+        return DataError(f"{failed}; {todo}", path=path or failed.name, sample=failed.index)
+
+
+def preparation_of(source: Source, **options: Any) -> Preparation:
+    """Return the preparation of a source's samples; ``options`` are the other fields of :class:`Preparation`."""
+    return Preparation(read=source.read, decode=source.decode, name=source.name, **options)
+
+
+def _said(error: Exception) -> str:
+    said = str(error).strip()
+    if isinstance(error, DataError):
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

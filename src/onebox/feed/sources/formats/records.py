@@ -1,0 +1,76 @@
+"""Files of records that all have the same size, read in any order without a memory map.
+
+A read by place (`pread`) costs as little as a page fault of a map, but it lets other threads of Python work while it
+waits, and a file that has become shorter meanwhile is an error and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from pathlib import Path
+
+from onebox.errors import DataError
+from onebox.feed.sources.formats.files import OpenFiles, unreadable
+
+
+class Records:
+    """Records in files, one file's after the other's.
+
+    Args:
+        paths: The files.
+        counts: Number of records of each.
+        record_bytes: Bytes of a record.
+        offset: Where the first record of each file begins, in bytes.
+        step_bytes: From the beginning of a record to that of the next; by default ``record_bytes``.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        counts: Sequence[int],
+        record_bytes: int,
+        *,
+        offset: int = 0,
+        step_bytes: int | None = None,
+    ) -> None:
+        self._files = OpenFiles(paths)
+        self._ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+        self._record_bytes = record_bytes
+        self._offset = offset
+        self._step_bytes = record_bytes if step_bytes is None else step_bytes
+
+    def __len__(self) -> int:
+        """Number of records in all files."""
+        return self._ends[-1]
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """The file of a record, and the record's number in it."""
+        number, inside = self._find(index)
+        return self._files.paths[number], inside
+
+    def read(self, index: int) -> bytes:
+        """Read a record.
+
+        Raises:
+            DataError: It cannot be read, or the file has become shorter.
+        """
+        number, inside = self._find(index)
+        path = self._files.paths[number]
+        try:
+            raw = self._files.read(number, self._record_bytes, self._offset + inside * self._step_bytes)
+        except OSError as error:
+            raise unreadable(path, error, index) from error
+        if len(raw) < self._record_bytes:
+            said = f"{path}: record {inside} is cut off, the file has become shorter while it was used"
+            raise DataError(f"{said}. Fetch it again.", path=path, sample=index)
+        return raw
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self._ends[-1]:
+            raise IndexError(f"sample {index} of {self._ends[-1]}")
+        number = bisect.bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)

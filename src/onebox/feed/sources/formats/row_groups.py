@@ -1,0 +1,243 @@
+"""Row groups of Parquet files and record batches of Arrow files: what is in which, and those that are kept."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from onebox.errors import DataError
+from onebox.extras import import_extra
+from onebox.feed.sources.formats.files import open_regular, unreadable
+
+ARROW_ENDINGS = (".arrow", ".feather", ".ipc")
+ARROW_MAGIC = b"ARROW1"  # of a file of Arrow's, which a stream lacks
+
+
+READING = "Reading Parquet and Arrow files"
+
+
+class RowGroups:
+    """The groups of rows of several files, in order.
+
+    Args:
+        paths: The files.
+        max_bytes: A group with more, unpacked, is refused.
+
+    Attributes:
+        paths: The files.
+        schema: Columns and types of the first file; all have the same.
+
+    Raises:
+        MissingExtra: pyarrow is not installed.
+        DataError: A file cannot be read, is damaged, has other columns, or all are empty.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, max_bytes: int) -> None:
+        self._arrow = import_extra("pyarrow", READING)
+        self.paths = tuple(paths)
+        self.schema: Any = None
+        self._names: list[str] | None = None
+        self._checked: set[tuple[int, tuple[str, ...]]] = set()  # groups that were found to be sound
+        self._files: list[_Parquet | _Arrow] = []
+        self._of: list[tuple[int, int]] = []  # file, and number in it, of each group
+        self._ends: list[int] = []  # rows up to the end of each group
+        self._first_rows: list[int] = []  # of each file
+        rows = 0
+        for number, path in enumerate(self.paths):
+            self._first_rows.append(rows)
+            for group, (count, size_bytes) in enumerate(self._open(path)):
+                if size_bytes > max_bytes:
+                    came = f"{path}: row group {group} has {size_bytes} bytes, unpacked"
+                    raise DataError(f"{came}; allowed are {max_bytes}. Write it with smaller row groups.", path=path)
+                if count:
+                    rows += count
+                    self._of.append((number, group))
+                    self._ends.append(rows)
+        if not rows:
+            raise DataError(f"{self.paths[0]} has no rows.", path=self.paths[0])
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def choose(self, names: list[str]) -> None:
+        """Read only these columns from now on."""
+        self._names = names
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The group of a row, and the row's number in it."""
+        if not 0 <= index < self._ends[-1]:
+            raise IndexError(f"row {index} of {self._ends[-1]}")
+        group = bisect.bisect_right(self._ends, index)
+        return group, index - (self._ends[group - 1] if group else 0)
+
+    def path(self, group: int) -> Path:
+        """The file of a group."""
+        return self.paths[self._of[group][0]]
+
+    def row_of_file(self, index: int) -> tuple[Path, int]:
+        """The file of a row, and the row's number in that."""
+        number = self._of[self.place(index)[0]][0]
+        return self.paths[number], index - self._first_rows[number]
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the groups."""
+        return iter(range(len(self._of)))
+
+    def load(self, group: int, names: list[str] | None = None) -> Any:
+        """Read a group: a table of the named columns, by default of the chosen ones.
+
+        Raises:
+            DataError: It cannot be read.
+        """
+        number, inside = self._of[group]
+        path = self.paths[number]
+        wanted = names or self._names
+        try:
+            table = self._files[number].load(inside, wanted)
+            if (group, tuple(wanted or ())) not in self._checked:
+                table.validate(full=True)  # Arrow believes lengths in a file, and would end the process by wrong ones
+                self._checked.add((group, tuple(wanted or ())))
+            return table
+        except (self._arrow.ArrowException, OSError, ValueError) as error:
+            said = f"{path}: row group {inside} is damaged or cannot be read ({error})"
+            raise DataError(f"{said}. Fetch it again.", path=path) from error
+
+    def _open(self, path: Path) -> list[tuple[int, int]]:
+        """Rows and bytes of each group of a file."""
+        try:
+            os.close(open_regular(path))
+            kind = _Arrow if path.suffix.lower() in ARROW_ENDINGS else _Parquet
+            file = kind(path)
+            twice = [name for name, count in Counter(file.schema.names).items() if count > 1]
+            if twice:
+                raise ValueError(f"it has several columns called {twice[0]!r}")
+        except (self._arrow.ArrowException, ValueError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # Arrow's own, of damaged files, has none
+                raise unreadable(path, error) from error
+            what = "Arrow" if path.suffix.lower() in ARROW_ENDINGS else "Parquet"
+            said = f"{path} is no {what} file that can be read ({error})"
+            raise DataError(f"{said}. Fetch it again, or name another.", path=path) from error
+        if self.schema is None:
+            self.schema = file.schema
+        if not file.schema.equals(self.schema):
+            came = f"{path} has the columns {_described(file.schema)}"
+            said = f"{came}; {self.paths[0].name} has {_described(self.schema)}"
+            raise DataError(f"{said}, and all need the same.", path=path)
+        self._files.append(file)
+        return file.groups()
+
+
+class _Parquet:
+    """A Parquet file; it is opened anew for each group, as a reader is not for several threads."""
+
+    def __init__(self, path: Path) -> None:
+        parquet = import_extra("pyarrow.parquet", READING)
+
+        self._path = path
+        with parquet.ParquetFile(path) as file:
+            self._metadata = file.metadata
+            self.schema = file.schema_arrow
+
+    def groups(self) -> list[tuple[int, int]]:
+        found = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
+        return [(group.num_rows, group.total_byte_size) for group in found]
+
+    def load(self, group: int, names: list[str] | None) -> Any:
+        parquet = import_extra("pyarrow.parquet", READING)
+
+        with parquet.ParquetFile(self._path, metadata=self._metadata) as file:
+            return file.read_row_group(group, columns=names, use_threads=False)
+
+
+class _Arrow:
+    """A file or a stream of Arrow's, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        pa = import_extra("pyarrow", READING)
+
+        self._path = path
+        self._batches: list[Any] | None = None
+        with open(path, "rb") as file:
+            is_file = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
+        if is_file:
+            reader = self._reader([])
+            self._counts = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            self.schema = self._reader(None).schema
+        else:
+            stream = pa.ipc.open_stream(pa.memory_map(str(path)))
+            self._batches, self.schema = list(stream), stream.schema
+            self._counts = [batch.num_rows for batch in self._batches]
+
+    def groups(self) -> list[tuple[int, int]]:
+        return [(count, 0) for count in self._counts]
+
+    def load(self, group: int, names: list[str] | None) -> Any:
+        wanted = self.schema.names if names is None else names
+        if self._batches is not None:
+            return self._batches[group].select(wanted)
+        return self._reader([self.schema.get_field_index(name) for name in wanted]).get_batch(group)
+
+    def _reader(self, columns: list[int] | None) -> Any:
+        """A reader of a file, for one thread, of some columns or all."""
+        pa = import_extra("pyarrow", READING)
+
+        options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
+        return pa.ipc.open_file(pa.memory_map(str(self._path)), options=options)
+
+
+class RowGroupCache:
+    """The groups that were used last, up to a number of bytes; each is loaded by one thread only.
+
+    Args:
+        load: Loads a group.
+        max_bytes: Most bytes that are kept; the last group is kept in any case.
+    """
+
+    def __init__(self, load: Callable[[int], Any], max_bytes: int) -> None:
+        self._load = load
+        self._max_bytes = max_bytes
+        self._begin()
+
+    def get(self, group: int) -> Any:
+        """A group, loaded or kept."""
+        if self._process != os.getpid():  # forked: a lock may be held by a thread that is not here
+            self._begin()
+        with self._lock:
+            kept = self._kept.get(group)
+            if kept is not None:
+                self._kept.move_to_end(group)
+                return kept
+            loading = self._loading.setdefault(group, threading.Lock())
+        with loading:
+            with self._lock:
+                kept = self._kept.get(group)
+            if kept is None:
+                kept = self._load(group)
+                self._keep(group, kept)
+        return kept
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._loading: dict[int, threading.Lock] = {}
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._bytes = 0
+        self._process = os.getpid()
+
+    def _keep(self, group: int, table: Any) -> None:
+        with self._lock:
+            before = self._kept.pop(group, None)
+            self._kept[group] = table
+            self._loading.pop(group, None)
+            self._bytes += table.nbytes - (0 if before is None else before.nbytes)
+            while self._bytes > self._max_bytes and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                self._bytes -= dropped.nbytes
+
+
+def _described(schema: Any) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)

@@ -1,0 +1,92 @@
+"""How sources speak of what they read, and of what went wrong there."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from onebox.errors import DataError, OneboxError
+
+
+def kind_of(what: Any) -> str:
+    """Name of a function or class, or of an object's class, for people."""
+    if isinstance(what, functools.partial):
+        return kind_of(what.func)
+    return getattr(what, "__qualname__", type(what).__qualname__)
+
+
+def origin(dataset: Any, index: int) -> str | None:
+    """The file of a sample of a data set, where that tells: by the lists that torchvision's data sets have.
+
+    Args:
+        dataset: The data set; subsets and concatenations of PyTorch are looked through.
+        index: Number of the sample.
+    """
+    inner, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+    if inner is not None and indices is not None:
+        return origin(inner, int(indices[index]))
+    ends = getattr(dataset, "cumulative_sizes", None)
+    if isinstance(ends, list):
+        number = bisect.bisect_right(ends, index)
+        return origin(dataset.datasets[number], index - (ends[number - 1] if number else 0))
+    samples = getattr(dataset, "samples", None)
+    if not isinstance(samples, list) or not 0 <= index < len(samples):
+        return None
+    first = samples[index][0] if isinstance(samples[index], tuple) and samples[index] else samples[index]
+    return os.fspath(first) if isinstance(first, str | os.PathLike) else None
+
+
+@contextmanager
+def with_sample_context(where: str, index: int, doing: str = "read", path: object = None) -> Iterator[None]:
+    """Let an error of a user's own code name the sample that it came with.
+
+    Args:
+        where: What is read, for people.
+        index: Number of the sample.
+        doing: What is done to it, as a participle.
+        path: The file, where it is known.
+
+    Raises:
+        DataError: In place of any exception that is not onebox's own; that is its cause.
+    """
+    try:
+        yield
+    except OneboxError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise DataError(f"{where} cannot be {doing}: {said}.", path=path, sample=index) from error
+
+
+def iterate_with_context(items: Iterable[Any], name: Callable[[int], str]) -> Iterator[Any]:
+    """Iterate over a user's items, and let an error in there say which one it came with.
+
+    Args:
+        items: They; where they come from is closed, if it has ``close``, when this ends or is closed.
+        name: Says what the item with a number is.
+
+    Raises:
+        DataError: In place of any exception that is not onebox's own; that is its cause.
+    """
+    index = 0
+    with with_sample_context(name(index), index):
+        iterator = iter(items)
+    try:
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except Exception:  # who makes a name for each item, makes most for nothing
+                with with_sample_context(name(index), index):
+                    raise
+            yield item
+            index += 1
+    finally:
+        close = getattr(iterator, "close", None)
+        if callable(close):
+            close()

@@ -1,0 +1,333 @@
+"""Capture: the conversion of a model and a loss to one graph with named inputs and outputs.
+
+The traced module maps the tensors of (inputs, targets) to the loss and, for evaluation, metrics. Shapes are fixed:
+another batch size is another capture. The user's own Python runs under the tracer, with autograd: custom functions,
+hooks and gradients within forward are in the graph as PyTorch computes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from onebox.errors import CaptureError
+from onebox.graph.capture.host_devices import HostDevices, on_host
+from onebox.graph.capture.joint import Joint, trace
+from onebox.graph.capture.locate import explain
+from onebox.graph.capture.on_device_transform import OnDevice, OnDeviceTransform
+from onebox.graph.capture.operator_support import bfloat16_autocast, portable_operators
+from onebox.graph.capture.python_state import StateRecorder
+from onebox.graph.capture.python_variables import Reads, WatchedValue, snapshot, watched_tensors
+from onebox.graph.capture.recurrent import WholeRecurrent
+from onebox.graph.capture.symbolic_sizes import Varying
+from onebox.graph.capture.traced_calls import TracedCalls, require_plain
+from onebox.graph.capture.transparent_contexts import transparent
+from onebox.graph.transform.fuse import fused
+
+Mode = Literal["train", "evaluate"]
+Precision = Literal["fp32", "bf16", "auto"]
+"""Precision of a whole run; with ``auto`` it is captured as ``fp32``, and its plan sets the precision of stages."""
+
+Loss = Callable[[Any, Any], Tensor]
+Metrics = Mapping[str, Callable[[Any, Any], Tensor]]
+
+_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch._functorch")
+"""PyTorch's loggers whose messages repeat the error's."""
+
+
+class Wrapper(nn.Module):
+    """The traced module: ``model`` and ``loss`` under these two names.
+
+    Args:
+        model: The user's model. A tuple of inputs is spread over its positional arguments, a dict over its keyword
+            arguments, anything else is its one argument.
+        loss: Maps (outputs, targets) to a scalar.
+        metrics: Each maps (outputs, targets) to a scalar; ``None`` for training.
+        precision: ``bf16`` for autocast; with any other value the model is unchanged.
+        on_device: Maps inputs to those of the model; not a part of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        metrics: Metrics | None,
+        precision: Precision,
+        on_device: OnDevice | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.metrics = dict(metrics or {})
+        self.precision = precision
+        self._front = None if on_device is None else OnDeviceTransform(on_device)
+
+    @property
+    def owners(self) -> dict[str, nn.Module]:
+        """The modules among the model and the loss."""
+        return {name: owner for name in ("model", "loss") if isinstance(owner := getattr(self, name), nn.Module)}
+
+    @property
+    def functions(self) -> list[Any]:
+        """The callables that the user passed beside modules."""
+        return [self.loss, *self.metrics.values(), *([self._front.call] if self._front else [])]
+
+    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+        """Return the loss and the metrics."""
+        given = inputs if self._front is None else self._front.run(inputs, training=self.model.training)
+        with bfloat16_autocast() if self.precision == "bf16" else contextlib.nullcontext():
+            return self._compute(given, targets)
+
+    def _compute(self, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+        if isinstance(inputs, tuple):
+            outputs = self.model(*inputs)
+        elif isinstance(inputs, dict):
+            outputs = self.model(**inputs)
+        else:
+            outputs = self.model(inputs)
+        results = {"the loss": self.loss(outputs, targets)}
+        results |= {f"metric {name!r}": metric(outputs, targets) for name, metric in self.metrics.items()}
+        for what, value in results.items():
+            _require_scalar(what, value)
+        return tuple(results.values())
+
+
+@contextlib.contextmanager
+def _assignments_written(module: nn.Module) -> Iterator[None]:
+    """Turn ``self.buffer = value`` into a write to the buffer; a trace would drop it silently."""
+    before = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for part, name, buffer in before:
+        assigned = part._buffers.get(name)
+        if assigned is buffer:
+            continue
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            raise CaptureError(
+                f"{type(part).__name__}.{name} is a buffer to which forward assigns something of another type or shape"
+            )
+        buffer.copy_(assigned.detach())
+        part._buffers[name] = buffer
+
+
+def _require_scalar(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise CaptureError(f"{what} is a {type(value).__name__}, but must be a tensor that the graph computes")
+    if value.dim():
+        raise CaptureError(
+            f"{what} has the shape {list(value.shape)}, but must be a scalar: reduce it, by .mean() for example"
+        )
+
+
+class _Stateless(nn.Module):
+    """A wrapper whose tensors are parameters and buffers of this module, each once, however many names it has.
+
+    Args:
+        wrapper: The wrapper.
+        name: The class of the model, for error messages.
+        example: Inputs and targets, nested; non-tensors in them are passed on unchanged.
+    """
+
+    def __init__(self, wrapper: Wrapper, name: str, example: tuple[Any, Any]) -> None:
+        super().__init__()
+        leaves, self._nesting = pytree.tree_flatten(example)
+        self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+        self._wrapper = (wrapper,)  # in a tuple, so that its tensors are not registered twice
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        self.calls = TracedCalls(wrapper, name)
+        self.recorder = StateRecorder(wrapper.owners, wrapper.functions)
+        self.state: dict[str, str] = {}
+        self.known: dict[int, str] = {}
+        self._hooked: list[tuple[str, Tensor]] = []
+        self._add(wrapper.named_parameters, "_parameters", "parameter")
+        self._add(wrapper.named_buffers, "_buffers", "buffer")
+        self._add_plain(wrapper)
+
+    def _add(self, named: Callable[..., Any], kind: str, prefix: str) -> None:
+        """Register the tensors of the state."""
+        own: dict[int, str] = {}
+        for name, tensor in named(remove_duplicate=False):
+            path, _, key = name.rpartition(".")
+            if id(tensor) not in own:
+                own[id(tensor)] = f"{prefix}_{len(own)}"
+                getattr(self, kind)[own[id(tensor)]] = tensor
+                self.state[own[id(tensor)]] = self.known[id(tensor)] = name
+                self.calls.require_hooks(name, tensor)
+                self._hooked.append((own[id(tensor)], tensor))
+            self._places.append((vars(self._wrapper[0].get_submodule(path))[kind], key, own[id(tensor)]))
+
+    def _add_plain(self, wrapper: Wrapper) -> None:
+        """Register tensors that are attributes of modules but not buffers, so that the tracer sees writes to them."""
+        own: dict[int, str] = {}
+        for path, module in wrapper.named_modules():
+            for key, value in vars(module).items():
+                if type(value) is Tensor and id(value) not in self.known:
+                    self.recorder.reads[WatchedValue(path, key)] = snapshot(value)
+                    own.setdefault(id(value), f"plain_{len(own)}")
+                    self._buffers[own[id(value)]] = value.detach()
+                    self._places.append((vars(module), key, own[id(value)]))
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss and the metrics, computed with this module's present tensors."""
+        (wrapper,), left = self._wrapper, iter(tensors)
+        leaves = [next(left) if constant is None else constant[0] for constant in self._constants]
+        inputs, targets = pytree.tree_unflatten(leaves, self._nesting)
+        given: dict[str, Any] = {**self._parameters, **self._buffers}
+        for name, real in self._hooked:
+            given[name] = self.calls.hooked(given[name], real)
+        before = [(held, key, held[key]) for held, key, _ in self._places]
+        try:
+            for held, key, name in self._places:
+                held[key] = given[name]
+            with WholeRecurrent(), self.calls, HostDevices(), self.calls.layers(wrapper), _assignments_written(wrapper):
+                return self.recorder.run(lambda: wrapper(_apart(inputs), _apart(targets)))
+        finally:
+            for held, key, tensor in before:
+                held[key] = tensor
+
+
+def _apart(nested: Any) -> Any:
+    """Return inputs as they are in a training loop: leaves that may require gradients."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() or x.is_complex() else x, nested)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A traced model.
+
+    Args:
+        joint: Its graph.
+        backward: Whether the graph includes gradients.
+        reads: Python state that the graph depends on.
+        fuse: Whether activations that are written out become single operators.
+        fresh: Whether the graph is used only here, so that the one model made of it may change it.
+    """
+
+    joint: Joint
+    backward: bool
+    reads: Reads
+    fuse: bool = False
+    fresh: bool = False
+
+    @property
+    def of_one_size(self) -> bool:
+        """Return whether it is valid for one value of each size only, although there were symbols for some."""
+        return self.joint.symbols is None or self.joint.symbols.constant
+
+    def sized(self, leaves: Sequence[Tensor]) -> Captured | None:
+        """Return the capture for inputs and targets of some sizes; ``None`` where it is not valid for them.
+
+        Args:
+            leaves: Their tensors, flattened.
+        """
+        joint = self.joint.sized(leaves)
+        return None if joint is None else _finished(replace(self, joint=joint, fresh=True))
+
+
+def capture(
+    model: nn.Module,
+    loss: Loss,
+    example: tuple[Any, Any],
+    *,
+    mode: Mode = "train",
+    backward: bool | None = None,
+    metrics: Metrics | None = None,
+    precision: Precision = "fp32",
+    device_type: str = "cpu",
+    on_device: OnDevice | None = None,
+    fuse: bool = False,
+    varying: Varying | None = None,
+) -> Captured:
+    """Trace a model and its loss for inputs of one shape.
+
+    Args:
+        model: The model, on any devices; its parameters are not read, and its modes (train, eval) are restored.
+        loss: Maps (outputs, targets) to a scalar; a module may have parameters and buffers of its own.
+        example: Inputs and targets, nested tuples and dicts of tensors, of which only shapes and types count, and of
+            constants, which are passed on unchanged.
+        mode: ``evaluate`` sets every module to eval.
+        backward: Whether to trace gradients; ``None`` for those of ``train``.
+        metrics: With ``evaluate``, more scalars of (outputs, targets).
+        precision: ``bf16`` runs the model and the loss under autocast; other values do not change them.
+        device_type: ``cpu``, or another one to exclude operators that only CPUs have.
+        on_device: Tensor code in front of the model, which maps ``inputs`` to the model's; no part of its state.
+        fuse: Whether activations that are written out become single operators; see :mod:`onebox.graph.transform.fuse`.
+        varying: Sizes of the inputs and targets for which there are to be symbols; see :meth:`Captured.sized`.
+
+    Raises:
+        CaptureError: The model depends on the values of tensors, or on Python's state, in a way that a graph cannot
+            hold, or the loss is not a scalar; the message names the line and the layer.
+    """
+    wrapper = Wrapper(model, loss, metrics if mode == "evaluate" else None, precision, on_device)
+    require_plain(model)
+    backward = mode == "train" if backward is None else backward
+    name = type(model).__name__
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_mode(wrapper, mode))
+        stack.enter_context(on_host(wrapper))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(portable_operators(device_type))
+        stack.enter_context(quiet())
+        stack.enter_context(transparent())
+        module = _Stateless(wrapper, name, example)
+        tensors = tuple(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
+        try:
+            joint = trace(module, tensors, module.state, module.known, backward=backward, varying=varying or {})
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explain(error, name, layer=module.calls.failed_in) from error
+    reads = module.recorder.reads | watched_tensors(module.calls.constants.values())
+    captured = Captured(joint=joint, backward=backward, reads=reads, fuse=fuse)
+    return captured if varying else _finished(captured)
+
+
+def _finished(captured: Captured) -> Captured:
+    """Return a capture whose sizes are all numbers with its activations fused, if requested."""
+    return replace(captured, joint=fused(captured.joint)) if captured.fuse else captured
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress PyTorch's logs and warnings of this thread during a capture."""
+    mine = threading.get_ident()
+
+    def other_thread(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(other_thread)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(other_thread)
+
+
+@contextlib.contextmanager
+def _mode(wrapper: Wrapper, mode: Mode) -> Iterator[None]:
+    """Set the mode of a model (and of the loss, if it is a module), and restore each module's own afterwards.
+
+    For training, modules keep their modes: those that the user has set to eval stay so, as in a training loop.
+    """
+    before = [(module, module.training) for module in wrapper.modules()]
+    try:
+        if mode == "evaluate":
+            wrapper.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

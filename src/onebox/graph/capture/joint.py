@@ -1,0 +1,243 @@
+"""The joint graph: forward and backward of a model as one functional ATen graph with named ends.
+
+This file alone touches AOTAutograd's export, an internal of PyTorch: ``aot_export_joint_with_descriptors``. Its
+descriptors identify each input and output of the graph; here they become :class:`Port`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.fx import traceback as fx_traceback
+
+from onebox.errors import CaptureError
+from onebox.graph.capture.locate import node_refusal
+from onebox.graph.capture.symbolic_sizes import Symbols, Varying, fake_inputs, with_numbers
+
+
+class Port(NamedTuple):
+    """Identity of an input or an output of a graph or program.
+
+    Args:
+        kind: ``parameter``, ``buffer``, ``constant``, ``leaf`` (a tensor of the inputs or targets), ``weight`` (the
+            gradient of the loss: the micro-batch's share of the batch), ``result`` (0 is the loss), ``update`` (new
+            value of a buffer), ``gradient`` (of a parameter), ``rounded`` (a parameter in bfloat16), ``value`` (from
+            one phase to another) or ``chunk`` (some rows of a value).
+        name: Qualified name, or index.
+    """
+
+    kind: Literal[
+        "parameter", "buffer", "constant", "leaf", "weight", "result", "update", "gradient", "rounded", "value", "chunk"
+    ]
+    name: str | int
+
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_BATCH_NORM_OF_EVALUATION = torch.ops.aten._native_batch_norm_legit_no_training.default
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """A functional ATen graph.
+
+    Args:
+        graph: Its nodes.
+        inputs: For each placeholder, in order, its port; ``None`` for an unread one.
+        outputs: For each output node, in order, its port; missing or unwanted outputs are left out.
+        constants: Constant tensors of the graph, by the name of their port.
+        symbols: Symbols of varying sizes; ``None`` where all are numbers.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[tuple[fx.Node, Port], ...]
+    outputs: tuple[tuple[fx.Node, Port], ...]
+    constants: dict[str, Tensor]
+    symbols: Symbols | None = None
+
+    def sized(self, leaves: Sequence[Tensor]) -> Joint | None:
+        """Return the graph for inputs and targets of some sizes; ``None`` where it is not valid for them.
+
+        Args:
+            leaves: Their tensors, flattened.
+        """
+        values = None if self.symbols is None else self.symbols.values(leaves)
+        if self.symbols is None or values is None:
+            return None
+        graph, known = with_numbers(self.graph, self.symbols, values)
+        return Joint(
+            graph=graph,
+            inputs=tuple((known[node], port) for node, port in self.inputs),
+            outputs=tuple((known[node], port) for node, port in self.outputs),
+            constants=self.constants,
+        )
+
+    def copied(self) -> Joint:
+        """Return a copy whose graph may be changed."""
+        graph = fx.Graph()
+        known: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        return Joint(
+            graph=graph,
+            inputs=tuple((known[node], port) for node, port in self.inputs),
+            outputs=tuple((known[node], port) for node, port in self.outputs),
+            constants=self.constants,
+        )
+
+
+def trace(
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    state: Mapping[str, str],
+    known: Mapping[int, str],
+    *,
+    backward: bool,
+    varying: Varying,
+) -> Joint:
+    """Trace a module through AOTAutograd: the user's own forward, custom gradients and hooks run under the tracer.
+
+    Args:
+        module: Maps (inputs, targets) to a tuple of scalars, of which the first is the loss. Each of its parameters and
+            buffers is one tensor.
+        example: The tensors of inputs and targets; only shapes and types count.
+        state: Names in the state of the module's parameters and buffers. The graph may write to no other tensors.
+        known: Names in the state of tensors, by their identity: the graph may hold some of them otherwise than by the
+            module, in a hook for example.
+        backward: Whether to trace gradients too.
+        varying: Sizes of inputs and targets for which there are to be symbols.
+
+    Raises:
+        CaptureError: No parameter gets a gradient, or forward writes to a tensor that is not a buffer.
+        Exception: Whatever the user's code, or AOTAutograd, raises.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        if not backward:
+            stack.enter_context(torch.no_grad())
+        given, symbols = fake_inputs(example, varying)
+        joint = aot_export_joint_with_descriptors(stack, module, given)
+        graph = joint.graph_module.graph
+        _forget_statistics(graph)
+        widen_statistics(graph)
+        outputs = list(_outputs(graph, state))
+        constants: dict[str, Tensor] = {}
+        inputs = [
+            (node, _input_port(node.meta["desc"], module, state, constants))
+            for node in graph.nodes
+            if node.op == "placeholder"
+        ]
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                inputs.append((node, _attribute_port(joint.graph_module, node.target, known, constants)))
+    if backward and not any(port.kind == "gradient" for _, port in outputs):
+        raise CaptureError("no parameter gets a gradient from the loss: check requires_grad and .detach() calls")
+    return Joint(graph=graph, inputs=tuple(inputs), outputs=tuple(outputs), constants=constants, symbols=symbols)
+
+
+def _attribute_port(module: nn.Module, target: str, known: Mapping[int, str], constants: dict[str, Tensor]) -> Port:
+    """Return the port of a tensor that the tracer made an attribute of the graph."""
+    tensor = _attribute(module, target)
+    name = known.get(id(tensor))
+    if name is not None:
+        return Port("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
+    constants[target] = tensor
+    return Port("constant", target)
+
+
+def _forget_statistics(graph: fx.Graph) -> None:
+    """Remove the unread running statistics from the arguments of training-mode batch norm's gradient.
+
+    Its arguments are (gradient, x, weight, running mean, running variance, mean, 1 / deviation, training, eps, mask).
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_batch_norm_backward.default):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def widen_statistics(graph: fx.Graph) -> None:
+    """Correct the types of statistics where the tracer's differ from the kernels'.
+
+    Those of batch norm with inputs in bfloat16 and weights in float32 are float32, as the weight is, on CPUs and GPUs.
+    The logarithm of attention's sums on CPUs is float64 where the queries are; torch 2.11 says float32.
+    """
+    for target in (_BATCH_NORM, _BATCH_NORM_OF_EVALUATION):
+        for node in graph.find_nodes(op="call_function", target=target):
+            weight = node.args[1]
+            if isinstance(weight, fx.Node):
+                _make_type(node, (1, 2), weight.meta["val"].dtype)
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        if node.args[0].meta["val"].dtype is torch.float64:
+            _make_type(node, (1,), torch.float64)
+
+
+def _make_type(node: fx.Node, places: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Set the type of some outputs of a node, and of the nodes that name them."""
+    values: dict[Any, Any] = dict(enumerate(node.meta["val"]))
+    for place in places:
+        values[place] = values[place].to(dtype)
+    node.meta["val"] = tuple(values.values())
+    for user in node.users:
+        user.meta["val"] = values[user.args[1]]
+
+
+def _input_port(desc: Any, module: nn.Module, state: Mapping[str, str], constants: dict[str, Tensor]) -> Port:
+    if isinstance(desc, ParamAOTInput | BufferAOTInput):
+        name = state.get(desc.target)
+        if name is None:
+            constants[desc.target] = _attribute(module, desc.target)
+            return Port("constant", desc.target)
+        return Port("parameter" if isinstance(desc, ParamAOTInput) else "buffer", name)
+    if isinstance(desc, PlainAOTInput):
+        return Port("leaf", desc.idx)
+    if isinstance(desc, TangentAOTInput) and desc.output == PlainAOTOutput(0):
+        return Port("weight", 0)
+    raise CaptureError(f"the graph has an input of a kind that is not supported: {desc!r}")
+
+
+def _attribute(module: Any, target: str) -> Tensor:
+    for part in target.split("."):
+        module = getattr(module, part)
+    tensor: Tensor = module
+    return tensor
+
+
+def _outputs(graph: fx.Graph, state: Mapping[str, str]) -> list[tuple[fx.Node, Port]]:
+    output = next(node for node in graph.nodes if node.op == "output")
+    found: list[tuple[fx.Node, Port]] = []
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        if not isinstance(node, fx.Node):
+            continue
+        if isinstance(desc, PlainAOTOutput):
+            found.append((node, Port("result", desc.idx)))
+        elif isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput):
+            found.append((node, Port("gradient", state[desc.grad_of.target])))
+        elif isinstance(desc, InputMutationAOTOutput):
+            found.append((node, Port("update", _written_buffer(node, desc.mutated_input, state))))
+    return found
+
+
+def _written_buffer(node: fx.Node, target: Any, state: Mapping[str, str]) -> str:
+    """Return the name of the buffer that forward writes to; only buffers may be written to."""
+    if isinstance(target, BufferAOTInput):
+        if target.target in state:
+            return state[target.target]
+        reason = "forward writes to a tensor that is an attribute of a module, and no buffer"
+        raise node_refusal(node, reason, "Make it one: self.register_buffer(...)")
+    what = "a parameter" if isinstance(target, ParamAOTInput) else "its inputs"
+    raise node_refusal(node, f"forward writes to {what}", "Write to a copy instead: x = x.clone()")

@@ -1,0 +1,350 @@
+"""Interception of every PyTorch function that a user's forward, loss or hook calls while it is traced.
+
+It records the line and the layer of each traced node, replaces a tensor of the model that is reached otherwise than
+through its module (a closure, a global) by the traced one, and refuses calls that would leave the graph, with their
+line and layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+
+from onebox.errors import CaptureError
+from onebox.graph.capture.locate import SourceLocation, is_users, refusal
+
+_DECIDES = frozenset({"__bool__", "__int__", "__index__", "__float__"})
+"""Methods that convert a tensor to a Python number, for control flow or computation."""
+
+_LEAVES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__})
+"""Calls that export values from PyTorch."""
+
+_BACKWARD = frozenset({Tensor.backward, Tensor.register_post_accumulate_grad_hook})
+"""Calls that need an accumulated gradient."""
+
+_DATA, _GRAD = (inspect.getattr_static(Tensor, name) for name in ("data", "grad"))
+_GET_DATA, _SET_DATA, _SET_GRAD = _DATA.__get__, _DATA.__set__, _GRAD.__set__
+
+_WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
+
+_TRACER = str(Path(__file__).with_name("joint.py"))
+
+Layer = tuple[str, str]
+"""The path of a module, and its class."""
+
+
+class TracedCalls(TorchFunctionMode):
+    """The calls of one trace.
+
+    Args:
+        wrapper: The traced module; names of layers are paths in it.
+        name: The class of the model, for error messages.
+    """
+
+    def __init__(self, wrapper: nn.Module, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._layers: list[Layer] = []
+        self._failed_in: Layer | None = None
+        self._paths = {id(module): path for path, module in wrapper.named_modules()}
+        self._owners: dict[int, tuple[nn.Module, str]] = {}
+        for module in wrapper.modules():
+            for held in (module._parameters, module._buffers):
+                self._owners |= {id(tensor): (module, key) for key, tensor in held.items() if tensor is not None}
+        self._detached: list[Tensor] = []
+        self._written: Any = None
+        self.constants: dict[int, Tensor] = {}
+        """Tensors from outside of the model and the trace, by their identity: the graph holds their present values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if fx_traceback.has_preserved_node_meta():
+            place = _place_of(sys._getframe(1))
+            if place is not None:
+                fx_traceback.set_stack_trace([f'  File "{place.file}", line {place.line}, in forward\n'])
+        if any(map(_is_foreign, pytree.tree_leaves((args, kwargs)))):
+            args, kwargs = pytree.tree_map(self._traced, (args, kwargs))
+            self._refuse_writes(func, args, kwargs)
+        self._refuse_leaving(func, args)
+        if func is Tensor.register_hook:
+            args = (args[0], self._observed(args[1]))
+        if args and _writes(func):
+            self._written = args[0]
+        if func == _GET_DATA and _is_traced(args[0]):
+            self._detached.append(args[0].detach())
+            return self._detached[-1]
+        if self._detached and _writes(func) and any(args[0] is each for each in self._detached):
+            raise self._refusal(
+                "forward writes through .data, behind autograd's back", "Write to a copy: h = h.detach().clone()"
+            )
+        try:
+            return func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise self._depends_on_values(func) from error
+
+    # ---- layers
+
+    @property
+    def failed_in(self) -> Layer | None:
+        """The innermost layer that was computed when an error occurred."""
+        return self._failed_in
+
+    @contextmanager
+    def layers(self, wrapper: nn.Module) -> Iterator[None]:
+        """Record the layer being computed, within the context.
+
+        Args:
+            wrapper: As for the constructor.
+        """
+        removed, hooks = [], list[tuple[dict[int, Any], int, Any]]()
+        try:
+            for module in wrapper.modules():
+                for own in (module._backward_pre_hooks, module._backward_hooks):
+                    hooks += [(own, key, hook) for key, hook in own.items()]
+                    own.update({key: self._observed(hook) for key, hook in own.items()})
+                layer = self._paths[id(module)], type(module).__name__
+                enter = functools.partial(self._enter, layer)
+                removed.append(module.register_forward_pre_hook(enter, prepend=True))
+                removed.append(module.register_forward_hook(self._leave, always_call=True))
+            yield
+        finally:
+            for handle in removed:
+                handle.remove()
+            for own, key, hook in hooks:
+                own[key] = hook
+            self._layers.clear()
+            self._note_layer()
+
+    def _enter(self, layer: Layer, module: nn.Module, inputs: Any) -> None:
+        self._layers.append(layer)
+        self._note_layer()
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if sys.exc_info()[0] is not None and self._failed_in is None:
+            self._failed_in = self.layer
+        if self._layers:
+            self._layers.pop()
+        self._note_layer()
+
+    def _note_layer(self) -> None:
+        if fx_traceback.has_preserved_node_meta():
+            meta = fx_traceback.get_current_meta()
+            if self._layers:
+                meta["nn_module_stack"] = {path: (path, kind) for path, kind in self._layers if path}
+            else:
+                meta.pop("nn_module_stack", None)
+
+    # ---- hooks
+
+    def require_hooks(self, name: str, tensor: Tensor) -> None:
+        """Refuse hooks of a model's tensor that a graph cannot hold.
+
+        Args:
+            name: Its name.
+            tensor: The user's tensor.
+        """
+        if getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which workers cannot call\n"
+                "  Remove it. What changes gradients can be a hook of register_hook, which is traced; what reads them "
+                "runs on a virtual device (vgpu)"
+            )
+
+    def hooked(self, traced: Tensor, tensor: Tensor) -> Tensor:
+        """Return the traced tensor that replaces a tensor of the model, with the latter's hooks.
+
+        Args:
+            traced: The replacement without hooks.
+            tensor: The user's tensor.
+        """
+        hooks = getattr(tensor, "_backward_hooks", None)
+        if not hooks or not traced.requires_grad:
+            return traced
+        made: Tensor = torch.ops.aten.alias.default(traced)
+        for hook in hooks.values():
+            made.register_hook(self._observed(hook))
+        return made
+
+    def _observed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a hook so that it is refused if it changes no gradient: it would be called only once, in the trace."""
+
+        def run(*given: Any) -> Any:
+            self._written = None
+            with self:
+                result = hook(*given)
+            if result is None and not any(each is self._written for each in pytree.tree_leaves(given)):
+                code = getattr(hook, "__code__", None)
+                place = code and SourceLocation(code.co_filename, code.co_firstlineno)
+                raise refusal(
+                    self._name,
+                    place if place and _users_file(place.file) else None,
+                    "a hook looks at a gradient and leaves it as it is; workers cannot call it",
+                    "Return the gradient that it makes, or remove it",
+                )
+            return result
+
+        return run
+
+    # ---- tensors from elsewhere
+
+    def _traced(self, value: Any) -> Any:
+        """Return the traced tensor of a model's tensor that was reached by a closure or a global."""
+        if not _is_foreign(value):
+            return value
+        owner = self._owners.get(id(value))
+        if owner is None:
+            self.constants[id(value)] = value
+            return value
+        module, key = owner
+        return module._parameters.get(key) if key in module._parameters else module._buffers.get(key)
+
+    # ---- refusals
+
+    def _refuse_writes(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        written = kwargs.get("out", args[0] if args and _writes(func) else None)
+        if any(map(_is_foreign, pytree.tree_leaves(written))):
+            raise self._refusal(
+                "forward writes to a tensor that is neither a buffer nor made in forward",
+                "Make it a buffer: self.register_buffer(...)",
+            )
+
+    def _refuse_leaving(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if func in _LEAVES and args and _is_traced(args[0]):
+            raise self._leaving(getattr(func, "__name__", "this call"))
+        if func in _BACKWARD:
+            raise self._refusal(
+                f"forward calls {func.__name__}, which needs gradients that are accumulated",
+                "Use torch.autograd.grad(..., create_graph=True), or a hook of register_hook",
+            )
+        if func in (_SET_DATA, _SET_GRAD):
+            what = ".data" if func == _SET_DATA else ".grad"
+            raise self._refusal(f"forward assigns to {what} of a tensor", "Compute a new tensor instead")
+
+    def _depends_on_values(self, func: Callable[..., Any]) -> CaptureError:
+        called = resolve_name(func) or getattr(func, "__name__", "the call")
+        if "tolist" in _callers(sys._getframe(1)):
+            return self._leaving("tolist")
+        if _DECIDES.intersection([called.rpartition(".")[2], *_callers(sys._getframe(1))]):
+            return self._refusal(
+                "a data-dependent decision: the value of a tensor becomes a number of Python",
+                "The line decides by the value of a tensor, which a graph cannot do: use torch.where, or decide by "
+                "shapes",
+            )
+        if called.endswith("ctc_loss"):
+            return self._refusal(
+                f"{called} computes in a space whose size depends on the values of the lengths",
+                "A Trainer cannot train with it",
+            )
+        return self._refusal(
+            f"{called} makes a number or a shape out of the values of a tensor",
+            "Keep it in a tensor of a shape that is known: use torch.where or a mask, and no .item()",
+        )
+
+    def _leaving(self, called: str) -> CaptureError:
+        return self._refusal(
+            f".{called}() takes values out of PyTorch, where no gradient and no worker can follow",
+            "Compute it with PyTorch's operators, or before the step, in the data set",
+        )
+
+    def _refusal(self, reason: str, advice: str) -> CaptureError:
+        return refusal(self._name, _place_of(sys._getframe(1)), reason, advice, layer=self.layer)
+
+    @property
+    def layer(self) -> Layer | None:
+        """The innermost layer being computed."""
+        return self._layers[-1] if self._layers else None
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return whether something is a tensor with values, made outside of the trace."""
+    return isinstance(value, Tensor) and not _is_traced(value)
+
+
+def _is_traced(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return False
+    if isinstance(value, FakeTensor | FunctionalTensor):
+        return True
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return _is_traced(torch._C._functorch.get_unwrapped(value))
+    return False
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Return whether a function writes to its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    return name.endswith("_")
+
+
+@functools.lru_cache(maxsize=4096)
+def _users_file(file: str) -> bool:
+    return is_users(file)
+
+
+def _callers(frame: FrameType | None) -> Iterator[str]:
+    """Yield the names of the functions between a user's line and PyTorch's call, the innermost first."""
+    while frame is not None and not _users_file(frame.f_code.co_filename):
+        yield frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _place_of(frame: FrameType | None) -> SourceLocation | None:
+    """Return the innermost line of a user's code among the callers of a frame, up to the tracer."""
+    while frame is not None and frame.f_code.co_filename != _TRACER:
+        if _users_file(frame.f_code.co_filename):
+            return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def require_plain(model: nn.Module) -> None:
+    """Refuse models that are wrapped for other ways of distribution, or scripted.
+
+    Raises:
+        CaptureError: The model is such a module; the message gives the remedy.
+    """
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        called = f"{path} ({kind})" if path else f"the model ({kind})"
+        norm = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+        if norm and module.training and module.track_running_stats:
+            raise CaptureError(
+                f"{called} has momentum=None: its running averages depend on a count of batches, which a graph cannot "
+                "decide by\n  Give it a momentum, such as 0.1; as it is it runs on a virtual device (vgpu)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{called} is scripted, which cannot be traced with its gradients\n"
+                "  Give the module that it was scripted from; a scripted one runs on a virtual device (vgpu)"
+            )
+        if kind in _WRAPPERS:
+            raise CaptureError(
+                f"{called} divides the work among devices itself, as the Trainer does\n"
+                "  Unwrap it: give its .module to the Trainer, and the parameters of that to the optimizer"
+            )

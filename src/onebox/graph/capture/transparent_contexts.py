@@ -1,0 +1,72 @@
+"""Contexts that affect how PyTorch runs something and not its result: a trace ignores them.
+
+Activation checkpoints save memory, which a plan decides about; ``torch.compile`` saves time; ``inference_mode`` is
+``no_grad`` with less bookkeeping. Libraries that branch on values except under a compiler see one:
+``torch.compiler.is_compiling()`` is true. This file alone touches the internals of all these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import inference_mode
+from torch.utils import checkpoint
+
+
+@contextlib.contextmanager
+def transparent() -> Iterator[None]:
+    """Ignore checkpoints, ``torch.compile`` and ``inference_mode`` in this thread."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for flag in ("_is_compiling_flag", "_is_exporting_flag"):
+            stack.callback(setattr, torch.compiler, flag, getattr(torch.compiler, flag))
+            setattr(torch.compiler, flag, True)
+        stack.enter_context(_replaced(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_kept))
+        stack.enter_context(_replaced(checkpoint.CheckpointFunction, "apply", _reentrant))
+        stack.enter_context(_replaced(inference_mode, "__enter__", _enter))
+        stack.enter_context(_replaced(inference_mode, "__exit__", _exit))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replace an attribute by another function, for this thread."""
+    mine, own, before = threading.get_ident(), name in vars(owner), getattr(owner, name)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (by if threading.get_ident() == mine else before)(*args, **kwargs)
+
+    setattr(owner, name, either)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _nothing_kept(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Compute the result of a reentrant checkpoint: without a gradient where no argument requires one."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        return function(*args)
+    with torch.no_grad():
+        return function(*args)
+
+
+def _enter(context: Any) -> None:
+    context._onebox_before = torch.is_grad_enabled()
+    torch.set_grad_enabled(not context.mode)
+
+
+def _exit(context: Any, *error: Any) -> None:
+    torch.set_grad_enabled(context._onebox_before)

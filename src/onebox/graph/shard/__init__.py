@@ -1,0 +1,2 @@
+"""Splitting of programs within layers, over ranks or by samples: rules, placements, the search for the cheapest
+split."""

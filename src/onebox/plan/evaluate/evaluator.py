@@ -1,0 +1,258 @@
+"""Evaluator of layouts: simulates each once, keeps the results, and enforces the limits of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from onebox.cost import DeviceGroups
+from onebox.plan.evaluate.bounds import SPLIT, least_bytes, least_period, lower_bound
+from onebox.plan.evaluate.partition import numbered_matters
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.device_groups import kind, near
+from onebox.plan.model.layout import StageLayout, plan_of
+from onebox.plan.model.plan import ASYNC, MicroBatch
+from onebox.plan.model.problem import Problem
+from onebox.plan.model.schedule import Routes, Schedule
+from onebox.plan.model.shares import deal
+from onebox.plan.model.work import PlanWork
+from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
+from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.blocks import block_schedule
+from onebox.plan.schedules.in_flight import depths
+from onebox.plan.simulate.steady_state import simulate_steady_state
+from onebox.plan.simulate.step import Simulation, simulate
+
+_BOUND_EFFORT = 20
+"""Cost of a bound for each stage and each further replica, in simulated actions."""
+
+
+_ENDLESS = 30
+"""Cost of a steady-state simulation for each action of a step, in simulated actions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedLayout:
+    """A layout with its costs: the input of scheduling and simulation.
+
+    Args:
+        micro_batches: The parts of the batch.
+        work: Costs of its stages.
+        routes: Routes of the micro-batches.
+        sizes: Micro-batches' sizes as fractions.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    work: PlanWork
+    routes: Routes
+    sizes: list[float]
+
+    @property
+    def actions(self) -> int:
+        """Approximate number of actions of a schedule."""
+        return 2 * len(self.routes) * len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEvaluation:
+    """The evaluation of a layout.
+
+    Args:
+        layout: The layout.
+        case: The layout with its costs.
+        schedule: The order of its actions.
+        simulation: The simulation of that order.
+        in_flight: Micro-batches in flight of each stage, where they differ from the schedule's rule.
+    """
+
+    layout: StageLayout
+    case: CostedLayout
+    schedule: Schedule
+    simulation: Simulation
+    in_flight: tuple[int, ...] = ()
+
+    @property
+    def over_bytes(self) -> int:
+        """Total missing bytes of its devices."""
+        return sum(self.simulation.over_bytes.values())
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Sort key, less is better: first layouts that fit, then quick ones."""
+        return self.over_bytes, self.simulation.step_s
+
+
+class Evaluator:
+    """Evaluator of the layouts of one problem.
+
+    Args:
+        problem: The planning problem.
+        effort: Maximum number of simulated actions.
+        expired: Returns whether the time limit has passed.
+        required: Whether to go on past the time limit until a plan fits.
+    """
+
+    def __init__(self, problem: Problem, *, effort: int, expired: Callable[[], bool], required: bool = True) -> None:
+        self._required = required
+        self.problem, self.costs = problem, CostModel(problem)
+        self.left, self.effort, self.expired = effort, effort, expired
+        self.simulated = 0
+        self.best: LayoutEvaluation | None = None
+        self.verdicts: dict[StageLayout, LayoutEvaluation] = {}
+        self._parts: dict[int | None, tuple[MicroBatch, ...]] = {}
+        self._rows: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+        self._cases: dict[tuple[object, ...], CostedLayout] = {}
+        self._bounds: dict[tuple[object, ...], float] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}
+
+    @cached_property
+    def near(self) -> tuple[DeviceGroups, ...]:
+        """The groups of devices that are near to each other, the smallest first."""
+        return near(self.problem)
+
+    @cached_property
+    def kinds(self) -> dict[int, tuple[object, ...]]:
+        """A key for each device, equal for interchangeable ones."""
+        return {device.number: kind(device) for device in self.problem.devices}
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Return whether devices of a kind differ in their distances, so that their placement matters."""
+        classes: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
+        for number, own in self.kinds.items():
+            classes.setdefault(own, []).append((number,))
+        return numbered_matters(self.problem.links, list(classes.values()))
+
+    @property
+    def spent(self) -> bool:
+        """Return whether effort or time is used up."""
+        return self.left <= 0 or self.expired()
+
+    @property
+    def enough(self) -> bool:
+        """Return whether time is up, and a plan that fits was found if one is required."""
+        return self.expired() and (not self._required or (self.best is not None and not self.best.over_bytes))
+
+    def allows(self, layout: StageLayout) -> bool:
+        """Return whether the problem allows a layout as the result; trivial ones are evaluated in any case."""
+        return not self.refusal(layout)
+
+    def refusal(self, layout: StageLayout) -> str:
+        """Return the reason why the problem does not allow a layout; empty if it does."""
+        problem = self.problem
+        if not problem.replicable and any(len(part.devices) > 1 for part in layout.parts):
+            return "replicas are not allowed"
+        if problem.max_stages is not None and layout.blocks > problem.max_stages:
+            return f"more than {problem.max_stages} stages"
+        policies = {part.policy for part in layout.parts} - set(problem.policies)
+        away = {part.policy for part in layout.parts if part.policy in OFFLOADING_POLICIES}
+        if policies:
+            return f"{policies.pop()} is not allowed"
+        if layout.update is not None and layout.update not in problem.updates:
+            return f"the optimizer on the {layout.update} is not allowed"
+        if layout.schedule == ASYNC and away:
+            return f"versions of weights do not go together with {away.pop()}"
+        used = {device for part in layout.parts for device in part.devices}
+        if problem.max_devices is not None and len(used) > problem.max_devices:
+            return f"more than {problem.max_devices} device{'s' * (problem.max_devices > 1)}"
+        named = layout.blocks > 1 or layout.schedule == ASYNC
+        if named and layout.schedule not in problem.schedules:
+            return f"schedule {layout.schedule} is not allowed"
+        return ""
+
+    def case(self, layout: StageLayout) -> CostedLayout:
+        """Return a layout with its costs."""
+        key = (layout.parts, layout.micro_batch, layout.update)
+        if key not in self._cases:
+            batch, size = self.problem.batch, layout.micro_batch
+            if size is None or size not in self._parts:
+                plan = plan_of(self.problem, layout)
+                self._parts[size] = plan.micro_batches(batch)
+            parts = self._parts[size]
+            if size is None:
+                routes = plan.routes(batch)
+            else:
+                routes = tuple(self._row(part.devices, part.shares, len(parts)) for part in layout.parts)
+            work, sizes = self.costs.work(layout, parts)
+            self._cases[key] = CostedLayout(micro_batches=parts, work=work, routes=routes, sizes=sizes)
+        return self._cases[key]
+
+    def _row(self, devices: tuple[int, ...], shares: tuple[float, ...], count: int) -> tuple[tuple[int, ...], ...]:
+        """Return the route of each micro-batch through a stage, as :meth:`~onebox.plan.Plan.routes` does."""
+        key = (devices, shares, count)
+        if key not in self._rows:
+            self._rows[key] = tuple((devices[turn],) for turn in deal(count, shares))
+        return self._rows[key]
+
+    def bound(self, layout: StageLayout) -> float:
+        """Return a lower bound of the seconds of a layout's step; infinite if it cannot fit."""
+        split, late = layout.schedule in SPLIT, layout.schedule == ASYNC
+        key = (layout.parts, layout.micro_batch, layout.update, split, late)
+        if key not in self._bounds:
+            self.left -= _BOUND_EFFORT * (sum(len(part.devices) for part in layout.parts) + 3)
+            case = self.case(layout)
+            caps = self.problem.capacity_bytes
+            needs = least_bytes(case.work, case.routes, self.problem.versions if late else 1)
+            if any(need > caps.get(device, need) for device, need in needs.items()):
+                self._bounds[key] = float("inf")
+            elif late:
+                self._bounds[key] = least_period(case.work, case.routes, case.sizes)
+            else:
+                self._bounds[key] = lower_bound(case.work, case.routes, case.sizes, split=split)
+        return self._bounds[key]
+
+    def judge(self, layout: StageLayout, schedule: Schedule | None = None) -> LayoutEvaluation:
+        """Simulate a layout, once.
+
+        Args:
+            layout: The layout.
+            schedule: The order of its actions; ``None`` is that of its schedule's name.
+        """
+        known = self.verdicts.get(layout)
+        if known is not None and schedule is None:
+            return known
+        case = self.case(layout)
+        for in_flight in dict.fromkeys((depths(case.routes, case.work) if layout.schedule == ASYNC else (), ())):
+            order = schedule or self._named(layout.schedule, case, in_flight)
+            simulation = self._simulated(layout.schedule, order, case)
+            self.left -= (_ENDLESS if layout.schedule == ASYNC else 3) * case.actions
+            self.simulated += 1
+            verdict = LayoutEvaluation(
+                layout=layout, case=case, schedule=order, simulation=simulation, in_flight=in_flight
+            )
+            if not verdict.over_bytes:
+                break
+        if known is None or verdict.rank < known.rank:
+            self.verdicts[layout] = verdict
+        if self.allows(layout) and (self.best is None or verdict.rank < self.best.rank):
+            self.best = verdict
+        return verdict
+
+    def first_better(self, layouts: Iterable[StageLayout], than: LayoutEvaluation) -> LayoutEvaluation | None:
+        """Return the first layout that is better than another, or ``None``; bounds avoid most simulations."""
+        for layout in layouts:
+            if self.spent:
+                return None
+            if not than.over_bytes and self.bound(layout) >= than.simulation.step_s:
+                continue
+            verdict = self.judge(layout)
+            if verdict.rank < than.rank:
+                return verdict
+        return None
+
+    def _simulated(self, name: str, order: Schedule, case: CostedLayout) -> Simulation:
+        if name != ASYNC:
+            return simulate(order, case.routes, case.work, case.sizes, detail=False)
+        versions = self.problem.versions
+        return simulate_steady_state(order, case.routes, case.work, case.sizes, versions=versions, detail=False)
+
+    def _named(self, name: str, case: CostedLayout, in_flight: tuple[int, ...]) -> Schedule:
+        """Return a named schedule; it is cached, as it depends only on routes and edges, which many layouts share."""
+        edges = tuple((edge.source, edge.target) for edge in case.work.edges)
+        key = (name, case.routes, edges, in_flight)
+        if key not in self._schedules:
+            self.left -= 5 * case.actions
+            made = partial(steady_window, in_flight=in_flight) if name == ASYNC else partial(block_schedule, name)
+            self._schedules[key] = made(case.routes, edges=edges)
+        return self._schedules[key]

@@ -1,0 +1,184 @@
+"""Placement: the assignment of like devices to the stages of a layout, with those that exchange most closest. Pure.
+
+Cuts and kinds of devices are given; the result is an order of the devices of each kind. A surrogate of the simulator
+ranks orders: with 1F1B a stage holds no more micro-batches than there are stages from it to the last, so a
+micro-batch's path from a stage to the end and back, computing and transfers, divided by that number, is a bound of the
+time between two micro-batches; so is the busiest link's time for each. Local search swaps two devices, and reverses or
+shifts by one the devices of a row of stages, as with tours (Lin, Computer solutions of the traveling salesman problem,
+1965); it begins at the layout's own order and at the order of hosts and switches, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from onebox.plan.evaluate.evaluator import CostedLayout, Evaluator
+from onebox.plan.model.layout import StageLayout
+from onebox.plan.model.plan import ASYNC
+from onebox.plan.model.problem import Problem
+
+_EFFORT, _SUM_EFFORT = 1, 12
+"""Cost of a surrogate for each stage, and for each device that sums gradients with others, in simulated actions."""
+
+_MOST = 1 / 16
+"""Part of the whole effort that the placement of one layout may take."""
+
+_FILLING = 0.01
+"""Weight of a second of the pipeline's fill time where it is filled only once."""
+
+_WORTH = 1 - 1e-6
+"""Minimum relative improvement of a change, above rounding."""
+
+
+def placed(judge: Evaluator, layout: StageLayout, *, quickly: bool = False) -> StageLayout:
+    """Return a layout with the best placement of its devices and of unused ones of their kinds.
+
+    Args:
+        judge: Computes the layout's costs.
+        layout: The layout.
+        quickly: Whether to begin at the best of the orders only, and not at each.
+    """
+    seats = _Seats(judge, layout)
+    if not seats.movable:
+        return layout
+    own = seats.own
+    starts = list(dict.fromkeys((own, seats.by_tree(), seats.by_tree(backward=True))))
+    if quickly:
+        starts = [min(starts, key=seats.cost)]
+    best = min(map(seats.settle, starts), key=lambda found: found[0])
+    return layout if best[1] == own or best[0] >= _WORTH * seats.cost(own) else seats.moved(best[1])
+
+
+class _Seats:
+    """The places of a layout: its devices, in the order in which its stages name them first, then the unused ones.
+
+    Args:
+        judge: Computes the layout's costs.
+        layout: The layout.
+    """
+
+    def __init__(self, judge: Evaluator, layout: StageLayout) -> None:
+        self._judge, self._layout = judge, layout
+        problem = judge.problem
+        used = list(dict.fromkeys(device for part in layout.parts for device in part.devices))
+        self.own = (*used, *(number for number in sorted(problem.device) if number not in set(used)))
+        self._seats = len(used)
+        kinds = [judge.kinds[number] for number in self.own]
+        self.movable = [
+            (a, b) for a, b in combinations(range(len(self.own)), 2) if kinds[a] == kinds[b] and a < self._seats
+        ]
+        self._kinds = kinds
+        self._changes = list(self._permutations())
+        case = judge.case(layout)
+        place = {device: seat for seat, device in enumerate(used)}
+        self._links = problem.links
+        self._count = len(case.sizes)
+        self._edges = _edges(case, place)
+        self._sums = [
+            (tuple(place[device] for device in part.devices), stage.gradient_bytes)
+            for part, stage in zip(layout.parts, case.work.stages, strict=True)
+            if len(part.devices) > 1
+        ]
+        self._busy, self._floor = _busy(case, layout, problem)
+        self._effort = _EFFORT * len(self._busy) + _SUM_EFFORT * sum(len(seats) for seats, _ in self._sums)
+        self._limit = judge.left - judge.effort * _MOST
+
+    def cost(self, order: Sequence[int]) -> float:
+        """Return the approximate seconds of a step with a device for each place.
+
+        In the steady state that is the time of the busiest device, link or sum, since enough micro-batches are in
+        flight to hide the latency of messages; the time to fill the pipeline has a small weight, which prefers, of two
+        equally quick orders, the one that needs fewer in flight.
+        """
+        links, last = self._links, len(self._busy)
+        loads: dict[tuple[int, int], float] = {}
+        ways = [0.0] * last
+        for source, pairs, forward_bytes, backward_bytes in self._edges:
+            for a, b, part in pairs:
+                one, other = order[a], order[b]
+                if one != other:
+                    there = forward_bytes / links.bandwidth_bps[one][other]
+                    back = backward_bytes / links.bandwidth_bps[other][one]
+                    ways[source] += part * (there + back + links.latency_s[one][other] + links.latency_s[other][one])
+                    loads[one, other] = loads.get((one, other), 0.0) + part * there
+                    loads[other, one] = loads.get((other, one), 0.0) + part * back
+        cycle_s, round_s = max(loads.values(), default=0.0), 0.0
+        rings = [links.ring_seconds([(order[seat],) for seat in seats], size) for seats, size in self._sums]
+        if self._layout.schedule == ASYNC:
+            round_s = sum(ways) + sum(busy_s for busy_s, _ in self._busy)
+            return max(max(self._floor, cycle_s) * self._count, max(rings, default=0.0)) + _FILLING * round_s
+        for stage in range(last - 1, -1, -1):
+            round_s += self._busy[stage][0] + ways[stage]
+            cycle_s = max(cycle_s, round_s / ((last - stage) * self._busy[stage][1]))
+        return max(self._floor, cycle_s) * self._count + round_s + sum(rings)
+
+    def settle(self, order: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        """Follow improving changes until there are none; return the final cost and order."""
+        value, turn, tried = self.cost(order), 0, 0
+        judge = self._judge
+        while tried < len(self._changes) and judge.left > self._limit and not judge.expired():
+            judge.left -= self._effort
+            change = tuple(order[seat] for seat in self._changes[turn])
+            found, tried = self.cost(change), tried + 1
+            if found < value * _WORTH:
+                value, order, tried = found, change, 0
+            turn = (turn + 1) % len(self._changes)
+        return value, order
+
+    def _permutations(self) -> Iterator[tuple[int, ...]]:
+        """Yield for each change the place from which the device of each place comes."""
+        seats = tuple(range(len(self.own)))
+        for a, b in self.movable:
+            yield (*seats[:a], b, *seats[a + 1 : b], a, *seats[b + 1 :])
+        for a, b in self.movable:
+            row = seats[a : b + 1]
+            if b - a < 2 or b >= self._seats or len(set(self._kinds[a : b + 1])) > 1:
+                continue
+            for other in (row[::-1], (*row[1:], row[0]), (row[-1], *row[:-1])):
+                yield (*seats[:a], *other, *seats[b + 1 :])
+
+    def by_tree(self, *, backward: bool = False) -> tuple[int, ...]:
+        """Return an order in which, kind by kind, the devices of a host are adjacent, and the hosts of a switch."""
+        places = [{device: turn for turn, group in enumerate(level) for device in group} for level in self._judge.near]
+        left: dict[object, list[int]] = {}
+        rank = sorted(self.own, key=lambda device: (*(place[device] for place in places[::-1]), device))
+        for device in rank[::-1] if backward else rank:
+            left.setdefault(self._judge.kinds[device], []).append(device)
+        return tuple(left[kind].pop(0) for kind in self._kinds)
+
+    def moved(self, order: Sequence[int]) -> StageLayout:
+        """Return the layout with a device for each place."""
+        now = dict(zip(self.own, order, strict=True))
+        parts = (part._replace(devices=tuple(now[device] for device in part.devices)) for part in self._layout.parts)
+        return self._layout._replace(parts=tuple(parts))
+
+
+_Edge = tuple[int, list[tuple[int, int, float]], int, int]
+"""The source stage of values, the pairs of places between which they go with their part of all micro-batches, bytes
+there and back."""
+
+
+def _edges(case: CostedLayout, place: dict[int, int]) -> list[_Edge]:
+    count = len(case.sizes)
+    found: list[_Edge] = []
+    for edge in case.work.edges:
+        pairs: dict[tuple[int, int], int] = {}
+        for source, target in zip(case.routes[edge.source], case.routes[edge.target], strict=True):
+            key = place[source[0]], place[target[0]]
+            pairs[key] = pairs.get(key, 0) + 1
+        shared = [(a, b, turns / count) for (a, b), turns in pairs.items()]
+        found.append((edge.source, shared, edge.forward_bytes, edge.backward_bytes))
+    return found
+
+
+def _busy(case: CostedLayout, layout: StageLayout, problem: Problem) -> tuple[list[tuple[float, int]], float]:
+    """Return each stage's seconds of a micro-batch and number of replicas, and the busiest device's seconds."""
+    spent: dict[int, float] = {}
+    stages = []
+    for part, work in zip(layout.parts, case.work.stages, strict=True):
+        each = {d: work.forward_s[d] + work.input_s[d] + work.weight_s[d] + 2 * problem.call_s for d in part.devices}
+        for device, share in zip(part.devices, part.shares, strict=True):
+            spent[device] = spent.get(device, 0.0) + each[device] * share
+        stages.append((sum(map(float.__mul__, each.values(), part.shares)), len(part.devices)))
+    return stages, max(spent.values())

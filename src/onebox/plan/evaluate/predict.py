@@ -1,0 +1,107 @@
+"""Prediction of a plan's step time and memory by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onebox.plan.model.cost_model import CostModel
+from onebox.plan.model.layout import layout_of
+from onebox.plan.model.plan import ASYNC, Plan, Prediction
+from onebox.plan.model.problem import Problem
+from onebox.plan.model.schedule import Routes, Schedule
+from onebox.plan.model.work import Edge, PlanWork, StageWork
+from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.blocks import block_schedule
+from onebox.plan.schedules.synthesis import auto_schedule
+from onebox.plan.simulate.steady_state import simulate_steady_state
+from onebox.plan.simulate.step import Simulation, simulate
+
+
+def predict(
+    problem: Problem, plan: Plan, *, overlap: bool = False, leaving: Sequence[Edge] = ()
+) -> tuple[Prediction, Simulation]:
+    """Time a plan and measure its memory, without running it.
+
+    Args:
+        problem: Segments, values, devices, links.
+        plan: The plan; its own prediction is ignored. An asynchronous one is simulated in its steady state.
+        overlap: Whether sums and updates of a step overlap with the next one; then the step is one of the steady state,
+            too.
+        leaving: Edges, by their stages, whose parts leave early; their other fields are ignored.
+
+    Returns:
+        The prediction to store in the plan, and the simulation with every action and message.
+
+    Raises:
+        UsageError: The plan does not match the problem.
+    """
+    problem = replace(problem, sharded=plan.optimizer == "sharded")
+    work, sizes = CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))
+    work = with_parts(work, leaving)
+    routes = plan.routes(problem.batch)
+    schedule = schedule_of(plan, routes, work, sizes)
+    if plan.schedule == ASYNC:
+        simulation = simulate_steady_state(schedule, routes, work, sizes, versions=problem.versions)
+    elif overlap:
+        simulation = simulate_steady_state(schedule, routes, work, sizes, updates="overlap")
+    else:
+        simulation = simulate(schedule, routes, work, sizes)
+    return prediction_of(plan, problem.batch, work, simulation), simulation
+
+
+def with_parts(work: PlanWork, leaving: Sequence[Edge]) -> PlanWork:
+    """Return the work with the parts of some edges."""
+    said = {(edge.source, edge.target): edge for edge in leaving}
+    edges = tuple(
+        replace(edge, forward_parts=found.forward_parts, backward_parts=found.backward_parts)
+        if (found := said.get((edge.source, edge.target)))
+        else edge
+        for edge in work.edges
+    )
+    return replace(work, edges=edges)
+
+
+def schedule_of(plan: Plan, routes: Routes, work: PlanWork, sizes: Sequence[float]) -> Schedule:
+    """Return the schedule that a plan names or contains; of an asynchronous one, its steady window.
+
+    Args:
+        plan: The plan.
+        routes: Routes of the micro-batches.
+        work: Costs of its stages; used by ``auto`` only.
+        sizes: Micro-batches' sizes as fractions; used by ``auto`` only.
+    """
+    if plan.schedule == "table":
+        return Schedule.parse(plan.table)
+    if plan.schedule == "auto":
+        return auto_schedule(routes, work, sizes)
+    edges = [(edge.source, edge.target) for edge in work.edges]
+    if plan.schedule == ASYNC:
+        return steady_window(routes, edges, plan.in_flight)
+    return block_schedule(plan.schedule, routes, edges=edges)
+
+
+def prediction_of(plan: Plan, batch: int, work: PlanWork, simulation: Simulation) -> Prediction:
+    """Return a simulation as a plan's prediction; the times of a stage are those of its slowest replica."""
+    return Prediction(
+        batch=batch,
+        step_s=simulation.step_s,
+        bubble=simulation.bubble,
+        peak_bytes=tuple(simulation.peak_bytes.get(device, 0) for device in plan.devices),
+        stages_s=tuple(
+            (max(stage.forward_s.values()), max(stage.input_s.values()), max(stage.weight_s.values()))
+            for stage in work.stages
+        ),
+        replicas_s=tuple(
+            tuple(_slowest(work.stages[number], replica) for replica in stage.replicas)
+            for number, stage in enumerate(plan.stages)
+        ),
+    )
+
+
+def _slowest(stage: StageWork, replica: Sequence[int]) -> tuple[float, float, float]:
+    """Return the times of a stage on the slowest device of a replica."""
+    forward_s, input_s, weight_s = (
+        max(times[device] for device in replica) for times in (stage.forward_s, stage.input_s, stage.weight_s)
+    )
+    return forward_s, input_s, weight_s

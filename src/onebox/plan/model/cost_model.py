@@ -1,0 +1,375 @@
+"""Costs of stages, summed up from their segments. Pure; sums are cached, as planning needs the same ones repeatedly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, owners
+from onebox.plan.model.plan import MicroBatch, Plan
+from onebox.plan.model.problem import Problem, SegmentValue
+from onebox.plan.model.shares import apportion
+from onebox.plan.model.stage import ActivationPolicy
+from onebox.plan.model.work import Edge, OffloadedBytes, PlanWork, StageWork
+
+
+class SegmentSeconds(NamedTuple):
+    """Times of some segments on one type of device, at speed 1: fixed and per-sample parts, then the update's.
+
+    Args:
+        forward: Seconds of forward.
+        inputs: Seconds of the gradient of the inputs.
+        weights: Seconds of the gradients of the parameters.
+        update_s: Seconds of the optimizer step.
+    """
+
+    forward: tuple[float, float]
+    inputs: tuple[float, float]
+    weights: tuple[float, float]
+    update_s: float
+
+
+class SegmentSizes(NamedTuple):
+    """Bytes of some segments; all but the first three are for each sample."""
+
+    parameter: int
+    state: int
+    optimizer: int
+    saved: int
+    late: int
+    forward_work: int
+    backward_work: int
+    again: int
+
+
+class CrossingBytes(NamedTuple):
+    """Bytes of values that cross the ends of a stage, for a micro-batch.
+
+    Args:
+        kept: Received from another device, and needed by the stage's backward.
+        received: Received from another device.
+        given: Given to later stages on the stage's own device.
+        lent: Of the given bytes, by the last stage that reads them, those that its backward reads, too.
+    """
+
+    kept: int
+    received: int
+    given: int
+    lent: tuple[OffloadedBytes, ...]
+
+
+class CostModel:
+    """Costs of a problem's segments.
+
+    Args:
+        problem: The planning problem.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.types = sorted({device.type for device in problem.devices})
+        lines = [
+            [
+                part
+                for kind in self.types
+                for time in (segment.forward_s[kind], segment.input_s[kind], segment.weight_s[kind])
+                for part in (time.fixed_s, time.sample_s)
+            ]
+            + [segment.update_s.get(kind, 0.0) for kind in self.types]
+            for segment in problem.segments
+        ]
+        self._lines = np.array(lines, dtype=np.float64)
+        names = ("parameter", "state", "optimizer", "saved", "late", "forward_work", "backward_work")
+        self._sizes = np.array([[getattr(s, f"{name}_bytes") for name in names] for s in problem.segments], np.int64)
+        self._ties: list[list[int]] = [[] for _ in problem.segments]
+        for number, tie in enumerate(problem.ties):
+            for index in set(tie.segments):
+                self._ties[index].append(number)
+        self._made: list[list[SegmentValue]] = [[] for _ in problem.segments]
+        for value in problem.values:
+            self._made[value.source].append(value)
+        ends = [(v.source, consumer, n) for n, v in enumerate(problem.values) for consumer in v.consumers]
+        self._ends = np.array(ends, np.int64).reshape(-1, 3).T
+        self._seconds: dict[tuple[int, ...], dict[str, SegmentSeconds]] = {}
+        self._bytes: dict[tuple[int, ...], SegmentSizes] = {}
+        self._stages: dict[tuple[object, ...], StageWork] = {}
+
+    def seconds(self, segments: tuple[int, ...]) -> dict[str, SegmentSeconds]:
+        """Return the times of some segments by type of device."""
+        if segments not in self._seconds:
+            total = self._lines[sorted(segments)].sum(axis=0).tolist()
+            base = 6 * len(self.types)
+            self._seconds[segments] = {
+                kind: SegmentSeconds(
+                    (total[6 * n], total[6 * n + 1]),
+                    (total[6 * n + 2], total[6 * n + 3]),
+                    (total[6 * n + 4], total[6 * n + 5]),
+                    total[base + n],
+                )
+                for n, kind in enumerate(self.types)
+            }
+        return self._seconds[segments]
+
+    def sizes(self, segments: tuple[int, ...]) -> SegmentSizes:
+        """Return the bytes of some segments, parameters that they share with others included."""
+        if segments not in self._bytes:
+            rows = self._sizes[list(segments)]
+            parameter, state, optimizer, saved, late = rows[:, :5].sum(axis=0).tolist()
+            # While a segment runs, later ones have not allocated anything yet, or have freed it.
+            later = saved - np.cumsum(rows[:, 3])
+            forward, backward = (max(0, int((rows[:, column] - later).max())) for column in (5, 6))
+            held = [self.problem.ties[number] for number in self.ties(segments)]
+            parameter += sum(tie.parameter_bytes for tie in held)
+            state += sum(tie.state_bytes for tie in held)
+            optimizer += sum(tie.optimizer_bytes for tie in held)
+            again = int((rows[:, 3] + rows[:, 5]).max())
+            self._bytes[segments] = SegmentSizes(parameter, state, optimizer, saved, late, forward, backward, again)
+        return self._bytes[segments]
+
+    def power(self, number: int, samples: int) -> float:
+        """Return the throughput of a device in micro-batches of the whole model per second.
+
+        Args:
+            number: The device.
+            samples: Samples of a micro-batch.
+        """
+        device = self.problem.device[number]
+        whole = self.seconds(tuple(range(len(self.problem.segments))))[device.type]
+        return device.speed / max(sum(fixed + each * samples for fixed, each in whole[:3]), 1e-12)
+
+    def ties(self, segments: tuple[int, ...]) -> set[int]:
+        """Return the numbers of the ties that include any of some segments."""
+        return {number for index in segments for number in self._ties[index]}
+
+    def edges(self, parts: Sequence[LayoutStage], samples: int) -> tuple[tuple[Edge, ...], list[CrossingBytes]]:
+        """Return the values between stages, and the crossing bytes of each stage.
+
+        Args:
+            parts: The stages. A value that two of them have on the same device is counted once.
+            samples: Samples of a micro-batch.
+        """
+        where = owners(tuple(parts), len(self.problem.segments))
+        found: dict[tuple[int, int], list[int]] = {}
+        kept, received, given = ([0] * len(parts) for _ in range(3))
+        lent: list[dict[int, int]] = [{} for _ in parts]
+        for value in self._crossing(where):
+            source = where[value.source]
+            size, here = value.forward_bytes * samples, False
+            for target in sorted({where[consumer] for consumer in value.consumers} - {source}):
+                both = found.setdefault((source, target), [0, 0])
+                both[0] += size
+                both[1] += value.backward_bytes * samples
+                if set(parts[target].devices) <= set(parts[source].devices):
+                    here = here or value.kept or parts[target].policy == "recompute"
+                    last = target
+                else:
+                    kept[target] += size * value.kept
+                    received[target] += size
+            given[source] += size * here
+            if here:
+                lent[source][last] = lent[source].get(last, 0) + size
+        edges = (
+            Edge(source=a, target=b, forward_bytes=f, backward_bytes=r) for (a, b), (f, r) in sorted(found.items())
+        )
+        read = (tuple(OffloadedBytes(*pair) for pair in sorted(sizes.items())) for sizes in lent)
+        return tuple(edges), [CrossingBytes(*sizes) for sizes in zip(kept, received, given, read, strict=True)]
+
+    def _crossing(self, where: Sequence[int]) -> list[SegmentValue]:
+        """Return the values that cross between stages, usually few."""
+        stage = np.array(where, np.int64)
+        crossing = stage[self._ends[0]] != stage[self._ends[1]]
+        return [self.problem.values[number] for number in np.unique(self._ends[2][crossing]).tolist()]
+
+    def work(self, layout: StageLayout, parts: Sequence[MicroBatch]) -> tuple[PlanWork, list[float]]:
+        """Return the costs of a layout's stages, and the micro-batches' sizes as fractions of the largest.
+
+        Args:
+            layout: The stages.
+            parts: The micro-batches.
+        """
+        largest = layout.micro_batch or max(part.size for part in parts)
+        edges, crossing = self.edges(layout.parts, largest)
+        crowded = self.crowding({device for part in layout.parts for device in part.devices})
+        stages = tuple(
+            self._known(layout, stage, largest, parts, crossing[stage], crowded) for stage in range(len(layout.parts))
+        )
+        problem = self.problem
+        work = PlanWork(
+            stages=stages,
+            edges=edges,
+            links=problem.links,
+            capacity_bytes=problem.capacity_bytes,
+            call_s=problem.call_s,
+            host_bps={device.number: device.host_bps for device in problem.devices},
+        )
+        return work, [part.size / largest for part in parts]
+
+    def _known(
+        self,
+        layout: StageLayout,
+        stage: int,
+        largest: int,
+        micro_batches: Sequence[MicroBatch],
+        crossing: CrossingBytes,
+        crowded: Mapping[str, float],
+    ) -> StageWork:
+        """Return the costs of a stage from the cache: neighbouring layouts have most stages in common."""
+        tied, again = self._tied_s(layout, stage), self._again(layout, stage)
+        sizes = None if layout.micro_batch is not None else tuple(part.size for part in micro_batches)
+        key = (
+            *(stage, layout.parts[stage], layout.micro_batch, layout.update),
+            *(largest, sizes, crossing, tuple(crowded.items()), tied, again),
+        )
+        if key not in self._stages:
+            self._stages[key] = self._stage(layout, stage, largest, micro_batches, crossing, crowded)
+        return self._stages[key]
+
+    def _stage(
+        self,
+        layout: StageLayout,
+        stage: int,
+        largest: int,
+        micro_batches: Sequence[MicroBatch],
+        crossing: CrossingBytes,
+        crowded: Mapping[str, float],
+    ) -> StageWork:
+        part, on_host = layout.parts[stage], (layout.update or self.problem.updates[0]) == "host"
+        by_type, sizes = self.seconds(part.segments), self.sizes(part.segments)
+        tied = self._tied_s(layout, stage)
+        again = self._again(layout, stage)
+        streamed = self.streamed_bytes(part, on_host=on_host)
+        sharing = len(part.devices) if self.problem.sharded else 1
+        elsewhere = sizes.optimizer - -(-sizes.optimizer // sharing)
+        times: list[dict[int, float]] = [{}, {}, {}, {}]
+        for turn, number in enumerate(part.devices):
+            device = self.problem.device[number]
+            speed = device.speed / (crowded.get(device.host, 1.0) if device.processor else 1.0)
+            found = by_type[device.type]
+            # A replica with one micro-batch of its own size: its fixed costs must not shrink with its size.
+            own = largest if layout.micro_batch is not None else _own(part.shares, turn, micro_batches)
+            for place, (fixed, each) in enumerate(found[:3]):
+                times[place][number] = (fixed + each * own) * (largest / own) / speed
+            times[3][number] = found.update_s / speed / sharing + tied
+            if on_host:  # gradients go to the host, parameters come back
+                times[3][number] = tied + sizes.parameter * (device.host_update_s + 2 / device.host_bps) / sharing
+            if streamed:  # on the host between two backwards
+                times[1][number] += 2 * streamed / device.host_bps
+            if part.policy == "recompute":  # the whole backward counts as its first half
+                fixed, each = self.seconds(again)[device.type][0] if again else (0.0, 0.0)
+                times[1][number] += (fixed + each * own) * (largest / own) / speed + times[2][number]
+                times[2][number] = 0.0
+        held = _held(part.policy, stage, sizes, largest, crossing)
+        held["backward_work_bytes"] += 2 * streamed  # this micro-batch's gradients, and the sums that they are added to
+        return StageWork(
+            forward_s=times[0],
+            input_s=times[1],
+            weight_s=times[2],
+            update_s=times[3],
+            state_bytes=sizes.state - (sizes.optimizer if on_host else elsewhere) - streamed,
+            gradient_bytes=sizes.parameter,
+            **held,
+        )
+
+    def streamed_bytes(self, part: LayoutStage, *, on_host: bool) -> int:
+        """Return the bytes of a stage's gradients that the host's optimizer holds, instead of the device."""
+        alone = len(part.devices) == 1 and not self.ties(part.segments)
+        return self.sizes(part.segments).parameter if part.policy == "swap" and on_host and alone else 0
+
+    def crowding(self, used: Collection[int]) -> dict[str, float]:
+        """Return the slowdown of each host's processors relative to their measurement, while only some devices work.
+
+        Args:
+            used: The devices that work; see :class:`~onebox.plan.Problem` for the formula.
+        """
+        found = {}
+        for host, cores in self.problem.cores.items():
+            threads = {device.number: device.threads for device in self.problem.devices if device.host == host}
+            busy = sum(count for number, count in threads.items() if number in used)
+            busy += self.problem.preparing.get(host, 0.0)
+            found[host] = max(1.0, busy / cores) / max(1.0, sum(threads.values()) / cores)
+        return found
+
+    def spared(self, index: int, behind: Collection[int]) -> bool:
+        """Return whether every tensor saved for a segment's backward is also saved for the backward of the next stage.
+
+        A recomputed stage that ends with such a segment takes the tensors from there, and does not recompute the
+        segment.
+
+        Args:
+            index: The segment.
+            behind: The segments of the next stage on the same devices.
+        """
+        read = (value.forward_bytes for value in self._made[index] if value.kept and {*value.consumers} & {*behind})
+        return self.problem.segments[index].saved_bytes <= sum(read)
+
+    def _again(self, layout: StageLayout, stage: int) -> tuple[int, ...]:
+        """Return the segments that a stage recomputes under ``recompute``."""
+        part = layout.parts[stage]
+        after = layout.parts[stage + 1] if stage + 1 < len(layout.parts) else None
+        if after is None or (after.devices, after.shares) != (part.devices, part.shares):
+            return part.segments
+        return part.segments[:-1] if self.spared(part.segments[-1], after.segments) else part.segments
+
+    def _tied_s(self, layout: StageLayout, stage: int) -> float:
+        """Return the seconds in which a stage sums the gradients of its tied parameters with the other stages."""
+        total = 0.0
+        for number in self.ties(layout.parts[stage].segments):
+            tie = self.problem.ties[number]
+            holders = [part.devices[0] for part in layout.parts if not set(tie.segments).isdisjoint(part.segments)]
+            places = list(dict.fromkeys(holders))
+            total += self.problem.links.ring_seconds([(place,) for place in places], tie.parameter_bytes)
+        return total
+
+
+def _held(
+    policy: ActivationPolicy, stage: int, sizes: SegmentSizes, samples: int, crossing: CrossingBytes
+) -> dict[str, Any]:
+    """Return the memory of a stage for a micro-batch, by the names of :class:`StageWork`."""
+    saved, late = sizes.saved * samples, sizes.late * samples
+    forward, backward = sizes.forward_work * samples, sizes.backward_work * samples
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    if policy == "recompute":
+        # Only what crosses its end stays. In forward one segment's values are there at a time, in backward all of them.
+        made, saved, late = saved, crossing.received + crossing.given, 0
+        forward = max(0, sizes.again * samples - crossing.given)
+        backward = max(0, made + backward - crossing.given)
+    elif policy in ("offload", "swap"):
+        own, waited = max(0, saved + crossing.kept - sum(part.size_bytes for part in crossing.lent)), policy == "swap"
+        saved, offloaded = (
+            0,
+            (OffloadedBytes(stage, own, waited), *(part._replace(waited=waited) for part in crossing.lent)),
+        )
+    else:
+        saved += crossing.kept
+    return {
+        "saved_bytes": saved,
+        "offloaded": offloaded,
+        "late_bytes": late,
+        "forward_work_bytes": forward,
+        "backward_work_bytes": backward,
+    }
+
+
+def _own(shares: Sequence[float], turn: int, micro_batches: Sequence[MicroBatch]) -> int:
+    """Return the size of a replica's one micro-batch, 0 for a share smaller than a sample."""
+    batch = sum(part.size for part in micro_batches)
+    return max(1, apportion(batch, shares)[turn])
+
+
+def stage_work(problem: Problem, plan: Plan) -> PlanWork:
+    """Return the costs of a plan's stages.
+
+    Times, bytes and edges are for a micro-batch of the plan's size, or where the plan sets none for the largest share
+    of a replica. A parameter that stages share is held by each of them, and each one's update includes the sum of its
+    gradients over them.
+
+    Args:
+        problem: Segments, values, devices, links.
+        plan: The plan.
+
+    Raises:
+        UsageError: The plan does not match the problem.
+    """
+    return CostModel(problem).work(layout_of(problem, plan), plan.micro_batches(problem.batch))[0]

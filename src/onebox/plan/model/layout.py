@@ -1,0 +1,144 @@
+"""A plan as the planner handles it: indices in place of names. Private to the folder."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from onebox.errors import UsageError
+from onebox.plan.model.plan import Plan
+from onebox.plan.model.problem import Problem
+from onebox.plan.model.stage import ActivationPolicy, Stage, UpdateAt
+
+
+class LayoutStage(NamedTuple):
+    """A stage of a layout.
+
+    Args:
+        segments: Indices of its segments, in the order of the chain that was cut.
+        devices: Numbers of its devices, one a replica.
+        shares: Each replica's share of the batch.
+        policy: Its activation policy.
+    """
+
+    segments: tuple[int, ...]
+    devices: tuple[int, ...]
+    shares: tuple[float, ...]
+    policy: ActivationPolicy = "keep"
+
+
+class StageLayout(NamedTuple):
+    """Stages with their placement, micro-batches and schedule.
+
+    Args:
+        parts: The stages, in an order in which values of forward go from earlier to later ones.
+        micro_batch: Samples of a micro-batch; ``None`` makes each replica's share one.
+        schedule: Name of the schedule.
+        update: Place of the optimizer's state and step; ``None`` is the first that the problem allows.
+    """
+
+    parts: tuple[LayoutStage, ...]
+    micro_batch: int | None
+    schedule: str
+    update: UpdateAt | None = None
+
+    @property
+    def places(self) -> int:
+        """Number of pairs of stage and device."""
+        return sum(len(part.devices) for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Number of stages of the schedule: consecutive ones with the same replicas count once."""
+        places = [(part.devices, part.shares) for part in self.parts]
+        return 1 + sum(one != other for one, other in pairwise(places))
+
+    @property
+    def plain(self) -> bool:
+        """Return whether no time is traded for memory: all activations are kept, the optimizer at its first place."""
+        return self.update is None and all(part.policy == "keep" for part in self.parts)
+
+
+def single(segments: tuple[int, ...], device: int) -> LayoutStage:
+    """Return a stage on one device."""
+    return LayoutStage(segments, (device,), (1.0,))
+
+
+def plan_of(problem: Problem, layout: StageLayout) -> Plan:
+    """Return a layout as a plan, without its prediction."""
+    whole = len(layout.parts) == 1
+    stages = tuple(
+        Stage(
+            replicas=tuple((device,) for device in part.devices),
+            shares=part.shares,
+            segments=() if whole else tuple(problem.segments[index].name for index in sorted(part.segments)),
+            policy=part.policy,
+        )
+        for part in layout.parts
+    )
+    update = layout.update or problem.updates[0]
+    return Plan(
+        stages=stages,
+        micro_batch=layout.micro_batch,
+        schedule=layout.schedule,
+        update=update,
+        optimizer="sharded" if problem.sharded else "replicated",
+    )
+
+
+def layout_of(problem: Problem, plan: Plan) -> StageLayout:
+    """Return a plan as a layout.
+
+    Raises:
+        UsageError: It names unknown segments or devices, leaves segments out, puts a consumer of a value before its
+            source, or splits layers.
+    """
+    names = [name for stage in plan.stages for name in stage.segments]
+    unknown = [name for name in names if name not in problem.index]
+    left = [] if plan.whole else [segment.name for segment in problem.segments if segment.name not in set(names)]
+    if unknown or left:
+        raise UsageError(
+            f"the plan names segment {unknown[0]!r}, which the model does not have"
+            if unknown
+            else f"the plan has no stage for segment {left[0]!r}; every segment needs one"
+        )
+    strangers = [device for device in plan.devices if device not in problem.device]
+    if strangers or plan.split:
+        raise UsageError(
+            f"the plan uses device {strangers[0]}; there are {sorted(problem.device)}"
+            if strangers
+            else "the plan splits layers over several devices, and no times are known for that"
+        )
+    every = tuple(range(len(problem.segments)))
+    parts = tuple(
+        LayoutStage(
+            every if plan.whole else tuple(sorted(problem.index[name] for name in stage.segments)),
+            tuple(replica[0] for replica in stage.replicas),
+            stage.shares,
+            stage.policy,
+        )
+        for stage in plan.stages
+    )
+    _check_order(problem, parts)
+    return StageLayout(parts, plan.micro_batch, plan.schedule, plan.update)
+
+
+def _check_order(problem: Problem, parts: tuple[LayoutStage, ...]) -> None:
+    where = owners(parts, len(problem.segments))
+    for value in problem.values:
+        for consumer in value.consumers:
+            if where[consumer] < where[value.source]:
+                source, target = problem.segments[value.source].name, problem.segments[consumer].name
+                raise UsageError(
+                    f"segment {target!r} of stage {where[consumer]} uses a value of {source!r} of stage "
+                    f"{where[value.source]}; a stage may use values of earlier stages only"
+                )
+
+
+def owners(parts: tuple[LayoutStage, ...], segments: int) -> list[int]:
+    """Return the stage of each segment."""
+    where = [0] * segments
+    for stage, part in enumerate(parts):
+        for index in part.segments:
+            where[index] = stage
+    return where

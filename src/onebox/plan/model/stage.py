@@ -1,0 +1,90 @@
+"""A stage of a plan: its part of the model, its devices, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from msgspec import Struct
+
+from onebox.errors import UsageError
+from onebox.plan.model.shares import apportion
+
+Sync = Literal["workers", "client"]
+
+ActivationPolicy = Literal["keep", "recompute", "offload", "swap"]
+"""Activation policy of a stage: activations stay on the device until its backward; they are dropped, and recomputed
+from the stage's inputs by its backward; or they are copied to the host's memory and back, by ``offload`` while the
+device computes, by ``swap`` while it waits, so that none of them is there in between. The two other policies of a part
+of a model are placements: a stage on a CPU worker, or on another device."""
+
+POLICY_WORDS: Mapping[ActivationPolicy, str] = {"recompute": "recomputed", "offload": "offloaded", "swap": "swapped"}
+"""Descriptions of activation policies other than the default."""
+
+StagePrecision = Literal["fp32", "bf16"]
+"""Precision of a stage's matrix products and convolutions."""
+
+UpdateAt = Literal["device", "host"]
+"""Place of the optimizer's state and step."""
+
+OptimizerStateLayout = Literal["replicated", "sharded"]
+"""Distribution of a parameter's optimizer state and update: on each of its holders, or on only one of them."""
+
+
+class PlanPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the objects in a plan file."""
+
+
+class Stage(PlanPart, frozen=True):
+    """A part of the model, with its devices and settings.
+
+    Args:
+        segments: Names of its segments; empty in a plan of one stage, which is the whole model.
+        replicas: For each replica its devices, by their numbers in the pool; several split its layers.
+        shares: Each replica's share of the batch, with a positive sum.
+        policy: Its activation policy. Policies other than ``keep`` are for plans of several stages, which may be on one
+            device: the backward of a single stage follows its forward at once, so that it would gain nothing.
+        channels_last: Whether its convolutions use channels-last memory format, which sums in another order and is
+            usually faster on CPUs.
+        precision: ``bf16`` for matrix products and convolutions in bfloat16, forward and backward, and everything else
+            in float32; ``None`` for the precision of the run.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    shares: tuple[float, ...]
+    segments: tuple[str, ...] = ()
+    policy: ActivationPolicy = "keep"
+    channels_last: bool = False
+    precision: StagePrecision | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(ActivationPolicy):
+            raise UsageError(f"policy={self.policy!r} of a stage: allowed are {quoted(ActivationPolicy)}")
+        if not self.replicas or len(self.replicas) != len(self.shares) or not all(self.replicas):
+            raise UsageError(f"{len(self.shares)} shares for {len(self.replicas)} devices: one for each is needed")
+        devices = [device for replica in self.replicas for device in replica]
+        if len(set(devices)) != len(devices) or min(devices) < 0:
+            raise UsageError(f"a stage has the devices {devices}: each may be there once, by its number in the pool")
+        if len({len(replica) for replica in self.replicas}) > 1:
+            raise UsageError(f"replicas {self.replicas}: all replicas of a stage are split over as many devices")
+        if self.precision not in (None, *get_args(StagePrecision)):
+            raise UsageError(f"precision={self.precision!r} of a stage: allowed are {quoted(StagePrecision)}")
+        if self.ranks > 1 and (self.channels_last or self.precision == "bf16"):
+            what = "channels_last" if self.channels_last else "precision='bf16'"
+            raise UsageError(f"{what} of a stage whose layers are split: leave it out, or give it one device each")
+        apportion(1, self.shares)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Descriptions of its settings other than the defaults."""
+        return (*(["channels last"] if self.channels_last else []), *([self.precision] if self.precision else []))
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices over which its layers are split."""
+        return len(self.replicas[0])
+
+
+def quoted(literal: Any) -> str:
+    """Format the allowed values of a literal type for a message."""
+    return ", ".join(map(repr, get_args(literal)))

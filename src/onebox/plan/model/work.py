@@ -1,0 +1,170 @@
+"""Costs of a plan's stages: the input of scheduling and simulation. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from onebox.cost import AllReduceAlgorithm, all_reduce_algorithms, choose_all_reduce
+
+
+class OffloadedBytes(NamedTuple):
+    """Activations of a stage that are in the host's memory until a backward reads them.
+
+    They are copied out during the action after the last forward that reads them, and back during the action before the
+    first backward that reads them; or the device waits for both copies.
+
+    Args:
+        reader: The stage whose forward reads them last, and whose backward first; often the stage itself.
+        size_bytes: Their bytes.
+        waited: Whether the device waits.
+    """
+
+    reader: int
+    size_bytes: int
+    waited: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Costs of a stage, for one micro-batch of the plan's size.
+
+    Args:
+        forward_s: Seconds of forward on each device that may hold the stage.
+        input_s: Seconds of the gradient of its inputs.
+        weight_s: Seconds of the gradients of its parameters; a whole backward takes both.
+        update_s: Seconds of its optimizer step, once a step.
+        state_bytes: Parameters, buffers, optimizer state and gradients, held always.
+        gradient_bytes: Gradients that its replicas sum, once a step.
+        saved_bytes: Held from the start of forward to the end of the input gradient (or of the whole backward).
+        offloaded: Held likewise, but in the host's memory in between.
+        late_bytes: Held from the start of the input gradient to the end of the weight gradient.
+        forward_work_bytes: Needed beyond those while forward runs.
+        backward_work_bytes: Needed beyond those while a gradient runs.
+    """
+
+    forward_s: Mapping[int, float]
+    input_s: Mapping[int, float]
+    weight_s: Mapping[int, float]
+    update_s: Mapping[int, float]
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    saved_bytes: int = 0
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    late_bytes: int = 0
+    forward_work_bytes: int = 0
+    backward_work_bytes: int = 0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Total offloaded bytes."""
+        return sum(part.size_bytes for part in self.offloaded)
+
+
+class MessageChunk(NamedTuple):
+    """Departure of a part of a value.
+
+    Args:
+        time: The share of the action's time after which it is there, from 0 to 1.
+        size: Its share of the bytes.
+    """
+
+    time: float
+    size: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """Values that go from one stage to another, for one micro-batch.
+
+    Args:
+        source: The stage whose forward makes them.
+        target: The stage whose forward (or only backward) uses them; later than ``source``.
+        forward_bytes: Bytes from source to target.
+        backward_bytes: Bytes of gradients from target to source.
+        forward_parts: Parts of the values with their departures, in order; empty where all leave at the end of forward.
+        backward_parts: Likewise of gradients, at the end of the action that makes them.
+    """
+
+    source: int
+    target: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_parts: tuple[MessageChunk, ...] = ()
+    backward_parts: tuple[MessageChunk, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Links between devices.
+
+    Args:
+        latency_s: ``latency_s[source][target]``, seconds of an empty message.
+        bandwidth_bps: ``bandwidth_bps[source][target]``, bytes per second.
+    """
+
+    latency_s: Mapping[int, Mapping[int, float]]
+    bandwidth_bps: Mapping[int, Mapping[int, float]]
+    _ways: dict[tuple[int, ...], tuple[AllReduceAlgorithm, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def seconds(self, source: int, target: int, size_bytes: int) -> float:
+        """Return the seconds of a message; 0 within a device."""
+        if source == target:
+            return 0.0
+        return self.latency_s[source][target] + size_bytes / self.bandwidth_bps[source][target]
+
+    def all_reduce_algorithm(self, devices: Sequence[int], size_bytes: int) -> AllReduceAlgorithm:
+        """Return the best way for some devices to sum their values: in one ring, or in each host first.
+
+        Args:
+            devices: The devices.
+            size_bytes: Bytes that each holds.
+        """
+        key = tuple(devices)
+        if key not in self._ways:
+            self._ways[key] = all_reduce_algorithms(self.latency_s, self.bandwidth_bps, key)
+        return choose_all_reduce(self._ways[key], size_bytes)
+
+    def ring_seconds(self, replicas: Sequence[Sequence[int]], size_bytes: int) -> float:
+        """Return the seconds in which replicas sum their gradients: in one ring, or in each host first.
+
+        Where replicas are several devices each, that is a ring of which the slowest link between two replicas sets the
+        pace (see :mod:`onebox.cost.collectives`).
+
+        Args:
+            replicas: The devices of each replica.
+            size_bytes: Bytes that each holds.
+        """
+        if all(len(replica) == 1 for replica in replicas):
+            return self.all_reduce_algorithm([device for (device,) in replicas], size_bytes).time.at(size_bytes)
+        count = len(replicas)
+        pairs = [(a, b) for one in replicas for other in replicas if one is not other for a in one for b in other]
+        if not pairs:
+            return 0.0
+        latency_s = max(self.latency_s[a][b] for a, b in pairs)
+        slowest_bps = min(self.bandwidth_bps[a][b] for a, b in pairs)
+        return 2 * (count - 1) * (size_bytes / count / slowest_bps + latency_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWork:
+    """Costs of a plan's stages and links.
+
+    Args:
+        stages: Each stage, in an order in which forward edges ascend.
+        edges: Values between them.
+        links: Links between the devices.
+        capacity_bytes: Memory of each device that has a limit.
+        call_s: Seconds that each action costs a device beside its work.
+        host_bps: Bytes per second from a device to its host's memory, and back; copies of missing devices take no time.
+    """
+
+    stages: tuple[StageWork, ...]
+    edges: tuple[Edge, ...]
+    links: Links
+    capacity_bytes: Mapping[int, int]
+    call_s: float = 0.0
+    host_bps: Mapping[int, float] = field(default_factory=dict)

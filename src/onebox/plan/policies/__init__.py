@@ -1,0 +1,1 @@
+"""Activation policies: costs, the solver for one device, application to layouts, explanations."""

@@ -1,0 +1,1 @@
+"""The run-time scheduler: measurements in, decisions about the plan out; pure."""

@@ -1,0 +1,319 @@
+"""Search for changes of plan when devices or links are not as planned: cuts, placements, shares, orders. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise, permutations, product
+
+from onebox.errors import UsageError
+from onebox.plan.model.layout import LayoutStage, StageLayout, layout_of, single
+from onebox.plan.model.plan import ASYNC, Plan
+from onebox.plan.model.problem import Problem
+from onebox.plan.model.schedule import Schedule
+from onebox.plan.model.shares import apportion
+from onebox.plan.replan.changes import PlanEdit, ProposedChange, edits_of
+from onebox.plan.replan.cut_solver import NEARLY, CutSolver
+from onebox.plan.replan.migration_cost import MigrationCost
+from onebox.plan.replan.step_times import StepTimes
+from onebox.plan.search.result import NAMED_BIAS
+
+_STEPS = (1, 2, 4)
+"""Numbers of segments by which a cut is moved."""
+
+_STARTS = 3
+"""Number of best proposals from which local search begins."""
+
+_AS_GOOD = 1.02
+"""Factor over its bound within which a proposal is not compared with others of a higher bound."""
+
+_LEAST = 1e-3
+"""Part of a step below which a saving is ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeTerms:
+    """Costs and limits of a change.
+
+    Args:
+        horizon: Steps over which its cost has to be recovered.
+        pause_s: Fixed cost of any change in seconds.
+        budget_actions: Actions that may be simulated.
+        barred: Returns whether a single change is barred for now.
+    """
+
+    horizon: int
+    pause_s: float
+    budget_actions: int
+    barred: Callable[[PlanEdit], bool]
+
+
+class ChangeSearch:
+    """Search for the best change of a plan.
+
+    Args:
+        problem: Devices and links as estimated.
+        plan: The plan in force.
+        terms: Costs and limits of a change.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, terms: ChangeTerms) -> None:
+        self._plan, self._terms = plan, terms
+        self._pace = StepTimes(problem, plan, terms.budget_actions)
+        self._problem, self._judge, self._now = self._pace.problem, self._pace.judge, self._pace.now
+        self._every = [device.number for device in problem.devices]
+        self._moved = MigrationCost(self._problem, self._now)
+        self._before = self._pace.step(self._now)
+        self._known: dict[StageLayout, float] = {}
+        self._formats = {stage.formats for stage in plan.stages}
+
+    @property
+    def before_s(self) -> float:
+        """Expected seconds of a step without a change."""
+        return self._before.step_s
+
+    def best(self, others: Iterable[Plan]) -> ProposedChange:
+        """Return the change that pays best, or the present plan.
+
+        Args:
+            others: Plans that may be restored, such as the first one.
+        """
+        same = self._now.schedule
+        starts = [layout_of(self._problem, plan)._replace(schedule=same) for plan in others]
+        starts = sorted(dict.fromkeys((self._now, *starts, *self._proposed())), key=self._value)
+        ends: list[StageLayout] = []
+        for layout in starts[:_STARTS]:
+            ends.append(self._climb(layout))
+            if ends[-1] == layout:
+                break  # the quickest cuts or an earlier plan led to the best one nearby
+        ordered = [self._ordered(self._now)]
+        for layout in self._worth((*ends, *starts)):
+            ordered.append(self._ordered(layout))
+            if ordered[-1].step_s <= self._value(layout) * _AS_GOOD or same != ASYNC:
+                break  # the step times of the others are known, or at least as long
+        least_s = min(map(self._worth_s, ordered))
+        best = (one for one in ordered if self._worth_s(one) <= least_s * NEARLY)
+        return min(best, key=lambda one: (sum(one.moved.values()), self._worth_s(one)))
+
+    def _worth_s(self, proposal: ProposedChange) -> float:
+        """Return the seconds of a step, including its part of the cost."""
+        return proposal.step_s + proposal.cost_s / self._terms.horizon
+
+    def _worth(self, found: Iterable[StageLayout]) -> list[StageLayout]:
+        """Return the layouts that are worth simulating, in order of their value.
+
+        Of those that are about as good as the best, the ones that move less come first, with like devices assigned so
+        that least moves; then the best of the others.
+        """
+        known = [one for one in dict.fromkeys(found) if one != self._now and self._value(one) < math.inf]
+        least_s = min(map(self._value, known), default=0.0)
+        near = [layout for layout in known if self._value(layout) <= least_s * NEARLY]
+        kinds = {device: self._kind(device) for device in self._every}
+        near += [self._moved.renamed(layout, kinds) for layout in near]
+        near = [one for one in dict.fromkeys(near) if one != self._now and self._value(one) <= least_s * NEARLY]
+        near.sort(key=lambda one: (self._moved.total(one), self._value(one)))
+        others = sorted((layout for layout in known if layout not in near), key=self._value)
+        return [*near[:_STARTS], *others[:_STARTS]]
+
+    def _kind(self, device: int) -> tuple[float, int | None]:
+        """Return a key of a device that is equal for interchangeable ones."""
+        power = self._judge.costs.power(device, self._now.micro_batch or 1)
+        return round(math.log(power) / math.log(NEARLY)), self._problem.device[device].capacity_bytes
+
+    def _proposed(self) -> Iterator[StageLayout]:
+        """Yield the proposals of dynamic programming, where each device has one stage and all stages are alike."""
+        parts, now = self._now.parts, self._now
+        devices = [device for part in parts for device in part.devices]
+        alike = len(self._formats) == 1 and all(part.policy == "keep" for part in parts)
+        if len(parts) > 1 and alike and len(set(devices)) == len(devices) and now.micro_batch is not None:
+            count = len(self._judge.case(now).micro_batches)
+            yield from CutSolver(self._judge.costs, now, count, self._moved).proposals()
+            for layout in self._resized():
+                yield CutSolver(self._judge.costs, layout, count, self._moved).quickest()
+        else:
+            yield from self._placed()
+        yield from self._shared(now)
+
+    def _resized(self) -> Iterator[StageLayout]:
+        """Yield layouts with a stage less, which leaves its devices idle, or one more, on an idle device."""
+        parts = self._now.parts
+        for index, part in enumerate(parts) if len(parts) > 2 else ():
+            taker = index - 1 if index else 1
+            joined = (*part.segments, *parts[1].segments) if not index else (*parts[taker].segments, *part.segments)
+            grown = {taker: parts[taker]._replace(segments=joined)}
+            yield self._now._replace(parts=tuple(grown.get(n, one) for n, one in enumerate(parts) if n != index))
+        used = {device for part in parts for device in part.devices}
+        idle = [device for device in self._every if device not in used]
+        if len(parts) < (self._problem.max_stages or len(self._problem.segments)):
+            for device, (index, part) in product(idle, enumerate(parts)):
+                if len(part.segments) > 1:
+                    more = part._replace(segments=part.segments[:-1]), single(part.segments[-1:], device)
+                    yield self._now._replace(parts=(*parts[:index], *more, *parts[index + 1 :]))
+                    less = single(part.segments[:1], device), part._replace(segments=part.segments[1:])
+                    yield self._now._replace(parts=(*parts[:index], *less, *parts[index + 1 :]))
+
+    def _placed(self) -> list[StageLayout]:
+        """Return the layouts with two devices exchanged, and cuts adapted, that have the best bounds."""
+        found = list(self._exchanged(self._now))
+        share = self._judge.left // (4 * max(1, len(found)))
+        found = [self._descend(layout, share) for layout in found]
+        return sorted(found, key=self._pace.bound_s)[:_STARTS]
+
+    def _descend(self, at: StageLayout, effort: int) -> StageLayout:
+        """Move cuts as long as that lowers the bound."""
+        value, limit = self._pace.bound_s(at), self._judge.left - effort
+        while self._judge.left > limit:
+            changes = ((self._pace.bound_s(layout), layout) for layout in self._cut(at))
+            better = next((found for found in changes if found[0] < value * (1 - 1e-6)), None)
+            if better is None:
+                break
+            value, at = better
+        return at
+
+    def _climb(self, at: StageLayout) -> StageLayout:
+        """Follow the first change that pays repeatedly while effort is left."""
+        value = self._value(at)
+        while not self._pace.spent:
+            changes = ((self._value(layout), layout) for layout in self._near(at) if self._promises(layout, value))
+            better = next((found for found in changes if found[0] < value * (1 - _LEAST)), None)
+            if better is None:
+                break
+            value, at = better
+        return at
+
+    def _promises(self, layout: StageLayout, value: float) -> bool:
+        """Return whether a layout's bound is better than a value; this avoids most simulations."""
+        return not self._pace.spent and (layout in self._known or self._pace.bound_s(layout) < value * (1 - _LEAST))
+
+    def _near(self, layout: StageLayout) -> Iterator[StageLayout]:
+        """Yield layouts one change away: cuts, then shares, then places."""
+        yield from self._cut(layout)
+        yield from self._shared(layout)
+        yield from self._exchanged(layout)
+
+    def _cut(self, layout: StageLayout) -> Iterator[StageLayout]:
+        """Yield layouts with another cut between neighbours, or several consecutive cuts moved together."""
+        parts, stages = layout.parts, self._plan.stages
+        for index, (one, other) in enumerate(pairwise(parts)):
+            if len(self._formats) > 1 and stages[index].formats != stages[index + 1].formats:
+                continue  # a segment's format or policy would change
+            chain = one.segments + other.segments
+            for step in _STEPS:
+                for cut in (len(one.segments) - step, len(one.segments) + step):
+                    if 0 < cut < len(chain):
+                        halves = one._replace(segments=chain[:cut]), other._replace(segments=chain[cut:])
+                        yield layout._replace(parts=(*parts[:index], *halves, *parts[index + 2 :]))
+        if len(self._formats) == 1:
+            yield from _rolled(layout)
+
+    def _exchanged(self, layout: StageLayout) -> Iterator[StageLayout]:
+        """Yield layouts in which two devices with different stages, or one of them idle, have changed places."""
+        stages = {device: [part.segments for part in layout.parts if device in part.devices] for device in self._every}
+        for a, b in combinations(self._every, 2):
+            if stages[a] != stages[b]:
+                yield _renamed(layout, {a: b, b: a})
+
+    def _shared(self, layout: StageLayout) -> Iterator[StageLayout]:
+        """Yield other shares of replicas: in proportion to their speeds, and with one micro-batch given away."""
+        if layout.micro_batch is None and not self._problem.free_shares:
+            return
+        for index, part in enumerate(layout.parts):
+            if len(part.devices) > 1:
+                for shares in self._other_shares(layout, part):
+                    changed = part._replace(shares=shares)
+                    yield layout._replace(parts=(*layout.parts[:index], changed, *layout.parts[index + 1 :]))
+
+    def _other_shares(self, layout: StageLayout, part: LayoutStage) -> Iterator[tuple[float, ...]]:
+        samples = layout.micro_batch or max(1, self._problem.batch // len(part.devices))
+        powers = [self._judge.costs.power(device, samples) for device in part.devices]
+        yield tuple(power / sum(powers) for power in powers)
+        if layout.micro_batch is None:
+            return
+        count = len(self._judge.case(layout).micro_batches)
+        turns = apportion(count, part.shares)
+        for a, b in permutations(range(len(turns)), 2):
+            if turns[a] > 1:
+                yield tuple(turn - (n == a) + (n == b) + 0.0 for n, turn in enumerate(turns))
+
+    def _ordered(self, layout: StageLayout) -> ProposedChange:
+        """Return a proposal with the best order of actions: the layout's own unless another is clearly better."""
+        best = self._proposal(layout, None)
+        own = self._plan.schedule
+        if own == ASYNC and layout == self._now:
+            return self._deeper(best)
+        if own == ASYNC or layout.blocks == 1:
+            return best
+        names = [name for name in self._problem.schedules if name not in ("auto", own)]
+        found = [self._proposal(layout._replace(schedule=name), None) for name in names]
+        if "auto" in self._problem.schedules or own in ("auto", "table"):
+            found.append(self._proposal(layout._replace(schedule="auto"), self._pace.made(layout)))
+        other = min(found, key=lambda one: one.step_s, default=best)
+        return other if other.step_s < best.step_s * (1 - NAMED_BIAS) else best
+
+    def _deeper(self, now: ProposedChange) -> ProposedChange:
+        """Return the present plan with other numbers of micro-batches in flight, if that is clearly better."""
+        in_flight = self._pace.in_flight(self._now)
+        if in_flight == self._plan.in_flight or self._barred(self._now):
+            return now
+        found = self._judge.judge(self._now)
+        better = found.simulation.step_s < now.step_s * (1 - NAMED_BIAS)
+        if not better or found.over_bytes > sum(self._before.over_bytes.values()):
+            return now
+        step_s, pause_s = found.simulation.step_s, self._terms.pause_s
+        return now._replace(step_s=step_s, cost_s=pause_s, simulation=found.simulation, in_flight=in_flight)
+
+    def _proposal(self, layout: StageLayout, table: Schedule | None) -> ProposedChange:
+        """Return the proposal of a layout, in its own order or, without one, in the plan's."""
+        (moved, cost_s), changed = self._cost(layout), table is not None or layout != self._now
+        simulation = self._pace.step(layout, table)
+        over_bytes, before_bytes = (sum(one.over_bytes.values()) for one in (simulation, self._before))
+        barred = changed and self._barred(layout)
+        step_s = float("inf") if barred or over_bytes > before_bytes else simulation.step_s
+        if changed and not moved:
+            cost_s = self._terms.pause_s
+        in_flight = self._pace.in_flight(layout) if changed else self._plan.in_flight
+        return ProposedChange(layout, table or self._pace.order(layout), step_s, cost_s, moved, simulation, in_flight)
+
+    def _value(self, layout: StageLayout) -> float:
+        """Return the seconds of a step, including its part of the cost; infinite for a layout that is not allowed.
+
+        For a pipeline that never runs empty it is the bound: simulation takes ten times as long.
+        """
+        if layout not in self._known:
+            try:
+                step_s = self._pace.bound_s(layout) if layout.schedule == ASYNC else self._proposal(layout, None).step_s
+            except UsageError:  # a value would go to an earlier stage
+                step_s = float("inf")
+            barred = layout.schedule == ASYNC and layout != self._now and self._barred(layout)
+            self._known[layout] = float("inf") if barred else step_s + self._cost(layout)[1] / self._terms.horizon
+        return self._known[layout]
+
+    def _barred(self, layout: StageLayout) -> bool:
+        """Return whether a layout contains a barred change."""
+        return any(map(self._terms.barred, edits_of(self._now, layout)))
+
+    def _cost(self, layout: StageLayout) -> tuple[dict[tuple[int, int], int], float]:
+        """Return the bytes that a change moves over each link, and its seconds."""
+        if layout == self._now:
+            return {}, 0.0
+        moved = self._moved.links(layout)
+        return moved, self._moved.longest_s(moved) + self._terms.pause_s
+
+
+def _rolled(layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts with a segment more in one stage and one less in another, the cuts between them moved along."""
+    chain = tuple(index for part in layout.parts for index in part.segments)
+    sizes = [len(part.segments) for part in layout.parts]
+    for gains, loses in permutations(range(len(sizes)), 2):
+        if abs(gains - loses) > 1 and sizes[loses] > 1:
+            ends = list(accumulate(size + (n == gains) - (n == loses) for n, size in enumerate(sizes)))
+            ranges = zip((0, *ends), ends, layout.parts, strict=False)
+            yield layout._replace(parts=tuple(part._replace(segments=chain[a:b]) for a, b, part in ranges))
+
+
+def _renamed(layout: StageLayout, names: Mapping[int, int]) -> StageLayout:
+    """Return a layout in which devices have changed places."""
+    return layout._replace(
+        parts=tuple(part._replace(devices=tuple(names.get(d, d) for d in part.devices)) for part in layout.parts)
+    )

@@ -1,0 +1,113 @@
+"""Step times of changed plans, by simulation or, more quickly, by a lower bound. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from onebox.errors import UsageError
+from onebox.plan.evaluate.evaluator import Evaluator
+from onebox.plan.model.layout import StageLayout, layout_of
+from onebox.plan.model.plan import ASYNC, Plan
+from onebox.plan.model.problem import DeviceSpec, Problem
+from onebox.plan.model.schedule import Schedule
+from onebox.plan.schedules.async_window import steady_window
+from onebox.plan.schedules.synthesis import auto_schedule
+from onebox.plan.simulate.steady_state import simulate_steady_state
+from onebox.plan.simulate.step import Simulation
+
+_SYNTHESIS_S = 0.04
+"""Nominal seconds for a synthesised order."""
+
+
+class StepTimes:
+    """Timing of layouts that are changes of one plan.
+
+    Args:
+        problem: Devices and links as estimated.
+        plan: The plan in force.
+        budget_actions: Actions that may be simulated.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, budget_actions: int) -> None:
+        self.problem, self.plan = within_limits(problem, plan), plan
+        self.judge = Evaluator(self.problem, effort=budget_actions, expired=lambda: False)
+        now = layout_of(problem, plan)
+        self.now = now._replace(schedule="auto") if now.schedule == "table" else now  # the order of actions is separate
+        self._table = Schedule.parse(plan.table) if plan.schedule == "table" else None
+
+    @property
+    def spent(self) -> bool:
+        """Return whether the budget of actions is used up."""
+        return self.judge.left <= 0
+
+    def step(self, layout: StageLayout, table: Schedule | None = None) -> Simulation:
+        """Simulate a step.
+
+        Args:
+            layout: The stages.
+            table: The order of actions; ``None`` for that of the schedule's name, or of the plan's table.
+
+        Raises:
+            UsageError: A value would go to an earlier stage, or the plan's table is not for these stages and shares.
+        """
+        if layout.schedule == ASYNC and layout == self.now:
+            return self._unchanged
+        return self.judge.judge(layout, table or self.order(layout)).simulation
+
+    def bound_s(self, layout: StageLayout) -> float:
+        """Return a lower bound of the seconds of a step; infinite for an impossible layout.
+
+        For a pipeline that never runs empty it is at least half of a step from end to end, as at most two are under way
+        at a time: about the actual time.
+        """
+        try:
+            bound_s = self.judge.bound(layout)
+            if layout.schedule != ASYNC:
+                return bound_s
+            return max(bound_s, self.judge.bound(layout._replace(schedule="1f1b")) / 2)
+        except UsageError:  # a value would go to an earlier stage
+            return float("inf")
+
+    def order(self, layout: StageLayout) -> Schedule | None:
+        """Return the plan's own table with its devices renamed; ``None`` where the schedule has a name."""
+        if layout.schedule != "auto":
+            return None
+        if self._table is None:
+            self._table = self.made(self.now)
+        pairs = list(zip(self.now.parts, layout.parts, strict=False))
+        if len(layout.parts) != len(self.now.parts) or any(one.shares != other.shares for one, other in pairs):
+            raise UsageError("a table is for as many stages as it has, and for their shares")
+        names = {a: b for one, other in pairs for a, b in zip(one.devices, other.devices, strict=True)}
+        return Schedule(rows={names[device]: row for device, row in self._table.rows.items()})
+
+    def made(self, layout: StageLayout) -> Schedule:
+        """Return an order of actions synthesised for the present estimates."""
+        case = self.judge.case(layout)
+        return auto_schedule(case.routes, case.work, case.sizes, budget_s=_SYNTHESIS_S)
+
+    def in_flight(self, layout: StageLayout) -> tuple[int, ...]:
+        """Return the micro-batches in flight of each stage of a pipeline that never runs empty; see the plan's."""
+        return self.judge.judge(layout).in_flight if layout.schedule == ASYNC else ()
+
+    @cached_property
+    def _unchanged(self) -> Simulation:
+        """Simulate a step of the plan in force, with its own micro-batches in flight."""
+        case = self.judge.case(self.now)
+        window = steady_window(
+            case.routes, [(edge.source, edge.target) for edge in case.work.edges], self.plan.in_flight
+        )
+        versions = self.problem.versions
+        return simulate_steady_state(window, case.routes, case.work, case.sizes, versions=versions, detail=False)
+
+
+def within_limits(problem: Problem, plan: Plan) -> Problem:
+    """Return a problem with the memory limits and micro-batch size of a plan."""
+    limits = dict(zip(plan.devices, plan.memory_bytes, strict=True)) if plan.memory_bytes else {}
+
+    def capacity(device: DeviceSpec) -> int | None:
+        known = [size for size in (device.capacity_bytes, limits.get(device.number)) if size]
+        return min(known, default=None)
+
+    devices = tuple(replace(device, capacity_bytes=capacity(device)) for device in problem.devices)
+    return replace(problem, devices=devices)

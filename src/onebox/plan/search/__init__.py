@@ -1,0 +1,1 @@
+"""The planner: starting layouts, local search, baselines and the result of a search."""

@@ -1,0 +1,240 @@
+"""Local search over layouts: small changes that the simulator rates better, until there are none. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from random import Random
+
+from onebox.plan.evaluate.evaluator import Evaluator, LayoutEvaluation
+from onebox.plan.evaluate.placement import placed
+from onebox.plan.model.layout import LayoutStage, StageLayout, single
+from onebox.plan.model.problem import Problem
+
+_STEPS = (1, 2, 4)
+"""Numbers of segments by which a cut is moved."""
+
+
+def local_search(judge: Evaluator, start: LayoutEvaluation) -> LayoutEvaluation:
+    """Follow the first improving change repeatedly while effort is left.
+
+    Args:
+        judge: Evaluates layouts.
+        start: The evaluation to begin with.
+
+    Returns:
+        The evaluation at the end: a local optimum, or the last one before the effort was used up.
+    """
+    at = start
+    while not judge.spent:
+        better = judge.first_better(neighbours(judge, at.layout), at) or judge.first_better(
+            _seats(judge, at.layout), at
+        )
+        if better is None:
+            return at
+        at = better
+    return at
+
+
+def _seats(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield the layout with the best placement of its devices, if links differ: many swaps at once."""
+    if judge.uneven and layout.micro_batch is not None:
+        yield placed(judge, layout)
+
+
+def descend_cuts(judge: Evaluator, start: StageLayout, effort: int) -> StageLayout:
+    """Move cuts as long as that lowers the bound, which takes a small part of a simulation's time.
+
+    Other changes are left to the simulator: the bound does not reflect their effect on a schedule.
+
+    Args:
+        judge: Computes bounds.
+        start: The layout to begin with.
+        effort: Maximum effort.
+    """
+    at, value, limit = start, judge.bound(start), judge.left - effort
+    while not judge.spent and judge.left > limit:
+        better = None
+        for change in _moved_cuts(at):
+            if judge.spent or judge.left <= limit:
+                break
+            found = judge.bound(change)
+            if found < value * (1 - 1e-6):
+                better = found, change
+                break
+        if better is None:
+            return at
+        value, at = better
+    return at
+
+
+def perturb(judge: Evaluator, layout: StageLayout, random: Random, changes: int = 3) -> StageLayout:
+    """Return a layout some random changes away from another one."""
+    for _ in range(changes):
+        near = list(neighbours(judge, layout))
+        if near:
+            layout = random.choice(near)
+    return layout
+
+
+def neighbours(judge: Evaluator, layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield the allowed layouts one change away, the most promising first."""
+    problem = judge.problem
+    unused = _unused(problem, layout)
+    changes: list[Iterator[StageLayout]] = []
+    if layout.micro_batch is not None:
+        changes = [
+            _moved_cuts(layout),
+            _swapped(layout),
+            _replaced(layout, unused),
+            _other_sizes(problem, layout),
+            _other_schedules(problem, layout),
+            _merged(layout),
+            _split(layout, unused),
+            _shared(layout),
+        ]
+    if problem.replicable:
+        changes.append(_replicated(judge, layout, unused))
+    for kind in changes:
+        yield from (change for change in kind if judge.allows(change))
+
+
+def _unused(problem: Problem, layout: StageLayout) -> list[int]:
+    """Return devices without a part, one of each kind."""
+    used = {device for part in layout.parts for device in part.devices}
+    kinds: dict[tuple[object, ...], int] = {}
+    for device in problem.devices:
+        if device.number not in used:
+            kinds.setdefault((device.type, device.speed, device.host, device.capacity_bytes), device.number)
+    return list(kinds.values())
+
+
+def _with(layout: StageLayout, first: int, *parts: LayoutStage, until: int | None = None) -> StageLayout:
+    """Return a layout with the parts from ``first`` up to ``until`` replaced."""
+    end = first + len(parts) if until is None else until
+    return layout._replace(parts=(*layout.parts[:first], *parts, *layout.parts[end:]))
+
+
+def _moved_cuts(layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts in which segments move from an end of a stage to the adjacent stage."""
+    for index, (one, other) in enumerate(pairwise(layout.parts)):
+        both = one.segments + other.segments
+        for step in _STEPS:
+            for cut in (len(one.segments) - step, len(one.segments) + step):
+                if 0 < cut < len(both):
+                    halves = one._replace(segments=both[:cut]), other._replace(segments=both[cut:])
+                    yield _with(layout, index, *halves)
+    # Moving several consecutive cuts together shifts load between stages that are not neighbours.
+    sizes = [len(part.segments) for part in layout.parts]
+    for a, b in combinations(range(len(sizes)), 2):
+        for gains, loses in ((a, b), (b, a)):
+            if b > a + 1 and sizes[loses] > 1:
+                moved = list(sizes)
+                moved[gains] += 1
+                moved[loses] -= 1
+                yield _resized(layout, moved)
+
+
+def _resized(layout: StageLayout, sizes: list[int]) -> StageLayout:
+    """Return a layout with other numbers of segments in its stages."""
+    every = tuple(index for part in layout.parts for index in part.segments)
+    parts, start = [], 0
+    for part, size in zip(layout.parts, sizes, strict=True):
+        parts.append(part._replace(segments=every[start : start + size]))
+        start += size
+    return layout._replace(parts=tuple(parts))
+
+
+def _swapped(layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts in which two stages exchange devices, each keeping its segments or taking the other's number."""
+    for a, b in combinations(range(len(layout.parts)), 2):
+        one, other = layout.parts[a], layout.parts[b]
+        if one.devices == other.devices:
+            continue
+        parts = list(layout.parts)
+        parts[a] = one._replace(devices=other.devices, shares=other.shares)
+        parts[b] = other._replace(devices=one.devices, shares=one.shares)
+        swapped = layout._replace(parts=tuple(parts))
+        yield swapped
+        sizes = [len(part.segments) for part in parts]
+        if sizes[a] != sizes[b]:
+            sizes[a], sizes[b] = sizes[b], sizes[a]
+            yield _resized(swapped, sizes)
+
+
+def _replaced(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
+    """Yield layouts in which a device gives all of its stages to an unused one."""
+    for old in dict.fromkeys(device for part in layout.parts for device in part.devices):
+        for new in unused:
+            parts = (
+                part._replace(devices=tuple(new if device == old else device for device in part.devices))
+                for part in layout.parts
+            )
+            yield layout._replace(parts=tuple(parts))
+
+
+def _other_sizes(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts with micro-batches of other sizes, the nearest first."""
+    own = layout.micro_batch
+    assert own is not None
+    sizes = sorted(set(problem.micro_batches) - {own}, key=lambda size: (max(size / own, own / size), size))
+    yield from (layout._replace(micro_batch=size) for size in sizes)
+
+
+def _other_schedules(problem: Problem, layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield the layout under other schedules."""
+    if len(layout.parts) > 1:
+        names = (name for name in problem.schedules if name not in ("auto", layout.schedule))
+        yield from (layout._replace(schedule=name) for name in names)
+
+
+def _merged(layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts in which two neighbouring stages become one, on the devices of either."""
+    for index, (one, other) in enumerate(pairwise(layout.parts)):
+        for devices, shares in dict.fromkeys(((one.devices, one.shares), (other.devices, other.shares))):
+            yield _with(layout, index, LayoutStage(one.segments + other.segments, devices, shares), until=index + 2)
+
+
+def _split(layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
+    """Yield layouts in which a stage is cut in two, one of them on an unused device."""
+    for index, part in enumerate(layout.parts):
+        middle = len(part.segments) // 2
+        if not middle:
+            continue
+        one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
+        for device in unused:
+            for pair in ((single(one.segments, device), other), (one, single(other.segments, device))):
+                yield _with(layout, index, *pair, until=index + 1)
+
+
+def _shared(layout: StageLayout) -> Iterator[StageLayout]:
+    """Yield layouts in which half of a stage's segments become a stage of a device that has one nearby or at an end."""
+    parts = layout.parts
+    for index, part in enumerate(parts):
+        middle = len(part.segments) // 2
+        near = {0, len(parts) - 1, max(index - 1, 0), min(index + 1, len(parts) - 1)} - {index}
+        if not middle:
+            continue
+        one, other = part._replace(segments=part.segments[:middle]), part._replace(segments=part.segments[middle:])
+        for place in sorted(near):
+            devices, shares = parts[place].devices, parts[place].shares
+            yield _with(layout, index, one._replace(devices=devices, shares=shares), other, until=index + 1)
+            yield _with(layout, index, one, other._replace(devices=devices, shares=shares), until=index + 1)
+
+
+def _replicated(judge: Evaluator, layout: StageLayout, unused: list[int]) -> Iterator[StageLayout]:
+    """Yield layouts in which a stage has one replica more or less."""
+    for index, part in enumerate(layout.parts):
+        for device in unused:
+            yield _with(layout, index, _part_on(judge, layout, part.segments, (*part.devices, device)))
+        if len(part.devices) > 1:
+            for gone in part.devices:
+                rest = tuple(device for device in part.devices if device != gone)
+                yield _with(layout, index, _part_on(judge, layout, part.segments, rest))
+
+
+def _part_on(judge: Evaluator, layout: StageLayout, segments: tuple[int, ...], devices: tuple[int, ...]) -> LayoutStage:
+    """Return a stage on some devices, with shares in proportion to their speeds."""
+    samples = layout.micro_batch or max(judge.problem.micro_batches)
+    shares = [judge.costs.power(device, samples) for device in devices]
+    return LayoutStage(segments, devices, tuple(share / sum(shares) for share in shares))

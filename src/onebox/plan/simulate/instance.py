@@ -1,0 +1,251 @@
+"""A scheduling problem as flat arrays, for the simulator, the list scheduler and validation. Private to the folder.
+
+Devices are renumbered from 0, and a stage's micro-batch has one number, its key: ``stage * count + micro_batch``. The
+replica that computes it is a slot: a stage and its devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from onebox.errors import UsageError
+from onebox.plan.model.schedule import Routes
+from onebox.plan.model.work import Edge, Links, MessageChunk, PlanWork, StageWork
+
+MessageChunks = tuple[MessageChunk, ...]
+
+_WHOLE = 1e-6
+
+
+class StageReplica(NamedTuple):
+    """A replica of a stage.
+
+    Args:
+        stage: The stage.
+        members: Its devices, renumbered; the first one sends and receives.
+    """
+
+    stage: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingInstance:
+    """Routes and work, as flat lists.
+
+    Args:
+        routes: Routes of the micro-batches.
+        work: Costs of the stages.
+        devices: The number of each device, ascending.
+        count: Micro-batches.
+        scale: Size of each micro-batch, as a fraction of the plan's.
+        slots: Every replica of every stage.
+        slot_of: The slot of each key.
+        first: The device that sends and receives for each key.
+        grouped: Whether some replica has several devices.
+        seconds: For each kind of action and each slot, its seconds at full size.
+        out: For each stage, the edges that leave it: the first key of the target, bytes of a value.
+        into: For each stage, the edges that reach it: the first key of the source, bytes of a gradient.
+        latency_s: Of each used link, by ``source * len(devices) + target``.
+        per_byte_s: Seconds per byte on each of those links.
+        leaving: For forward and for backward, for each stage and each of its edges the parts and the times at which
+            they leave; ``None`` where all values leave at the end of actions.
+    """
+
+    routes: Routes
+    work: PlanWork
+    devices: tuple[int, ...]
+    count: int
+    scale: list[float]
+    slots: tuple[StageReplica, ...]
+    slot_of: list[int]
+    first: list[int]
+    grouped: bool
+    seconds: dict[str, list[float]]
+    out: list[tuple[tuple[int, int], ...]]
+    into: list[tuple[tuple[int, int], ...]]
+    latency_s: list[float]
+    per_byte_s: list[float]
+    leaving: tuple[list[list[MessageChunks]], list[list[MessageChunks]]] | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.routes)
+
+    @property
+    def keys(self) -> int:
+        """Number of pairs of stage and micro-batch."""
+        return len(self.slot_of)
+
+    def node(self, action: tuple[str, int, int]) -> int:
+        """Return an action's number: forwards, then input gradients and whole backwards, then weight gradients."""
+        kind, stage, micro_batch = action
+        side = {"F": 0, "I": 1, "B": 1, "W": 2}[kind]
+        return side * len(self.slot_of) + stage * self.count + micro_batch
+
+
+def instance_of(routes: Routes, work: PlanWork, sizes: Sequence[float] | None = None) -> SchedulingInstance:
+    """Convert routes and work to flat lists.
+
+    Args:
+        routes: Routes of the micro-batches.
+        work: Costs of the stages.
+        sizes: Size of each micro-batch, as a fraction of the plan's; ``None`` stands for 1 each.
+
+    Raises:
+        UsageError: Their numbers of stages or micro-batches differ, or a device that holds a stage has no time for it.
+    """
+    count = _check_routes(routes, len(work.stages))
+    scale = [1.0] * count if sizes is None else [float(size) for size in sizes]
+    if len(scale) != count:
+        raise UsageError(f"{len(scale)} sizes for {count} micro-batches: one for each is needed")
+    devices = tuple(sorted({device for row in routes for replica in set(row) for device in replica}))
+    index = {device: number for number, device in enumerate(devices)}
+    slots: list[StageReplica] = []
+    slot_of: list[int] = []
+    for stage, row in enumerate(routes):
+        numbers = {replica: len(slots) + turn for turn, replica in enumerate(dict.fromkeys(row))}
+        slots += [StageReplica(stage, tuple(index[device] for device in replica)) for replica in numbers]
+        slot_of += [numbers[replica] for replica in row]
+    heads = [slot.members[0] for slot in slots]
+    first = [heads[slot] for slot in slot_of]
+    seconds = _seconds(work, devices, slots)
+    latency_s, per_byte_s = _links(work, devices, first, count)
+    return SchedulingInstance(
+        routes=routes,
+        work=work,
+        devices=devices,
+        count=count,
+        scale=scale,
+        slots=tuple(slots),
+        slot_of=slot_of,
+        first=first,
+        grouped=any(len(slot.members) > 1 for slot in slots),
+        seconds=seconds,
+        out=_ends(work.edges, len(routes), count, outward=True),
+        into=_ends(work.edges, len(routes), count, outward=False),
+        latency_s=latency_s,
+        per_byte_s=per_byte_s,
+        leaving=_leaving(work.edges, len(routes)),
+    )
+
+
+_UNIT = 55440
+"""A whole number divisible by 1 to 12, so that sums of times are exact and simultaneous ends are equal."""
+
+
+def unit_work(routes: Routes, edges: Sequence[tuple[int, int]] | None = None) -> PlanWork:
+    """Return the work of equal devices with instantaneous links, for schedules that depend on routes alone.
+
+    A plan gives slow devices fewer micro-batches of a stage, so that all are about equally busy: a device with `k` of a
+    stage's `n` micro-batches and `v` stages takes `n / (k v)` units for a forward, and as long for each half of the
+    backward.
+
+    Args:
+        routes: Routes of the micro-batches.
+        edges: Pairs of source and target stage; ``None`` is a chain.
+
+    Raises:
+        UsageError: The stages have no micro-batches, or not the same ones, or an edge does not go to a later stage.
+    """
+    count = _check_routes(routes, len(routes))
+    if edges is None:
+        edges = [(stage, stage + 1) for stage in range(len(routes) - 1)]
+    turns: list[dict[int, int]] = []
+    held: dict[int, int] = {}
+    for row in routes:
+        turns.append({})
+        for replica in row:
+            for device in replica:
+                turns[-1][device] = turns[-1].get(device, 0) + 1
+        for device in turns[-1]:
+            held[device] = held.get(device, 0) + 1
+    stages = []
+    for turn in turns:
+        times = {device: float(round(_UNIT * count / (often * held[device]))) for device, often in turn.items()}
+        stages.append(StageWork(forward_s=times, input_s=times, weight_s=times, update_s=dict.fromkeys(times, 0.0)))
+    nothing, infinite = dict.fromkeys(held, 0.0), dict.fromkeys(held, float("inf"))
+    return PlanWork(
+        stages=tuple(stages),
+        edges=tuple(Edge(source=a, target=b, forward_bytes=0, backward_bytes=0) for a, b in edges),
+        links=Links(latency_s=dict.fromkeys(held, nothing), bandwidth_bps=dict.fromkeys(held, infinite)),
+        capacity_bytes={},
+    )
+
+
+def _check_routes(routes: Routes, stages: int) -> int:
+    if len(routes) != stages or not routes:
+        raise UsageError(f"routes for {len(routes)} stages, work for {stages}: both are needed for each stage")
+    count = len(routes[0])
+    if any(len(row) != count for row in routes) or not count:
+        counts = ", ".join(str(len(row)) for row in routes)
+        raise UsageError(f"routes for {counts} micro-batches: every stage has the same ones, at least one")
+    return count
+
+
+def _seconds(work: PlanWork, devices: tuple[int, ...], slots: list[StageReplica]) -> dict[str, list[float]]:
+    def slowest(slot: StageReplica, kind: str) -> float:
+        times = getattr(work.stages[slot.stage], kind)
+        try:
+            return max(times[devices[member]] for member in slot.members)
+        except KeyError as error:
+            raise UsageError(f"work of stage {slot.stage} has no {kind} for device {error}, which holds it") from None
+
+    forward, inputs, weight = ([slowest(slot, kind) for slot in slots] for kind in ("forward_s", "input_s", "weight_s"))
+    both = [one + other for one, other in zip(inputs, weight, strict=True)]
+    return {"F": forward, "I": inputs, "W": weight, "B": both}
+
+
+def _ends(edges: tuple[Edge, ...], stages: int, count: int, *, outward: bool) -> list[tuple[tuple[int, int], ...]]:
+    found: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for edge in edges:
+        if not 0 <= edge.source < edge.target < stages:
+            raise UsageError(f"an edge from stage {edge.source} to {edge.target}: it leads to a later one of {stages}")
+        if outward:
+            found[edge.source].append((edge.target * count, edge.forward_bytes))
+        else:
+            found[edge.target].append((edge.source * count, edge.backward_bytes))
+    return [tuple(ends) for ends in found]
+
+
+def _leaving(
+    edges: tuple[Edge, ...], stages: int
+) -> tuple[list[list[MessageChunks]], list[list[MessageChunks]]] | None:
+    """Return the parts and the times at which they leave, in the order of :func:`_ends`."""
+    if not any(edge.forward_parts or edge.backward_parts for edge in edges):
+        return None
+    forward, backward = ([list[MessageChunks]() for _ in range(stages)] for _ in range(2))
+    for edge in edges:
+        for parts in (edge.forward_parts, edge.backward_parts):
+            if parts and abs(sum(part.size for part in parts) - 1) > _WHOLE:
+                raise UsageError(
+                    f"parts of {sum(part.size for part in parts):.3f} of a value leave; they are all of it"
+                )
+        forward[edge.source].append(edge.forward_parts)
+        backward[edge.target].append(edge.backward_parts)
+    return forward, backward
+
+
+def _links(work: PlanWork, devices: tuple[int, ...], first: list[int], count: int) -> tuple[list[float], list[float]]:
+    size = len(devices)
+    latency, per_byte = [0.0] * (size * size), [0.0] * (size * size)
+    used: set[tuple[int, int]] = set()
+    for edge in work.edges:
+        source, target = edge.source * count, edge.target * count
+        used.update(zip(first[source : source + count], first[target : target + count], strict=True))
+    for pair in used:
+        for a, b in (pair, pair[::-1]):
+            if a == b:
+                continue
+            try:
+                bandwidth_bps = work.links.bandwidth_bps[devices[a]][devices[b]]
+                latency[a * size + b] = work.links.latency_s[devices[a]][devices[b]]
+            except KeyError:
+                raise UsageError(f"the links say nothing of devices {devices[a]} to {devices[b]}; measure it") from None
+            if not bandwidth_bps > 0:
+                raise UsageError(f"{bandwidth_bps} bytes/s from device {devices[a]} to {devices[b]}: it is above 0")
+            per_byte[a * size + b] = 1.0 / bandwidth_bps
+    return latency, per_byte

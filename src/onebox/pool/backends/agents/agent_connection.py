@@ -1,0 +1,386 @@
+"""A line to an agent: leases are asked for and renewed, and news of their workers are told to the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import zmq
+
+from onebox.errors import OneboxError, PoolError, UsageError, WireError
+from onebox.pool.backends.agents.agent_socket import AgentSocket
+from onebox.pool.backends.agents.held_leases import HeldLeases
+from onebox.pool.backends.agents.keep_alive import CUT_S, KeepAlive
+from onebox.pool.backends.agents.remote_worker import RemoteWorker
+from onebox.pool.backends.compatibility import mismatch, own_versions
+from onebox.pool.errors import SLICE_S
+from onebox.wire import KeyPair
+from onebox.wire.protocol.agents import (
+    GRACE_S,
+    AgentResponse,
+    Done,
+    Inspect,
+    Introduce,
+    Introduced,
+    Lease,
+    Leased,
+    LeaseEnded,
+    LogLines,
+    Queued,
+    ReadLog,
+    Refused,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    Stock,
+    Want,
+    WorkerEnded,
+    decode_agent_response,
+    encode_agent,
+)
+
+__all__ = ["AgentConnection", "Busy", "RemoteWorker"]
+
+CONNECT_S = 5.0
+"""How long an agent may take to answer the first words."""
+
+ANSWER_S = 10.0
+"""How long it may take to answer a question."""
+
+START_S = 120.0
+"""How long it may take to start workers: longer than it waits for them itself."""
+
+_RELEASE_S = 5.0
+_JOIN_S = 5.0
+
+T = TypeVar("T")
+AgentMessages = queue.SimpleQueue[AgentResponse | OneboxError]
+
+
+class Busy(PoolError):
+    """Others have the devices that were asked for, and it was not to wait."""
+
+
+@dataclass
+class _Asked:
+    """A request that has not been answered in full.
+
+    Args:
+        request: It.
+        cut_s: Of a lease, how long the way to its workers may be cut.
+    """
+
+    request: Request
+    cut_s: float = CUT_S
+    answers: AgentMessages = field(default_factory=queue.SimpleQueue)
+    members: list[RemoteWorker] = field(default_factory=list)
+
+
+class AgentConnection:
+    """A connection to an agent, with a thread that owns the socket and gives signs of life.
+
+    Args:
+        address: Where the agent is: ``HOST`` or ``HOST:PORT``.
+        key: Its public key.
+        mine: The keys that this client was paired with.
+        client: How others are to see it: ``user@host``.
+
+    Raises:
+        PoolError: There is no agent, it refuses this client, or it is of another version.
+        UsageError: The host has no address.
+    """
+
+    def __init__(self, address: str, key: str, mine: KeyPair, client: str) -> None:
+        self.address = address
+        self.key = key
+        self._client = client
+        self._socket = AgentSocket(address, key, mine)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._asked: dict[int, _Asked] = {}
+        self._contact = KeepAlive(time.monotonic())
+        self._held = HeldLeases(self._contact)
+        self._numbers = 0
+        self._open, self._stopping = False, False
+        self._thread = threading.Thread(target=self._run, name=f"onebox-agent-{address}", daemon=True)
+        asked = self._ask(self._introduction)  # before a refusal can come, which is for those that wait for something
+        self._thread.start()
+        try:
+            self.introduced: Introduced = self._answer(asked, Introduced, CONNECT_S)
+            wrong = mismatch(own_versions(), self.introduced.versions, address)
+            if wrong is not None:
+                raise PoolError(wrong)
+            self._open = True
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- for other threads
+
+    def lease(
+        self,
+        wants: Sequence[Want],
+        client_key: str,
+        *,
+        grace_s: float = GRACE_S,
+        cut_s: float = CUT_S,
+        wait: bool = True,
+        on_queued: Callable[[Queued], None] | None = None,
+        speed: float = 1.0,
+    ) -> list[RemoteWorker]:
+        """Lease devices, all or none, and let a worker be started on each.
+
+        Args:
+            wants: The devices.
+            client_key: The public CURVE key that the workers are to let in.
+            grace_s: How long this process may be silent before the lease ends.
+            cut_s: How long the way to the agent may be cut before the workers are given up.
+            wait: Whether to queue where others have them; else that is refused.
+            on_queued: Called when this request gets a place in the queue, or another one.
+            speed: For tests: fraction of their full speed that CPU workers work at.
+
+        Raises:
+            UsageError: Nothing like it is offered, or it is over this client's limits.
+            PoolError: Others have them and it was not to wait; or a worker did not start, or the agent is gone.
+        """
+        asked = self._ask(lambda number: Lease(number, tuple(wants), client_key, grace_s, wait, speed), cut_s)
+        try:
+            while isinstance(found := self._next(asked, None if wait else START_S), Queued):
+                if on_queued is not None:
+                    on_queued(found)
+            self._expect(found, Leased)
+            if len(asked.members) != len(wants):
+                raise PoolError(f"the agent at {self.address} leased {len(asked.members)} workers, not {len(wants)}")
+        except BaseException:
+            self._give_up(asked)
+            raise
+        return asked.members
+
+    def release(self, lease: int) -> None:
+        """Give a lease back; its workers end, if they have not. Nothing is raised where the agent is gone."""
+        with self._lock:
+            self._held.let_go(lease)
+            patience_s = 0.0 if self._contact.gone else _RELEASE_S
+        with contextlib.suppress(PoolError):  # there is no such lease any more, or nobody to tell: it ends by itself
+            self._answer(self._ask(lambda number: Release(number, lease)), Done, patience_s)
+
+    def end(self, member: RemoteWorker) -> bool:
+        """Let one worker be ended, if it has not, and tell whether its lease goes on; nothing is raised where the agent
+        is gone."""
+        with self._lock:
+            worker = self._held.position(member)
+        if worker is None:
+            return False
+        with contextlib.suppress(PoolError):
+            self._answer(self._ask(lambda number: Release(number, member.lease, worker=worker)), Done, _RELEASE_S)
+        return True
+
+    def inspect(self) -> Stock:
+        """Return what the agent offers, who has it, and who waits.
+
+        Raises:
+            PoolError: The agent is gone.
+        """
+        return self._answer(self._ask(Inspect), Stock, ANSWER_S)
+
+    def read_log(self, lines: int) -> list[str]:
+        """Return the last lines of the agent's log: JSON objects.
+
+        Raises:
+            PoolError: The agent is gone.
+        """
+        return list(self._answer(self._ask(lambda number: ReadLog(number, lines)), LogLines, ANSWER_S).lines)
+
+    def close(self) -> None:
+        """Give all leases back and close the connection. Idempotent."""
+        for lease in self._contact.leases if not self._stopping else ():
+            self.release(lease)
+        with self._lock:
+            if self._stopping:
+                return
+            for number in [number for number, asked in self._asked.items() if isinstance(asked.request, Lease)]:
+                self._leave(number)
+            self._stopping = True
+            os.eventfd_write(self._bell, 1)
+        self._thread.join(_JOIN_S)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the agent is taken for gone, and has not been heard since."""
+        return self._contact.gone or self._stopping
+
+    # ---- asking
+
+    def _introduction(self, number: int) -> Introduce:
+        return Introduce(number, own_versions(), self._client)
+
+    def _ask(self, make: Callable[[int], Request], cut_s: float = CUT_S) -> _Asked:
+        with self._lock:
+            if self._stopping:
+                raise PoolError(f"the connection to the agent at {self.address} is closed")
+            self._numbers += 1
+            asked = _Asked(make(self._numbers), cut_s)
+            self._asked[self._numbers] = asked
+            self._post(asked.request)
+        return asked
+
+    def _post(self, request: Request) -> None:
+        self._outbox.append(encode_agent(request))
+        os.eventfd_write(self._bell, 1)
+
+    def _answer(self, asked: _Asked, kind: type[T], timeout_s: float) -> T:
+        try:
+            return self._expect(self._next(asked, timeout_s), kind)
+        finally:
+            with self._lock:
+                self._asked.pop(asked.request.number, None)
+
+    def _next(self, asked: _Asked, timeout_s: float | None) -> AgentResponse:
+        """Wait for something that is said to a request; without a bound only as long as the agent gives signs of life.
+
+        Raises:
+            OneboxError: It was refused, or will not come.
+        """
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        found: AgentResponse | OneboxError | None = None
+        while found is None:  # in slices, so that Ctrl-C ends the wait whenever it comes
+            if (left_s := end_s - time.monotonic()) <= 0:
+                raise self._socket.absent(timeout_s or 0.0)
+            with contextlib.suppress(queue.Empty):
+                found = asked.answers.get(timeout=min(SLICE_S, left_s))
+        if isinstance(found, OneboxError):
+            raise found
+        if isinstance(found, Refused):
+            kind = {"usage": UsageError, "busy": Busy}.get(found.kind, PoolError)
+            raise kind(f"the agent at {self.address} refuses: {found.reason}")
+        return found
+
+    def _expect(self, found: AgentResponse, kind: type[T]) -> T:
+        if not isinstance(found, kind):
+            raise PoolError(f"the agent at {self.address} said {type(found).__name__}, not {kind.__name__}")
+        return found
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Leave the queue, or give back what has been leased meanwhile."""
+        with self._lock:
+            number = asked.request.number
+            waiting = self._asked.pop(number, None) is not None
+            if waiting and not self._stopping:
+                self._leave(number)
+        for member in asked.members:
+            member.close(grace_s=0.0)
+        for lease in {member.lease for member in asked.members}:
+            self.release(lease)
+
+    def _leave(self, number: int) -> None:
+        """Leave the queue with a request; called with the lock held."""
+        self._numbers += 1
+        self._post(Release(self._numbers, request=number))
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._lose(PoolError(f"the line to the agent at {self.address} failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            with self._lock:
+                self._stopping = True
+                os.close(self._bell)
+            self._socket.close()
+            self._lose(PoolError(f"the connection to the agent at {self.address} is closed"))
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._bell, self._socket.socket, self._socket.monitor):
+            poller.register(source, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(int(1000 * self._contact.patience_s(time.monotonic())) + 1))
+            self._contact.wake(time.monotonic())
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+            if self._socket.monitor in ready:
+                self._watch()
+            while (frame := self._socket.receive()) is not None:
+                self._take(frame)
+            self._speak()
+            with self._lock:
+                silent_s = self._contact.lost(time.monotonic())
+            if silent_s is not None and self._open:
+                self._lose(PoolError(f"the agent at {self.address} has been silent for {silent_s:.1f} s"))
+        self._flush()
+
+    def _watch(self) -> None:
+        """See what has become of the connection; after a cut say again what has not been answered."""
+        cuts = self._socket.cuts
+        refusal = self._socket.watch()
+        if refusal is not None:
+            self._lose(refusal)
+        elif self._socket.cuts > cuts and self._open:
+            with self._lock:
+                self._numbers += 1
+                self._outbox.append(encode_agent(self._introduction(self._numbers)))
+                self._outbox.extend(encode_agent(asked.request) for asked in self._asked.values())
+
+    def _speak(self) -> None:
+        if self._open and self._contact.renew(time.monotonic()):
+            with self._lock:
+                self._numbers += 1
+                self._outbox.append(encode_agent(Renew(self._numbers)))
+                for lease in self._held.forsaken(time.monotonic()):
+                    self._numbers += 1
+                    self._outbox.append(encode_agent(Release(self._numbers, lease)))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            self._socket.send(self._outbox.popleft())
+
+    def _take(self, frame: Any) -> None:
+        try:
+            saying = decode_agent_response(frame)
+        except WireError as error:
+            self._lose(PoolError(f"the agent at {self.address} speaks another language: {error}"))
+            return
+        with self._lock:
+            self._held.heard(time.monotonic())
+            match saying:
+                case Renewed():
+                    self._held.renewed(saying.leases)
+                case WorkerEnded():
+                    self._held.worker_ended(saying.lease, saying.worker, saying.exit_status, saying.last_words)
+                case LeaseEnded():
+                    self._held.end(saying.lease, saying.why)
+                case _ if (asked := self._asked.get(saying.number)) is not None:
+                    if isinstance(saying, Leased) and isinstance(asked.request, Lease):
+                        self._lease(asked, asked.request, saying)
+                    if not isinstance(saying, Queued):
+                        del self._asked[saying.number]
+                    asked.answers.put(saying)
+
+    def _lease(self, asked: _Asked, request: Lease, leased: Leased) -> None:
+        """Note a lease at once: what the agent says next may be of it."""
+        asked.members += [
+            RemoteWorker(self.address, self.introduced.address, leased.lease, started) for started in leased.workers
+        ]
+        self._held.hold(leased.lease, asked.members, asked.cut_s)
+
+    def _lose(self, error: PoolError) -> None:
+        """Tell everybody that the agent is gone."""
+        with self._lock:
+            self._held.lose(str(error))
+            asked, self._asked = list(self._asked.values()), {}
+        for each in asked:
+            each.answers.put(error)

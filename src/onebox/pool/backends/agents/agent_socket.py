@@ -1,0 +1,164 @@
+"""A client's socket to an agent, and what ZeroMQ tells of why nothing comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket as sockets
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from onebox.errors import PoolError, UsageError
+from onebox.pool.keys.keyring import fingerprint, full_address
+from onebox.wire import KeyPair, configure
+from onebox.wire.protocol.agents import TOKEN_BYTES
+
+_CONNECT_MS, _RETRY_MS = 500, 100
+"""How long one attempt to connect may take, and the time between two: after a cut the line is soon there again."""
+
+_BEAT_MS, _SILENT_MS = 500, 1500
+"""How often ZeroMQ looks whether the connection carries anything, and after which silence it connects anew. TCP by
+itself would send again after ever longer pauses."""
+
+_NOBODY = "nobody listens there: run 'onebox serve' on that host, or mend the address"
+_HINTS = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "what listens there has not the key that was paired with: pair again",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "what listens there is no agent",
+    int(zmq.EVENT_CONNECTED): "something listens there, but does not answer: it may hang, or have another key",
+}
+_NOTHING = "the host may be down, or a firewall between"
+
+_SURE = 3
+"""Handshakes in a row that end without a word before anything else: not an agent that is just being ended."""
+
+
+class AgentSocket:
+    """A socket that connects to an agent, again and again; used by one thread.
+
+    Args:
+        address: ``HOST`` or ``HOST:PORT``.
+        key: The agent's public key.
+        mine: The client's keys.
+
+    Raises:
+        UsageError: The host has no address.
+    """
+
+    def __init__(self, address: str, key: str, mine: KeyPair) -> None:
+        self._address = address
+        self._hint = _NOTHING
+        self._key = key
+        self._let_in, self._mute = 0, 0
+        self._reached = False
+        where = split(address)
+        family = resolve(address)[0]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.socket = self._context.socket(zmq.DEALER)
+        configure(self.socket, mine, server_key=key)
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self.socket.setsockopt(zmq.IPV6, family == sockets.AF_INET6)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _RETRY_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        self.monitor: Any = self.socket.get_monitor_socket()
+        self.socket.connect(f"tcp://{where[0]}:{where[1]}")
+
+    @property
+    def cuts(self) -> int:
+        """How often the connection was cut and has come back."""
+        return max(0, self._let_in - 1)
+
+    def send(self, frame: bytes) -> None:
+        """Send a message; it is lost where a queue of a thousand is full."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart([self._token, frame], zmq.NOBLOCK)
+
+    def receive(self) -> bytes | None:
+        """Return a message, if one has come; one of several frames is none of an agent's."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return frames[0] if len(frames) == 1 else b""
+
+    def watch(self) -> PoolError | None:
+        """Take what ZeroMQ tells of the connection; return the error where this client is not let in."""
+        refusal = None
+        while self.monitor.poll(0):
+            event = int(recv_monitor_message(self.monitor)["event"])
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                refusal = PoolError(
+                    f"the agent at {self._address} does not let this client in; pair with it: "
+                    f"onebox pair {self._address}"
+                )
+            self._let_in += event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._mute += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            if self._mute >= _SURE and not self._let_in:
+                refusal = self._another_key()
+            self._reached |= event == zmq.EVENT_CONNECTED
+            if event == zmq.EVENT_CONNECT_RETRIED:  # it follows a connection that broke, too
+                self._hint, self._reached = self._hint if self._reached else _NOBODY, False
+            self._hint = _HINTS.get(event, self._hint)
+        return refusal
+
+    def _another_key(self) -> PoolError:
+        return PoolError(
+            f"WHAT LISTENS AT {self._address} HAS NOT THE KEY THAT THIS CLIENT WAS PAIRED WITH\n"
+            f"  paired with:  {fingerprint(self._key)}\n"
+            "  Its keys were made anew, or somebody else listens there, who was told nothing. Ask who runs it, and "
+            "compare: 'onebox pair --list' there shows its fingerprint.\n"
+            f"  If it has new keys, pair again: 'onebox pair --accept' there, 'onebox pair {self._address}' here."
+        )
+
+    def absent(self, waited_s: float) -> PoolError:
+        """Return the error that says that no answer has come."""
+        return PoolError(f"no answer from an agent at {self._address} within {waited_s:.0f} s: {self._hint}")
+
+    def close(self) -> None:
+        """Close the socket, once what was said last has gone."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(500)
+        self._context.term()
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return host and port of an agent's address; the host of IPv6 keeps its brackets.
+
+    Raises:
+        UsageError: It is no address.
+    """
+    host, _, port = full_address(address).rpartition(":")
+    return host, int(port)
+
+
+def resolve(address: str) -> tuple[Any, ...]:
+    """Return the socket address of an agent's address: of IPv4 where its host has such, because agents listen at one.
+
+    Raises:
+        UsageError: Its host has none.
+    """
+    host, port = split(address)
+    try:
+        found = sockets.getaddrinfo(host.strip("[]"), port, type=sockets.SOCK_DGRAM)
+    except OSError as error:
+        raise UsageError(f"the host of {address} has no address: {error.strerror or error}") from None
+    return min(found, key=lambda each: each[0] != sockets.AF_INET)
+
+
+def own_address(address: str) -> str:
+    """Return the address of this host by which it reaches an agent.
+
+    Raises:
+        UsageError: The agent's host has no address, or there is no way to it.
+    """
+    family, kind, protocol, _, where = resolve(address)
+    with sockets.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(where)  # of a datagram socket: nothing is sent
+        except OSError as error:
+            raise UsageError(f"there is no way from this host to {address}: {error.strerror or error}") from None
+        return str(probe.getsockname()[0])

@@ -1,0 +1,249 @@
+"""Workers that agents start on their hosts: one lease for each host, all leases of a pool or none."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import logging
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from onebox.errors import PoolError, UsageError
+from onebox.pool.backends.agents.agent_connection import AgentConnection, Busy
+from onebox.pool.backends.agents.keep_alive import CUT_S
+from onebox.pool.backends.agents.reachability import reach
+from onebox.pool.backends.agents.remote_worker import RemoteWorker
+from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.errors import wait_in_slices
+from onebox.pool.keys.keyring import KnownAgent, identity, known_agent, known_agents
+from onebox.pool.liveness import SILENCE_S
+from onebox.pool.spec import GRAMMAR, AgentPart, wants
+from onebox.wire.protocol.agents import GRACE_S, Queued, Want
+
+_log = logging.getLogger("onebox.pool")
+
+_NAMED = 8
+"""The most agents that a message lists."""
+
+Connect = Callable[[str], AgentConnection]
+"""Connects to the agent at an address."""
+
+
+def client_name() -> str:
+    """Return how others see this client: ``user@host``."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, in a container
+        user = str(os.getuid())
+    return f"{user}@{platform.node() or 'unknown'}"
+
+
+def connect_agent(address: str) -> AgentConnection:
+    """Connect to an agent that this client was paired with.
+
+    Args:
+        address: ``HOST`` or ``HOST:PORT``.
+
+    Raises:
+        UsageError: It was not paired with it, or the host has no address.
+        PoolError: There is no agent, it refuses this client, or it is of another version.
+    """
+    agent = paired_agent(address)
+    reach(address)
+    return AgentConnection(address, agent.key, identity("client"), client_name())
+
+
+def paired_agent(address: str) -> KnownAgent:
+    """Return the agent at an address.
+
+    Raises:
+        UsageError: This client was not paired with it.
+    """
+    agent = known_agent(address)
+    if agent is None:
+        others = [each.address for each in known_agents()]
+        known = f"; it is paired with {', '.join(others[:_NAMED])}{' and others' * (len(others) > _NAMED)}"
+        raise UsageError(
+            f"this client is not paired with an agent at {address!r}{known if others else ''}: run 'onebox pair "
+            f"--accept' there and 'onebox pair {address}' here, then 'onebox serve' there"
+            + ("" if ":" in address else f"; if no host was meant, a pool may be {GRAMMAR}")
+        )
+    return agent
+
+
+class AgentSource:
+    """The workers of one host; a :class:`~onebox.pool.backends.base.WorkerSource`.
+
+    Args:
+        part: What is asked for.
+        grace_s: How long this process may be silent before its leases end, and the way to it be cut before its workers
+            are given up; where ``None``, :data:`GRACE_S` and :data:`CUT_S`.
+        connect: Connects to the agent.
+    """
+
+    def __init__(self, part: AgentPart, *, grace_s: float | None = None, connect: Connect = connect_agent) -> None:
+        self.address = part.address
+        self._part = part
+        self._grace_s = GRACE_S if grace_s is None else grace_s
+        self._cut_s = CUT_S if grace_s is None else grace_s
+        self._connect = connect
+        self._line: AgentConnection | None = None
+        self._wants: tuple[Want, ...] = ()
+        self._members: list[RemoteWorker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def rank(self) -> str:
+        """What all clients order agents by: who waits for several takes them in this order, so that no two wait for
+        each other."""
+        assert self._line is not None
+        return self._line.key
+
+    @property
+    def patience_s(self) -> float:
+        """For how long its workers may give no sign of life: a little longer than the agent may."""
+        return max(SILENCE_S, self._cut_s + SILENCE_S - CUT_S)
+
+    def connect(self) -> None:
+        """Connect to the agent, and find out what to lease.
+
+        Raises:
+            UsageError: This client is not paired with it, or it offers nothing like what is asked for.
+            PoolError: It cannot be reached, or does not want this client.
+        """
+        line = self._connect(self.address)
+        with self._lock:
+            if self._closed:
+                line.close()
+                raise PoolError(f"the connection to {self.address} was given up")
+            self._line = line
+        self._wants = wants(self._part, line.inspect().offers)
+
+    def acquire(self, client_key: str, *, wait: bool) -> None:
+        """Lease what is asked for.
+
+        Args:
+            client_key: The public CURVE key that the workers are to let in.
+            wait: Whether to queue where others have it.
+
+        Raises:
+            Busy: Others have it, and it is not to wait.
+            UsageError: Nothing like it is offered, or it is over this client's limits.
+            PoolError: A worker did not start, or the agent is gone.
+        """
+        assert self._line is not None
+        self._members = self._line.lease(
+            self._wants, client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=wait, on_queued=self._queued
+        )
+
+    def give_up(self) -> None:
+        """Give back what was leased, to ask for it again later."""
+        assert self._line is not None
+        members, self._members = self._members, []
+        for member in members:
+            member.close(grace_s=0.0)
+        for lease in {member.lease for member in members}:
+            self._line.release(lease)
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
+        """Return the workers; :func:`acquire_all` has let them be started."""
+        for number, member in enumerate(self._members, first):
+            member.number(number)
+        return [(member, member.key) for member in self._members]
+
+    def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
+        """Let a worker be started in the place of one that has ended; see
+        :class:`~onebox.pool.backends.base.RestartableSource`.
+
+        Raises:
+            PoolError: It could not be started, or others have its device by now.
+        """
+        for index, (member, want) in enumerate(zip(self._members, self._wants, strict=True)):
+            if member.place.worker == number:
+                if self._line is None or self._line.gone:
+                    return None
+                lasts = self._line.end(member)  # one that hangs has its device still
+                if lasts and not any(other.lease == member.lease for other in self._members if other is not member):
+                    self._line.release(member.lease)
+                (made,) = self._line.lease([want], client_key, grace_s=self._grace_s, cut_s=self._cut_s, wait=False)
+                made.number(number)
+                self._members[index] = made
+                return made, made.key
+        return None
+
+    def connected(self) -> None:
+        """Go on: the leases are needed as long as the pool is."""
+
+    def close(self) -> None:
+        """Give the leases back and part with the agent. Idempotent."""
+        with self._lock:
+            self._closed = True
+            line = self._line
+        for member in self._members:
+            member.close(grace_s=0.0)
+        if line is not None:
+            line.close()
+
+    def _queued(self, queued: Queued) -> None:
+        _log.warning(
+            "waiting for %s: place %d in its queue, behind %s ('onebox status' shows who has what; Ctrl-C gives up)",
+            self.address,
+            queued.place,
+            queued.behind,
+        )
+
+
+def acquire_all(sources: Sequence[AgentSource], client_key: str, *, wait: bool = True) -> None:
+    """Connect to agents and lease from all of them, or from none.
+
+    All are asked at once. If one has not what is asked for, all is given back, and they are asked one after the other,
+    in an order that is the same for all clients, each to wait.
+
+    Args:
+        sources: The agents; closed by whoever made them.
+        client_key: The public CURVE key that the workers are to let in.
+        wait: Whether to queue where others have what is asked for.
+
+    Raises:
+        UsageError: It is not offered, or this client is not paired with an agent.
+        PoolError: An agent cannot be reached, or a worker did not start; or others have it, and it was not to wait.
+    """
+    with _together(sources) as together:
+        together(lambda source: source.connect())
+        try:
+            together(lambda source: source.acquire(client_key, wait=wait and len(sources) == 1))
+            return
+        except Busy:
+            if not wait:
+                raise
+        together(lambda source: source.give_up())
+    for source in sorted(sources, key=lambda source: source.rank):
+        source.acquire(client_key, wait=True)
+
+
+@contextlib.contextmanager
+def _together(sources: Sequence[AgentSource]) -> Iterator[Callable[[Callable[[AgentSource], None]], None]]:
+    """Give a function that does something with all sources at once; when it is left by an error, they are closed."""
+    with ThreadPoolExecutor(max(1, len(sources)), thread_name_prefix="onebox-agents") as threads:
+
+        def do(action: Callable[[AgentSource], None]) -> None:
+            futures: list[Future[None]] = [threads.submit(action, source) for source in sources]
+            wait_in_slices(futures)
+            first = next((future for future in futures if future.done() and future.exception()), None)
+            if first is not None and not isinstance(first.exception(), Busy):
+                first.result()
+            for future in futures:  # of those that are busy it is known only when all have answered
+                future.exception()
+            for future in sorted(futures, key=lambda future: isinstance(future.exception(), Busy)):
+                future.result()
+
+        try:
+            yield do
+        except BaseException:
+            for source in sources:  # which ends what the threads wait for
+                source.close()
+            raise

@@ -1,0 +1,100 @@
+"""A worker that an agent has started on its host, as a pool sees it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import replace
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.errors import AFTERWARDS, WorkerLocation
+from onebox.pool.launch.worker_process import how_it_ended
+from onebox.wire.protocol.agents import Started
+from onebox.worker import Ports
+
+
+class RemoteWorker:
+    """A worker of a lease; a :class:`~onebox.pool.backends.base.WorkerHandle`.
+
+    Args:
+        host: What its host is called there.
+        address: The address of that host that peers connect to.
+        lease: Number of the lease.
+        started: What the agent says of it.
+
+    Raises:
+        PoolError: Its endpoints are not at that address; an agent sends its clients nowhere else.
+    """
+
+    def __init__(self, host: str, address: str, lease: int, started: Started) -> None:
+        there = f"tcp://[{address}]:" if ":" in address else f"tcp://{address}:"
+        for endpoint in (started.commands, started.beats):
+            if not endpoint.startswith(there) or not endpoint.removeprefix(there).isdecimal():
+                raise PoolError(f"the agent on {host} names {endpoint!r} for a worker; allowed is its own {there}PORT")
+        self.place = WorkerLocation(worker=0, host=host, device=started.device)
+        self.address = address
+        self.lease = lease
+        self.key = started.key
+        self.pid = started.process
+        self.heard_s = time.monotonic()
+        """When its agent was last heard; see :class:`~onebox.pool.backends.base.HostedWorker`."""
+        self.lost_s: float | None = None
+        """When it was given up."""
+        self._ports = Ports(started.commands, started.beats)
+        self._lock = threading.Lock()
+        self._exit_status: int | None = None
+        self._last_words = ""
+        self._end = ""
+        self._closed = False
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def number(self, worker: int) -> None:
+        """Give it its number in the pool."""
+        self.place = replace(self.place, worker=worker)
+
+    def ports(self) -> Ports:
+        """Return its endpoints: it had bound its sockets when the agent told of it.
+
+        Raises:
+            WorkerDied: It has ended since.
+        """
+        if self._end:
+            raise self.death()
+        return self._ports
+
+    def ended(self, exit_status: int | None, last_words: str) -> None:
+        """Take the news that its process ended by itself."""
+        said = f"; its last words:\n{last_words}" if last_words else "; it said nothing"
+        self._tell(f", process {self.pid}, {how_it_ended(exit_status)}{said}", exit_status, last_words)
+
+    def lost(self, why: str) -> None:
+        """Take the news that it has been ended, or that nobody knows of it any more."""
+        self.lost_s = self.lost_s or time.monotonic()
+        self._tell(f" {why}", None, "")
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of its end."""
+        return WorkerDied(
+            f"{self.place}{self._end or ' is gone'}\n  {AFTERWARDS}",
+            exit_status=self._exit_status,
+            last_words=self._last_words,
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+    def close(self, *, grace_s: float) -> None:
+        """Let go of it; its process ends with its lease. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.descriptor)
+
+    def _tell(self, end: str, exit_status: int | None, last_words: str) -> None:
+        with self._lock:
+            if self._end:  # the first news is the cause
+                return
+            self._end, self._exit_status, self._last_words = end, exit_status, last_words
+            if not self._closed:
+                os.eventfd_write(self.descriptor, 1)

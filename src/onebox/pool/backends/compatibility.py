@@ -1,0 +1,56 @@
+"""Whether a client and an agent understand each other."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib import metadata
+
+import torch
+
+from onebox.wire.protocol.agents import AGENT_PROTOCOL, SoftwareVersions
+from onebox.wire.protocol.requests import PROTOCOL
+
+_LONGEST = 40
+"""The most characters of a version that are shown: the other side may have said anything."""
+
+
+@cache
+def own_versions() -> SoftwareVersions:
+    """Return what this side runs."""
+    try:
+        onebox = metadata.version("onebox")
+    except metadata.PackageNotFoundError:  # it runs from a folder and is not installed
+        onebox = "of a folder"
+    return SoftwareVersions(AGENT_PROTOCOL, PROTOCOL, onebox, str(torch.__version__), platform.python_version())
+
+
+def agree(one: SoftwareVersions, other: SoftwareVersions) -> bool:
+    """Tell whether two sides can work together: the same protocols, the same torch but for what follows a ``+``."""
+    return _binding(one) == _binding(other)
+
+
+def mismatch(client: SoftwareVersions, agent: SoftwareVersions, host: str) -> str | None:
+    """Say why a client and an agent cannot work together; ``None`` where they can.
+
+    Args:
+        client: What the client runs.
+        agent: What the agent runs.
+        host: The agent's host.
+    """
+    if agree(client, agent):
+        return None
+    return (
+        f"versions that do not match: this client runs {describe(client)}; the agent on {host} runs {describe(agent)}: "
+        "install the same versions of onebox and torch on both"
+    )
+
+
+def describe(versions: SoftwareVersions) -> str:
+    """Return versions for a person."""
+    protocols = f"protocols {versions.agent_protocol} and {versions.protocol}"
+    return f"onebox {versions.onebox[:_LONGEST]} ({protocols}) with torch {versions.torch[:_LONGEST]}"
+
+
+def _binding(versions: SoftwareVersions) -> tuple[int, int, str]:
+    return versions.agent_protocol, versions.protocol, versions.torch.split("+")[0]

@@ -1,0 +1,116 @@
+"""Workers of this machine, which end with this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from onebox.pool.backends.base import WorkerHandle, end_all
+from onebox.pool.discovery import DeviceRequest
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.cpu_affinity import CoreAllocator
+from onebox.pool.launch.fork_servers import OWN
+from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.wire import new_keys
+from onebox.worker import Fault, WorkerConfig
+
+LOCAL_HOST = "localhost"
+"""What this machine is called in a pool."""
+
+
+class LocalSource:
+    """Workers that this process starts, by its nursery where it can; a
+    :class:`~onebox.pool.backends.base.WorkerSource`.
+
+    Their sockets lie in a folder that only this user can enter, and that is gone once all are connected to: nobody else
+    is to come, and nothing is left if this process is killed.
+
+    Args:
+        requests: What to start.
+        quotas: The most bytes that the buffers of each may take, in the same order, 0 for no limit; none for no limit.
+        faults: For tests: what goes wrong on which worker, by its number in the pool.
+        address: The address of this machine that peers of other hosts connect to.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[DeviceRequest],
+        *,
+        quotas: Sequence[int] = (),
+        faults: Mapping[int, Sequence[Fault]] | None = None,
+        address: str = WorkerProcess.address,
+    ) -> None:
+        self._address = address
+        self._requests = requests
+        self._quotas = tuple(quotas) or (0,) * len(requests)
+        self._faults = faults or {}
+        self._folders: list[SocketFolder] = []
+        self._first = 0
+        self._dealer = CoreAllocator()
+        self._cores: tuple[tuple[int, ...], ...] = ()
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
+        """Start the workers; see :class:`~onebox.pool.backends.base.WorkerSource`.
+
+        Raises:
+            PoolError: No folder for their sockets can be made.
+        """
+        self._first = first
+        self._folders.append(SocketFolder())
+        self._cores = self._dealer.deal([each.threads if each.device == "cpu" else 0 for each in self._requests])
+        started: list[tuple[WorkerHandle, str]] = []
+        try:
+            for number, request in enumerate(self._requests, first):
+                faults = tuple(self._faults.get(number, ()))
+                started.append(self._start(number, request, client_key, self._folders[0].path, faults))
+        except BaseException:
+            end_all([member for member, _ in started], grace_s=0.0)
+            self.close()
+            raise
+        return started
+
+    def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
+        """Start a worker again; see :class:`~onebox.pool.backends.base.RestartableSource`. No fault is injected into
+        it.
+
+        Several may be started before anybody connects to the first one: each has a folder of its own.
+
+        Raises:
+            PoolError: No folder for its sockets can be made.
+        """
+        if not self._first <= number < self._first + len(self._requests):
+            return None
+        self._folders.append(SocketFolder())
+        return self._start(number, self._requests[number - self._first], client_key, self._folders[-1].path, ())
+
+    def _start(
+        self, number: int, request: DeviceRequest, client_key: str, folder: str, faults: tuple[Fault, ...]
+    ) -> tuple[WorkerHandle, str]:
+        pair = new_keys()
+        config = WorkerConfig(
+            request.device,
+            request.threads,
+            pair.public,
+            pair.secret,
+            client_key,
+            folder,
+            quota_bytes=self._quotas[number - self._first],
+            faults=faults,
+            speed=request.speed,
+            owner=os.getpid(),
+            cores=self._cores[number - self._first],
+        )
+        place = WorkerLocation(worker=number, host=LOCAL_HOST, device=request.device)
+        worker = WorkerProcess(place, config, nursery=OWN)
+        worker.address = self._address
+        return worker, pair.public
+
+    def connected(self) -> None:
+        """Remove the folders of the sockets: who is connected stays so."""
+        while self._folders:
+            self._folders.pop().close()
+
+    def close(self) -> None:
+        """Remove what is left, and let others have the cores. Idempotent."""
+        self.connected()
+        self._dealer.close()

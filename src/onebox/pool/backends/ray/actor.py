@@ -1,0 +1,187 @@
+"""What runs on a node of a Ray cluster beside each worker: it starts the worker as its child, and watches it.
+
+Only numbers and JSON text go in and come out. The worker's key pair is made here, and its public half goes out; the
+worker's sockets are on the node's own address, and let in the client alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+
+import msgspec
+from msgspec import Struct
+
+from onebox.errors import OneboxError, WorkerDied
+from onebox.extras import import_extra
+from onebox.pool.backends.compatibility import own_versions
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.wire import new_keys
+from onebox.wire.protocol.agents import SoftwareVersions
+from onebox.worker import WorkerConfig
+
+_DRIVER_S = 10.0
+"""How long the driver may take to say how much memory a GPU has."""
+
+
+class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
+    """A node, what is installed there, and the memory of the GPU that Ray has given to the actor.
+
+    Args:
+        host: Its host's name.
+        address: Its address.
+        node: Ray's number for it.
+        versions: What is installed.
+        gpu_bytes: 0 where it has no GPU, or nothing tells.
+    """
+
+    host: str
+    address: str
+    node: str
+    versions: SoftwareVersions
+    gpu_bytes: int = 0
+
+
+class LaunchRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker to start.
+
+    Args:
+        worker: Its number in the pool.
+        host: What its node is called there.
+        device: ``cpu``, or ``cuda:0`` for the one GPU that Ray lets this process see.
+        threads: Threads of its operators.
+        client: The public key of its client.
+        quota_bytes: The most bytes of its buffers; 0 for no limit.
+    """
+
+    worker: int
+    host: str
+    device: str
+    threads: int
+    client: str
+    quota_bytes: int
+
+
+class Launched(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that was started: the number of the start, its process and its public key."""
+
+    launch: int
+    process: int
+    key: str
+
+
+class WorkerExit(Struct, frozen=True, forbid_unknown_fields=True, tag="ended"):
+    """How a worker ended; or, for a start, what went wrong instead (without a status)."""
+
+    message: str
+    exit_status: int | None = None
+    last_words: str = ""
+
+
+class BoundPorts(Struct, frozen=True, forbid_unknown_fields=True, tag="bound"):
+    """The endpoints that a worker has bound."""
+
+    commands: str
+    beats: str
+
+
+class WorkerActor:
+    """The actor: owner of one worker's process. Its methods may run at the same time, but for :meth:`launch`."""
+
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
+        self._launch = 0
+
+    def find(self) -> str:
+        """Return a :class:`NodeReport`."""
+        ray = import_extra("ray", "a worker on a Ray cluster")
+
+        node = ray.get_runtime_context().get_node_id()
+        return _text(
+            NodeReport(socket.gethostname(), ray.util.get_node_ip_address(), node, own_versions(), _gpu_bytes())
+        )
+
+    def launch(self, order_json: str) -> str:
+        """Start a worker by an :class:`LaunchRequest`, instead of the one before if there was one; return
+        :class:`Launched`."""
+        ray = import_extra("ray", "a worker on a Ray cluster")
+
+        order = msgspec.json.decode(order_json, type=LaunchRequest)
+        self.end(self._launch)
+        pair = new_keys()
+        config = WorkerConfig(
+            order.device,
+            order.threads,
+            pair.public,
+            pair.secret,
+            order.client,
+            ray.util.get_node_ip_address(),
+            quota_bytes=order.quota_bytes,
+            owner=os.getpid(),
+        )
+        self._process = WorkerProcess(WorkerLocation(worker=order.worker, host=order.host, device=order.device), config)
+        self._launch += 1
+        return _text(Launched(self._launch, self._process.pid, pair.public))
+
+    def ports(self, launch: int) -> str:
+        """Wait until a worker has bound its sockets; return :class:`BoundPorts`, or :class:`WorkerExit`."""
+        process = self._of(launch)
+        if process is None:
+            return _text(_UNKNOWN)
+        try:
+            ports = process.ports()
+        except WorkerDied as error:
+            return _text(WorkerExit(str(error), error.exit_status, error.last_words))
+        except OneboxError as error:
+            return _text(WorkerExit(str(error)))
+        return _text(BoundPorts(ports.commands, ports.beats))
+
+    def watch(self, launch: int, patience_s: float) -> str:
+        """Wait for a worker's end for a while; return :class:`WorkerExit`, or nothing when it runs."""
+        process = self._of(launch)
+        if process is None:
+            return _text(_UNKNOWN)
+        poll = select.poll()
+        poll.register(process.descriptor, select.POLLIN)
+        if not poll.poll(patience_s * 1000):
+            return ""
+        error = process.death()
+        return _text(WorkerExit(str(error), error.exit_status, error.last_words))
+
+    def end(self, launch: int) -> None:
+        """End a worker at once."""
+        process = self._of(launch)
+        if process is not None:
+            self._process = None
+            process.close(grace_s=0.0)
+
+    def _of(self, launch: int) -> WorkerProcess | None:
+        return self._process if launch == self._launch else None
+
+
+_UNKNOWN = WorkerExit("its actor was started again, and its worker ended with the one before")
+
+
+def _gpu_bytes() -> int:
+    """Return the memory of the one GPU that Ray lets this process see; 0 where there is none, or nothing tells.
+
+    The driver's own program is asked: CUDA itself would take some of that memory for this process.
+    """
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
+    if not which:
+        return 0
+    line = ["nvidia-smi", f"--id={which}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRIVER_S, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(said) << 20 if said.isdecimal() else 0
+
+
+def _text(message: Struct) -> str:
+    return msgspec.json.encode(message).decode()

@@ -1,0 +1,286 @@
+"""Devices of a Ray cluster: Ray finds room, starts and watches; what workers are told and compute goes past it.
+
+For each device there is an actor in one placement group, and the worker is the actor's child. The instructions go
+over onebox's own channel, from this process to each node's address; tensors go from worker to worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from onebox.errors import PoolError
+from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.backends.compatibility import agree, describe, own_versions
+from onebox.pool.backends.ray import ray_connection
+from onebox.pool.backends.ray.actor import Launched, LaunchRequest, NodeReport, WorkerActor
+from onebox.pool.backends.ray.ray_connection import error_summary
+from onebox.pool.backends.ray.ray_spec import (
+    Bundle,
+    bundles,
+    describe_bundles,
+    describe_free,
+    describe_nodes,
+    host_names,
+    parse_ray,
+    selectors,
+)
+from onebox.pool.backends.ray.ray_workers import ActorMonitor, RayWorker
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch.worker_process import START_S
+
+RESTARTS = -1
+"""Ray starts an actor again as often as it fails, on another node where its own is gone. It then has no worker, and
+waits, with its share of the placement group, until it is told to start one."""
+
+ROOM_S = 30.0
+"""How long the cluster may take to find room on another node for the actor of one that it knows to be dead."""
+
+_AGAIN_S = 0.25
+
+_LOOK_S = 5.0
+"""How often it is looked whether an actor that does not answer has room at all."""
+
+_CALLS = 4
+"""How many methods of an actor may run at the same time: a start, a question after the worker, and room."""
+
+
+class RaySource:
+    """Workers on a Ray cluster; a :class:`~onebox.pool.backends.base.WorkerSource`.
+
+    Args:
+        spec: Everything from ``ray`` on, such as ``ray://head:10001/cuda*4/spread``; see :func:`parse_ray`.
+        threads: Threads of each worker, where the specification says nothing.
+        memory_bytes: The most bytes that each worker's buffers may take, likewise.
+
+    Raises:
+        UsageError: The specification is not understood.
+    """
+
+    def __init__(self, spec: str, *, threads: int | None = None, memory_bytes: int | None = None) -> None:
+        self._request = parse_ray(spec, threads=threads, memory_bytes=memory_bytes)
+        self._ray: Any = None
+        self._group: Any = None
+        self._watch: ActorMonitor | None = None
+        self._actors: list[Any] = []
+        self._bundles: list[Bundle] = []
+        self._nodes: dict[int, NodeReport] = {}
+        self._small: dict[str, int] = {}
+        self._first = 0
+
+    def start(self, first: int, client_key: str) -> Sequence[tuple[WorkerHandle, str]]:
+        """Start the workers; see :class:`~onebox.pool.backends.base.WorkerSource`.
+
+        Raises:
+            PoolError: The cluster cannot be reached, has no room in time, or lacks onebox or has another version.
+            UsageError: Ray is not installed here, or the cluster has no such devices.
+        """
+        self._first = first
+        try:
+            self._ray = ray_connection.connect(self._request.address)
+            self._settle()
+            return self._launch(range(len(self._bundles)), client_key, START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def replace(self, number: int, client_key: str) -> tuple[WorkerHandle, str] | None:
+        """Start a worker in the place of one that has ended, where Ray has put its actor by now.
+
+        Raises:
+            PoolError: There is no room for its actor within ``ROOM_S``, or it is not there again in time: its node is
+                out of reach.
+        """
+        if self._ray is None or not self._first <= number < self._first + len(self._actors):
+            return None
+        [one] = self._launch([number - self._first], client_key, START_S)
+        return one
+
+    def connected(self) -> None:
+        """Nothing is to be done."""
+
+    def close(self) -> None:
+        """End the actors, give back what was reserved, and the connection with the cluster. Idempotent."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        ray, self._ray = self._ray, None
+        if ray is None:
+            return
+        self._give_back(ray)
+        ray_connection.disconnect()
+
+    # ---- room
+
+    def _settle(self) -> None:
+        """Find room, with an actor for each worker; GPUs that turn out to be too small are given back for others."""
+        while True:
+            self._reserve()
+            self._actors = [self._new_actor(number) for number in range(len(self._bundles))]
+            if not self._request.memory_bytes or all(bundle.kind == "cpu" for bundle in self._bundles):
+                return
+            self._find(range(len(self._bundles)), time.monotonic() + START_S)
+            small = {node.node: node.gpu_bytes for number, node in self._nodes.items() if self._too_small(number)}
+            if not small:
+                return
+            self._small |= small  # one node more each time, so that this ends
+            self._give_back(self._ray)
+
+    def _too_small(self, number: int) -> bool:
+        gpu = self._bundles[number].kind == "cuda"
+        return gpu and 0 < self._nodes[number].gpu_bytes < self._request.memory_bytes
+
+    def _give_back(self, ray: Any) -> None:
+        """End the actors, and free what was reserved."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                ray.kill(actor, no_restart=True)
+        self._actors, self._nodes = [], {}
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(self._group)
+            self._group = None
+
+    def _reserve(self) -> None:
+        """Make the placement group, and wait until the cluster has room for it."""
+        found = [
+            dataclasses.replace(node, gpu_bytes=self._small.get(node.id, node.gpu_bytes))
+            for node in ray_connection.nodes(self._ray)
+        ]
+        self._bundles = bundles(self._request, found)
+        where = selectors(self._bundles, self._request, found)
+        self._group = self._ray.util.placement_group(
+            [dict(bundle.resources) for bundle in self._bundles],
+            strategy=self._request.strategy,
+            **({} if where is None else {"bundle_label_selector": where}),
+        )
+        if not self._group.wait(self._request.wait_s):
+            free = describe_free(self._ray.available_resources())
+            raise PoolError(
+                f"the Ray cluster had no room for pool {self._request.spec!r} within {self._request.wait_s:g} s\n"
+                f"  asked for: {describe_bundles(self._bundles)}, by {self._request.strategy}\n"
+                f"  it has: {describe_nodes(found)}\n  nobody has taken: {free}\n"
+                "  ask for less, wait longer (wait=SECONDS), or look with 'ray status' who has it"
+            )
+
+    def _new_actor(self, number: int) -> Any:
+        bundle = self._bundles[number]
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=number
+        )
+        kind = self._ray.remote(WorkerActor)
+        memory = bundle.resources.get("memory", 0)
+        return kind.options(
+            num_cpus=bundle.resources["CPU"],
+            num_gpus=bundle.resources.get("GPU", 0),
+            memory=memory or None,
+            scheduling_strategy=strategy,
+            max_restarts=RESTARTS,
+            max_concurrency=_CALLS,
+        ).remote()
+
+    # ---- workers
+
+    def _launch(self, which: Sequence[int], client_key: str, limit_s: float) -> list[tuple[WorkerHandle, str]]:
+        """Start the workers of some actors."""
+        end_s = time.monotonic() + limit_s
+        self._find(which, end_s)
+        names = host_names([(node.host, node.address) for node in self._nodes.values()])
+        hosts = dict(zip(self._nodes, names, strict=True))
+        orders = {number: self._order(number, hosts[number], client_key) for number in which}
+        said = self._gather(which, lambda number: self._actors[number].launch.remote(orders[number]), end_s)
+        launched = {number: msgspec.json.decode(text, type=Launched) for number, text in said.items()}
+        members = [
+            RayWorker(self._ray, self._actors[number], self._place(number, hosts[number]), self._nodes[number], one)
+            for number, one in launched.items()
+        ]
+        if self._watch is None:
+            self._watch = ActorMonitor(self._ray)
+        self._watch.add(members)
+        return list(zip(members, (one.key for one in launched.values()), strict=True))
+
+    def _find(self, which: Sequence[int], end_s: float) -> None:
+        """Ask actors where they are."""
+        for number, text in self._gather(which, lambda number: self._actors[number].find.remote(), end_s).items():
+            self._nodes[number] = msgspec.json.decode(text, type=NodeReport)
+            self._check(number)
+
+    def _place(self, number: int, host: str) -> WorkerLocation:
+        device = "cuda:0" if self._bundles[number].kind == "cuda" else "cpu"
+        return WorkerLocation(worker=self._first + number, host=host, device=device)
+
+    def _order(self, number: int, host: str, client_key: str) -> str:
+        place = self._place(number, host)
+        threads, quota_bytes = self._bundles[number].threads, self._request.memory_bytes
+        order = LaunchRequest(place.worker, host, place.device, threads, client_key, quota_bytes)
+        return msgspec.json.encode(order).decode()
+
+    def _gather(self, which: Sequence[int], ask: Callable[[int], Any], end_s: float) -> dict[int, str]:
+        """Ask actors, all at once, and return what they answered."""
+        asked = {number: ask(number) for number in which}
+        return {number: self._answer(number, asked[number], ask, end_s) for number in which}
+
+    def _answer(self, number: int, asked: Any, ask: Callable[[int], Any], end_s: float) -> str:
+        """Return what an actor answered; ask again while Ray is starting it again.
+
+        Raises:
+            PoolError: It did not answer in time, or could not.
+        """
+        named = f"the actor of worker {self._first + number}"
+        while True:
+            left_s = max(0.0, end_s - time.monotonic())
+            try:
+                answer: str = self._ray.get(asked, timeout=min(left_s, _LOOK_S))
+                return answer
+            except (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError) as error:
+                lost = isinstance(error, self._ray.exceptions.ActorUnavailableError)
+            except (self._ray.exceptions.RayError, ConnectionError) as error:
+                raise PoolError(
+                    f"{named} did not start: {error_summary(error)}\n"
+                    f"  every node needs onebox {own_versions().onebox} in the "
+                    "Python that Ray runs there: pip install 'onebox[cluster]'"
+                ) from None
+            if not left_s:
+                raise PoolError(
+                    f"{named} did not answer in time: 'ray status' says whether the cluster has room for it, "
+                    "'ray logs' what its node is busy with"
+                )
+            self._require_room(named, min(left_s, ROOM_S))
+            if lost:
+                time.sleep(_AGAIN_S)
+                asked = ask(number)
+
+    def _require_room(self, named: str, limit_s: float) -> None:
+        """Wait until the cluster has room for each actor; it has at once while it knows of no dead node among theirs.
+
+        Raises:
+            PoolError: It has none in time, or is out of reach.
+        """
+        try:
+            if self._group.wait(limit_s):
+                return
+            has = describe_nodes(ray_connection.nodes(self._ray))
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            raise PoolError(
+                f"the Ray cluster does not say whether it has room for {named}: {error_summary(error)}"
+            ) from None
+        raise PoolError(f"the Ray cluster found no room for {named} within {limit_s:.0f} s; it has: {has}")
+
+    def _check(self, number: int) -> None:
+        """Refuse a node with other versions, or one whose PyTorch cannot use the GPU that Ray gave."""
+        node = self._nodes[number]
+        if self._bundles[number].kind == "cuda" and node.versions.torch.endswith("+cpu"):
+            raise PoolError(
+                f"worker {self._first + number} would have a GPU of {node.host} ({node.address}), where Ray runs a "
+                f"PyTorch without CUDA, {node.versions.torch}: install one with it there"
+            )
+        if not agree(node.versions, own_versions()):
+            raise PoolError(
+                f"worker {self._first + number} would run on {node.host} ({node.address}), which has "
+                f"{describe(node.versions)}; this client has {describe(own_versions())}: install the same on both sides"
+            )

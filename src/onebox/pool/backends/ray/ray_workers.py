@@ -1,0 +1,216 @@
+"""Workers on a Ray cluster as the client sees them, and the thread that asks after them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.backends.ray.actor import BoundPorts, Launched, NodeReport, WorkerExit
+from onebox.pool.backends.ray.ray_connection import error_summary, nodes
+from onebox.pool.errors import AFTERWARDS, WorkerLocation
+from onebox.pool.launch.worker_process import START_S
+from onebox.pool.liveness import Liveness
+from onebox.worker import Ports
+
+ASK_S = 0.5
+"""How long an actor waits for news of its worker before it answers that there is none."""
+
+_TICK_S = 0.25
+_LATE_S = 10.0
+"""How much longer than the worker's own bound the answer about its start may take."""
+
+_answers = msgspec.json.Decoder(BoundPorts | WorkerExit)
+_ends = msgspec.json.Decoder(WorkerExit)
+
+
+class RayWorker:
+    """A worker that an actor of a Ray cluster has started; a :class:`~onebox.pool.backends.base.WorkerHandle`.
+
+    Args:
+        ray: The package.
+        actor: Handle of its actor, which stays when the worker has ended.
+        place: Where it is.
+        node: Its node.
+        launched: What the actor said of its start.
+    """
+
+    def __init__(self, ray: Any, actor: Any, place: WorkerLocation, node: NodeReport, launched: Launched) -> None:
+        self.place = place
+        self.node = node
+        self.address = node.address
+        self.pid = launched.process
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.closed = False
+        self._ray = ray
+        self._actor = actor
+        self._launch = launched.launch
+        self._ports = actor.ports.remote(self._launch)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: WorkerDied | None = None
+
+    def ports(self) -> Ports:
+        """Wait until the worker has bound its sockets.
+
+        Raises:
+            WorkerDied: It ended instead, or its node did.
+            PoolError: It took too long.
+        """
+        try:
+            answer = _answers.decode(self._ray.get(self._ports, timeout=START_S + _LATE_S))
+        except self._ray.exceptions.GetTimeoutError:
+            raise PoolError(f"{self.place} did not start within {START_S + _LATE_S:.0f} s") from None
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            raise self._gone(error_summary(error)) from None
+        if isinstance(answer, BoundPorts):
+            return Ports(answer.commands, answer.beats)
+        raise self._as_error(answer)
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of the end of the worker."""
+        return self._error or self._gone("nothing is known of how")
+
+    def close(self, *, grace_s: float) -> None:
+        """End the worker: wait for its own end for a while, then let its actor kill it. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+        self._ended.wait(grace_s)
+        with self._lock:
+            self.closed = True
+            os.close(self.descriptor)
+        with contextlib.suppress(Exception):  # of many types; it may be gone, and the cluster, too
+            self._actor.end.remote(self._launch)
+
+    # ---- for the watch
+
+    def ask(self) -> Any:
+        """Ask the actor after its worker; return Ray's reference to the answer."""
+        return self._actor.watch.remote(self._launch, ASK_S)
+
+    def heard(self, reference: Any) -> bool | None:
+        """Take an answer that has come.
+
+        Returns:
+            Whether the worker runs; ``None`` where the actor is out of reach, perhaps for a moment only.
+        """
+        try:
+            answer = self._ray.get(reference, timeout=0)
+        except self._ray.exceptions.ActorUnavailableError:
+            return None
+        except (self._ray.exceptions.RayError, ConnectionError) as error:
+            self.lost(None, error_summary(error))
+            return False
+        if answer:
+            self.lost(self._as_error(_ends.decode(answer)))
+        return not answer
+
+    def lost(self, error: WorkerDied | None, why: str = "") -> None:
+        """Take the news of the worker's end."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._error = error or self._gone(why)
+                self._ended.set()
+            if not self.closed:
+                os.eventfd_write(self.descriptor, 1)
+
+    def _as_error(self, ended: WorkerExit) -> WorkerDied:
+        return WorkerDied(
+            ended.message,
+            exit_status=ended.exit_status,
+            last_words=ended.last_words,
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+    def _gone(self, why: str) -> WorkerDied:
+        return WorkerDied(
+            f"{self.place}, process {self.pid}, ended with its node or with the actor that watches it there: {why}\n"
+            f"  {AFTERWARDS}",
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+
+class ActorMonitor:
+    """The thread that asks the actors after their workers, all the time, and notices who does not answer."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._asked: dict[Any, RayWorker] = {}
+        self._new: list[RayWorker] = []
+        self._doubtful: set[RayWorker] = set()
+        self._watched: dict[int, RayWorker] = {}
+        self._liveness = Liveness()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="onebox-ray", daemon=True)
+
+    def add(self, members: list[RayWorker]) -> None:
+        """Watch some more workers; with the first the thread starts."""
+        with self._lock:
+            self._new += members
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except Exception as error:  # Ray's connection may end under it, in ways of many types
+            for member in [*self._asked.values(), *self._new]:
+                member.lost(None, f"the connection with the cluster is lost: {error_summary(error)}")
+
+    def _turn(self) -> None:
+        with self._lock:
+            new, self._new = self._new, []
+        for member in new:
+            self._ask(member)
+        if not self._asked:
+            self._stopping.wait(_TICK_S)
+            return
+        ready, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=_TICK_S)
+        for reference in ready:
+            member = self._asked.pop(reference)
+            runs = False if member.closed else member.heard(reference)
+            self._doubtful.discard(member)
+            if runs:
+                self._ask(member)
+            elif runs is None:  # and that was no sign of life
+                self._doubtful.add(member)
+                self._asked[member.ask()] = member
+                self._stopping.wait(_TICK_S)
+            elif self._watched[member.place.worker] is member:
+                self._liveness.forget(member.place.worker)
+        if self._doubtful:
+            alive = {node.id for node in nodes(self._ray)}
+            for member in [member for member in self._doubtful if member.node.node not in alive]:
+                self._give_up(member, "Ray says that the node is dead")
+        for worker, why in self._liveness.hung(time.monotonic()).items():
+            self._give_up(self._watched[worker], f"the actor {why}")
+
+    def _give_up(self, member: RayWorker, why: str) -> None:
+        self._doubtful.discard(member)
+        self._asked = {reference: one for reference, one in self._asked.items() if one is not member}
+        if self._watched[member.place.worker] is member:
+            self._liveness.forget(member.place.worker)
+        member.lost(None, why)
+
+    def _ask(self, member: RayWorker) -> None:
+        self._watched[member.place.worker] = member
+        self._liveness.beat(member.place.worker, time.monotonic())
+        self._asked[member.ask()] = member

@@ -1,0 +1,150 @@
+"""The line to one worker: its sockets at the client, and what comes over it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import zmq
+
+from onebox.pool.backends.base import WorkerHandle
+from onebox.wire import Connection, KeyPair, configure, detect_dead_peers, encode, receive, send
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.requests import Envelope
+from onebox.wire.protocol.responses import Hello, Result
+
+
+@dataclass(frozen=True)
+class WorkerReply:
+    """What a worker answered.
+
+    Args:
+        results: One for each instruction that answers.
+        frames: Elements of the tensors among them.
+        times_ns: Start and end of each instruction of a traced routine.
+        used_bytes: For each of them, the most bytes in use while it ran, and those in use after it.
+    """
+
+    results: tuple[Result, ...]
+    frames: Sequence[Any]
+    times_ns: tuple[int, ...]
+    used_bytes: tuple[int, ...] = ()
+
+
+class WorkerConnection:
+    """The sockets of one worker.
+
+    Args:
+        context: For them.
+        member: The worker's process.
+        keys: The client's keys.
+        server_key: The worker's public key.
+
+    Raises:
+        PoolError: The worker could not be started.
+        WorkerDied: It ended instead.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], member: WorkerHandle, keys: KeyPair, server_key: str
+    ) -> None:
+        ports = member.ports()
+        self.member = member
+        self.place = member.place
+        self.hello: Future[Hello] = Future()
+        self.words: Hello | None = None
+        self.beating = False
+        self.commands = context.socket(zmq.DEALER)
+        self.beats = context.socket(zmq.DEALER)
+        for socket, endpoint in ((self.commands, ports.commands), (self.beats, ports.beats)):
+            configure(socket, keys, server_key=server_key, queue=0)
+            socket.setsockopt(zmq.IPV6, "[" in endpoint)
+            if endpoint.startswith("tcp://"):
+                detect_dead_peers(socket, beats=socket is self.beats)
+        self.link = Connection(self.commands, partial(send, self.commands, copy=False), ports.commands)
+        self._entries = self.commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._beat_entries = self.beats.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.commands.connect(ports.commands)
+        self.beats.connect(ports.beats)
+
+    def come(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
+        """Yield the messages that have come, signs of life apart.
+
+        Args:
+            ready: What a poller has found.
+
+        Raises:
+            Restarted: The worker is not the one that it was.
+            WireError: What came breaks the protocol.
+        """
+        if self._entries in ready:
+            _drain(self._entries)
+            self.link.connected()
+        if self.commands in ready:
+            while self.commands.poll(0):
+                yield from self.link.receive()
+
+    def returned(self, ready: dict[Any, int]) -> bool:
+        """Tell whether the connection for signs of life was made again. That is one, too: the worker has let it in.
+
+        Args:
+            ready: What a poller has found.
+        """
+        if self._beat_entries in ready:
+            _drain(self._beat_entries)
+            return self.hello.done()
+        return False
+
+    def beaten(self, ready: dict[Any, int]) -> Iterator[Sequence[Any]]:
+        """Yield the signs of life that have come.
+
+        Args:
+            ready: What a poller has found.
+
+        Raises:
+            WireError: What came breaks the protocol.
+        """
+        if self.beats in ready:
+            while self.beats.poll(0):
+                yield receive(self.beats)
+
+    def interrupt(self, groups: Sequence[int]) -> None:
+        """Let the worker wait for nobody in some groups any more, whatever it is about: it hears this between its signs
+        of life."""
+        envelope = Envelope(0, False, tuple(LeaveGroup(group) for group in groups))
+        with contextlib.suppress(zmq.Again):
+            send(self.beats, [encode(envelope)], zmq.NOBLOCK)
+
+    def listen(self, poller: zmq.Poller) -> None:
+        """Let a poller watch the sockets and the process."""
+        for source in (*self._sockets, self.member.descriptor):
+            poller.register(source, zmq.POLLIN)
+
+    @property
+    def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        return self._entries, self._beat_entries, self.commands, self.beats
+
+    def cut(self, poller: zmq.Poller) -> None:
+        """Let nobody watch any more, and close the sockets; what has not gone does not go."""
+        for source in (*self._sockets, self.member.descriptor):
+            with contextlib.suppress(KeyError):  # the descriptor of a process that has ended
+                poller.unregister(source)
+        for socket in (self.commands, self.beats):
+            socket.disable_monitor()
+        for socket in self._sockets:
+            socket.close(0)
+
+    def greet(self) -> None:
+        """Hand on the worker's first words, once both sockets have brought something."""
+        if self.words is not None and self.beating and not self.hello.done():
+            self.hello.set_result(self.words)
+
+
+def _drain(monitor: zmq.Socket[bytes]) -> None:
+    """Take all events from a socket's monitor."""
+    while monitor.poll(0):
+        monitor.recv_multipart()

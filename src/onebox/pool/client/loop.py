@@ -1,0 +1,400 @@
+"""The switchboard: the one thread of a client that owns the sockets to its workers.
+
+Other threads post messages and get futures. The thread delivers answers and what is said to groups, and watches who is
+alive.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import zmq
+
+from onebox.errors import OneboxError, PoolError, UsageError, WireError, WorkerDied, WorkerHung
+from onebox.pool.backends.base import HostedWorker, WorkerHandle
+from onebox.pool.client.connection import WorkerConnection, WorkerReply
+from onebox.pool.client.delay_queue import DelayQueue
+from onebox.pool.client.group_services import GroupNotice, GroupServices
+from onebox.pool.client.loop_calls import LoopCalls, call_result
+from onebox.pool.client.pending import PendingReplies
+from onebox.pool.errors import AFTERWARDS, fail
+from onebox.pool.liveness import Liveness
+from onebox.wire import KeyPair, Restarted, check_frames, decode_worker_message, encode
+from onebox.wire.protocol.requests import Envelope, Instruction
+from onebox.wire.protocol.responses import Contribution, Heartbeat, Hello, Left, Lookup, Reply, WorkerMessage
+
+_T = TypeVar("_T")
+
+_TICK_MS = 250
+_JOIN_S = 10.0
+
+_CIPHER_THREADS = 4
+"""The most threads of ZeroMQ, one of which encrypts about 1 GB/s: enough for a network of 25 Gbit/s."""
+
+
+__all__ = ["ClientLoop", "WorkerReply"]
+
+
+class ClientLoop:
+    """Sockets, futures and the thread that serves them.
+
+    Args:
+        keys: The client's keys.
+        latency_s: Seconds that every message is held back, each way; for experiments.
+        workers: How many there will be: tensors to and from several are encrypted by several threads.
+        patience_s: See :class:`Liveness`.
+        bandwidth_bps: Bytes per second that go to all workers at most; for experiments.
+    """
+
+    def __init__(
+        self,
+        keys: KeyPair,
+        latency_s: float = 0.0,
+        workers: int = 1,
+        patience_s: Mapping[int, float] | None = None,
+        bandwidth_bps: float = math.inf,
+    ) -> None:
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=max(1, min(workers, _CIPHER_THREADS)))
+        self._lines: dict[int, WorkerConnection] = {}
+        self._outbox: DelayQueue[tuple[int, list[Any]]] = DelayQueue(latency_s, bandwidth_bps)
+        self._inbox: DelayQueue[tuple[WorkerConnection, Sequence[Any]]] = DelayQueue(latency_s)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pending = PendingReplies()
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self.sent_bytes: dict[int, int] = {}
+        """Bytes of tensors that have been posted to each worker so far."""
+        self.executed: dict[int, int] = {}
+        """How much each worker has done, as it said last: what grows as long as it gets on."""
+        self._stopping = False
+        self._closed = False
+        self._liveness = Liveness(patience_s or {})
+        self._look_s = -math.inf
+        self._groups = GroupServices()
+        self._loop_calls = LoopCalls()
+        self._gone: dict[int, OneboxError] = {}
+        self._thread = threading.Thread(target=self._run, name="onebox-switchboard", daemon=True)
+
+    # ---- for other threads
+
+    def connect(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
+        """Connect to a worker, before :meth:`start`; the future holds its first words, when all its sockets work."""
+        line = WorkerConnection(self._context, member, self._keys, server_key)
+        self._lines[member.place.worker] = line
+        return line.hello
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(
+        self,
+        worker: int,
+        instructions: Sequence[Instruction],
+        frames: Sequence[Any] = (),
+        *,
+        answer: bool = False,
+    ) -> Future[WorkerReply]:
+        """Send instructions to a worker.
+
+        Args:
+            worker: Its number.
+            instructions: What to do, in order.
+            frames: Elements of the tensors that they bring; not to be written to until the worker has answered.
+            answer: Whether the worker is to answer; otherwise the future is done at once.
+
+        Raises:
+            OneboxError: The pool is broken or closed, there is no such worker, or the message is over the limits of
+                the channel.
+        """
+        check_frames(frames)
+        if worker in self._gone:
+            raise PoolError(f"worker {worker} has gone and could not be replaced: {self._gone[worker]}")
+        if worker not in self._lines:
+            raise UsageError(f"there is no worker {worker}; this pool has 0 to {len(self._lines) - 1}")
+        with self._lock:
+            self._numbers += 1
+            header = encode(Envelope(self._numbers, answer, tuple(instructions)))
+            future = self._pending.promise(worker, self._numbers, answer=answer)
+            size_bytes = sum(len(frame) for frame in frames)
+            self.sent_bytes[worker] = self.sent_bytes.get(worker, 0) + size_bytes
+            self._outbox.put((worker, [header, *frames]), time.monotonic(), len(header) + size_bytes)
+            os.eventfd_write(self._bell, 1)  # under the lock: stop() closes the descriptor
+        return future
+
+    def form(self, group: int, members: Sequence[int]) -> None:
+        """Serve a group's rendezvous and sums from now on, until one of its members leaves."""
+        self._groups.form(group, members)
+
+    def serves(self, group: int) -> bool:
+        """Tell whether a group is served: it has been formed, and none of its members has left."""
+        return self._groups.serves(group)
+
+    @property
+    def lost(self) -> dict[int, OneboxError]:
+        """What befell the workers that are lost and have not been dropped."""
+        return self._pending.lost
+
+    @property
+    def broken(self) -> OneboxError | None:
+        """Why nothing can be posted any more, or until it is mended."""
+        return self._pending.broken
+
+    # ---- when a pool is healed
+
+    @property
+    def client_key(self) -> str:
+        """The public key of this client, which its workers let in."""
+        return self._keys.public
+
+    def drop(self, worker: int) -> list[int]:
+        """Forget a lost worker: close its sockets, and let all who wait in its groups hear that these are no more.
+
+        Returns:
+            Those groups.
+
+        Raises:
+            PoolError: The pool is closed.
+        """
+        return self._call_in_loop(lambda poller: self._drop(worker, poller))
+
+    def replace(self, member: WorkerHandle, server_key: str) -> Future[Hello]:
+        """Connect to a worker that takes the place of one that was dropped; the future holds its first words."""
+        line = WorkerConnection(self._context, member, self._keys, server_key)
+        self._call_in_loop(lambda poller: self._take_in(line, poller))
+        return line.hello
+
+    def give_up(self, worker: int, error: OneboxError) -> None:
+        """Take a worker for lost."""
+        self._call_in_loop(lambda _: self._lost(self._lines[worker], error))
+
+    def interrupt(self, worker: int, groups: Sequence[int]) -> None:
+        """Let a worker wait for nobody in some groups any more, which have lost somebody without a word."""
+
+        def tell(_: zmq.Poller) -> None:
+            if worker in self._lines:
+                self._lines[worker].interrupt(groups)
+
+        self._call_in_loop(tell)
+
+    def miss(self, worker: int, error: OneboxError) -> None:
+        """Note that a worker that was dropped will not be replaced."""
+        self._gone[worker] = error
+
+    def mend(self) -> bool:
+        """Take posts again if no worker is lost that has not been dropped; tell whether that is so.
+
+        Raises:
+            OneboxError: The pool is closed, or something else is wrong with it than lost workers.
+        """
+        with self._lock:
+            if self._stopping:
+                raise self._closing_error()
+            return self._pending.mend()
+
+    def _call_in_loop(self, action: Callable[[zmq.Poller], _T]) -> _T:
+        """Let the thread do something, and wait for it."""
+        with self._lock:
+            if self._stopping or not self._thread.is_alive():
+                raise self._closing_error()
+            done = self._loop_calls.add(action)
+            os.eventfd_write(self._bell, 1)
+        return call_result(done, _JOIN_S)
+
+    def stop(self, *last: Instruction) -> None:
+        """End the thread, close the sockets, fail what is still waited for. Idempotent.
+
+        Args:
+            last: Instructions for every worker that go out before, unless the pool is broken.
+        """
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True  # from here on a worker that ends is no news
+            if last and self.broken is None:
+                header = encode(Envelope(0, False, last))
+                for worker in self._lines:
+                    self._outbox.put((worker, [header]), 0.0)
+            self._pending.close(self._closing_error())
+            os.eventfd_write(self._bell, 1)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=_JOIN_S)
+        if not self._thread.is_alive():  # one that hangs uses the sockets still, and closes them when it ends
+            self._close()
+        self._pending.give_up(self._closing_error())
+
+    def _closing_error(self) -> OneboxError:
+        """Return what is said of a pool that is closed: what was wrong before, if anything was."""
+        error = self.broken or PoolError("the pool is closed; open another with onebox.open()")
+        return error.with_traceback(None)
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._bell)
+        for line in self._lines.values():
+            line.commands.close(200)  # milliseconds for the last words to go
+            line.beats.close(0)
+        self._context.destroy(linger=0)  # with sockets of a worker that could not be connected to
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            if self._stopping:
+                self._close()
+
+    def _serve(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._bell, zmq.POLLIN)
+            for line in self._lines.values():
+                line.listen(poller)
+            while not self._stopping:
+                ready = dict(poller.poll(self._patience_ms()))
+                if self._bell in ready:
+                    os.eventfd_read(self._bell)
+                self._loop_calls.run(poller)
+                self._send(self._outbox.take(time.monotonic()))
+                for line in list(self._lines.values()):
+                    self._attend(line, ready, poller)
+                now_s = time.monotonic()
+                self._let_in(now_s)
+                for line in list(self._lines.values()):
+                    line.link.flush(now_s)
+                self._look(now_s)
+            self._send(self._outbox.take_all())
+        except BaseException as error:
+            self._pending.give_up(PoolError(f"the client's own thread failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _look(self, now_s: float) -> None:
+        """See who is alive, not more often than anything can have changed."""
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + _TICK_MS / 2000
+        self._pending.release(now_s)
+        for worker, line in self._lines.items():
+            if isinstance(line.member, HostedWorker):
+                self._liveness.overhear(worker, line.member.heard_s)
+        for worker, why in self._liveness.hung(now_s).items():
+            self._lost(self._lines[worker], self._hung(worker, why))
+
+    def _drop(self, worker: int, poller: zmq.Poller) -> list[int]:
+        line = self._lines.pop(worker)
+        line.cut(poller)
+        self._liveness.forget(worker)
+        groups = self._groups.of(worker)
+        for group in groups:
+            self._tell(self._groups.dissolve(group))
+        self.lost.pop(worker, None)
+        return groups
+
+    def _take_in(self, line: WorkerConnection, poller: zmq.Poller) -> None:
+        self._lines[line.place.worker] = line
+        line.listen(poller)
+
+    def _patience_ms(self) -> int:
+        """Return how long to wait for something to come: until something is due to be sent, at most a tick."""
+        due_s = min((line.link.due_s for line in self._lines.values()), default=math.inf)
+        if due_s == math.inf and self._outbox.plain:
+            return _TICK_MS
+        now_s = time.monotonic()
+        wait_s = max(0.0, due_s - now_s)
+        if not self._outbox.plain:
+            wait_s = min(wait_s, self._outbox.wait_s(now_s), self._inbox.wait_s(now_s))
+        return math.ceil(1000 * min(wait_s, _TICK_MS / 1000))
+
+    def _send(self, messages: Sequence[tuple[int, list[Any]]]) -> None:
+        for worker, parts in messages:
+            if worker in self._lines:  # what was for one that has been dropped is void
+                self._lines[worker].link.send(parts)
+
+    def _attend(self, line: WorkerConnection, ready: dict[Any, int], poller: zmq.Poller) -> None:
+        """Take everything that has come from one worker."""
+        try:
+            if line.returned(ready):
+                self._liveness.beat(line.place.worker, time.monotonic())
+            for parts in line.beaten(ready):
+                self._take(line, parts)
+            for parts in line.come(ready):
+                self._come(line, parts)
+        except Restarted as error:
+            self._lost(line, WorkerDied(f"{line.place}: {error}\n  {AFTERWARDS}", **vars(line.place)))
+        except WireError as error:
+            self._pending.give_up(error)
+        if line.member.descriptor in ready:
+            poller.unregister(line.member.descriptor)
+            if not self._stopping:
+                self._lost(line, line.member.death())
+
+    def _come(self, line: WorkerConnection, parts: Sequence[Any]) -> None:
+        if self._inbox.latency_s:
+            self._inbox.put((line, parts), time.monotonic())
+        else:
+            self._take(line, parts)
+
+    def _let_in(self, now_s: float) -> None:
+        """Take what has been held back long enough."""
+        try:
+            for line, parts in self._inbox.take(now_s):
+                self._take(line, parts)
+        except WireError as error:
+            self._pending.give_up(error)
+
+    def _take(self, line: WorkerConnection, parts: Sequence[Any]) -> None:
+        saying: WorkerMessage
+        saying, frames = decode_worker_message(parts)
+        worker = line.place.worker
+        match saying:
+            case Reply():
+                self._pending.reply(line.place, saying, frames, time.monotonic())
+            case Heartbeat():
+                line.beating = True
+                line.greet()
+                if line.hello.done():
+                    self._liveness.beat(worker, time.monotonic(), saying.stalled_s, saying.doing)
+                    self.executed[worker] = saying.executed
+            case Left() | Lookup() | Contribution():
+                self._tell(self._groups.take(line.place, saying, frames))
+            case Hello():
+                self._liveness.beat(worker, time.monotonic())
+                line.words = saying
+                line.greet()
+
+    def _tell(self, notices: Sequence[GroupNotice]) -> None:
+        messages = [
+            (notice.worker, [encode(Envelope(0, False, (notice.instruction,))), *notice.frames]) for notice in notices
+        ]
+        if not self._outbox.plain:
+            for message in messages:
+                self._outbox.put(message, time.monotonic())
+        else:
+            self._send(messages)
+
+    # ---- when things go wrong
+
+    def _hung(self, worker: int, why: str) -> WorkerHung:
+        place = self._lines[worker].place
+        return WorkerHung(
+            f"{place} {why}; it is taken for hung\n  {AFTERWARDS}",
+            worker=place.worker,
+            host=place.host,
+            device=place.device,
+        )
+
+    def _lost(self, line: WorkerConnection, error: OneboxError) -> None:
+        self._liveness.forget(line.place.worker)
+        fail(line.hello, error)
+        self._pending.lose(line.place.worker, error)

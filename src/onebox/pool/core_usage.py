@@ -1,0 +1,80 @@
+"""The cores of the hosts of a pool: who keeps how many busy, and how many are left. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from onebox.pool.devices import DeviceInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCores:
+    """The cores of a host, as far as its workers may use them.
+
+    Args:
+        host: The host, as its devices name it.
+        cores: How many there are.
+        busy: For each device of it, by its number in the pool, how many threads its worker keeps busy while it
+            computes: on a CPU those of its operators; of a GPU one, which hands it its work; of ``sim``, which only
+            sleeps, none. An optimizer that steps on the host of a GPU uses that worker's threads for a while, when
+            nothing else of the step is left to do.
+    """
+
+    host: str
+    cores: int
+    busy: Mapping[int, int]
+
+    @property
+    def taken(self) -> int:
+        """Threads that all its workers keep busy together."""
+        return sum(self.busy.values())
+
+    @property
+    def free(self) -> int:
+        """Cores that are left for a client on it, the preparation of its batches and whatever else runs there."""
+        return max(0, self.cores - self.taken)
+
+
+def busy_threads(device: DeviceInfo) -> int:
+    """Return how many threads the worker of a device keeps busy while it computes."""
+    return {"cpu": device.threads, "cuda": 1}.get(device.kind, 0)
+
+
+def host_cores(devices: Sequence[DeviceInfo], here: str, cores: int) -> tuple[HostCores, ...]:
+    """Return the cores of the hosts of some devices; those of the client's own host first, whoever is there.
+
+    Args:
+        devices: The devices.
+        here: What the client's host is called.
+        cores: Cores that the client may use.
+    """
+    hosts = dict.fromkeys((here, *(device.host for device in devices)))
+    found = []
+    for host in hosts:
+        own = [device for device in devices if device.host == host]
+        found.append(
+            HostCores(
+                host=host,
+                cores=max((device.cores for device in own), default=cores) or cores,
+                busy={device.number: busy_threads(device) for device in own},
+            )
+        )
+    return tuple(found)
+
+
+def explain_overcommitment(hosts: Sequence[HostCores]) -> str:
+    """Say which hosts have workers with more threads than cores; empty where none has.
+
+    Example:
+        >>> crowding([HostCores(host="localhost", cores=2, busy={0: 1, 1: 2})])
+        'the workers of localhost have 3 busy threads for 2 cores and slow each other down; open fewer, or set threads'
+    """
+    over = [host for host in hosts if host.taken > host.cores]
+    if not over:
+        return ""
+    which = "; those of ".join(
+        f"{host.host} have {host.taken} busy threads for {host.cores} core{'s' if host.cores > 1 else ''}"
+        for host in over
+    )
+    return f"the workers of {which} and slow each other down; open fewer, or set threads"

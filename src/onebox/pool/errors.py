@@ -1,0 +1,189 @@
+"""From failures to errors: which one a person should see, and what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from onebox.errors import DeviceMemoryError, OneboxError, OperatorError, PeerLost, WireError
+from onebox.wire.protocol.responses import WorkerFailure
+
+T = TypeVar("T")
+
+SLICE_S = 0.2
+"""Ctrl-C ends a wait for workers within this time, whenever it comes."""
+
+CAUSE_S = 1.0
+"""How long a worker's complaint about a lost peer waits for the news of what befell that peer."""
+
+AFTERWARDS = "open another pool and resume from the last checkpoint"
+"""What to do when a worker has ended."""
+
+_ADVICE = {
+    "operator": "what is computed from it is void; where plain PyTorch runs this operator on such tensors, it is an "
+    "error of onebox, and the operator and the shapes say which",
+    "data": "plain PyTorch says the same of this batch: look at the values, types and shapes that go into the model "
+    "and the loss; what is computed from them is void",
+    "asserted": "a GPU says so of a number that is out of range, mostly a label or an index of an embedding: look at "
+    "the values of the batch; a cpu device says which it is",
+    "values": "use a cpu or cuda device where values are needed",
+    "address": "behind a NAT no tensors go between workers: let gradients be summed at the client (sync='client') "
+    "or let the agent serve at an address of its host",
+    "memory": "use smaller batches, let go of what is needed no more, or give the device a larger budget (memory=)",
+    "peer": "another worker of the group went away or did not answer in time",
+    "protocol": "client and worker disagree; this is an error inside onebox",
+}
+
+
+ADVICE_IN_STEPS = (
+    "use a smaller micro_batch, a plan with other policies (recompute, offload, swap; 'onebox fit' says which would "
+    "fit, "
+    "and what they cost), an optimizer on the host (update='host'), or a larger budget (memory=)"
+)
+"""What to do where memory is lacking in a step that a plan lays out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLocation:
+    """Where a worker is, for messages."""
+
+    worker: int
+    host: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} ({self.device} on {self.host})"
+
+
+_DATA = re.compile(
+    r"out of bounds|out of range|must have the same dtype|same reduction dim|shapes cannot be multiplied|"
+    r"size of tensor a|batch_size|target dtype|[Ee]xpected (scalar|tensor .* scalar) type|"
+    r"should be between 0 and 1|Class values must be|size mismatch|same dtype"
+)
+"""What PyTorch 2.11 to 2.13 says of batches that a model or a loss cannot take."""
+
+_CLASSES = re.compile(r"Target (-?\d+) is out of bounds")
+_SCORES = re.compile(r"^\w+\[(?:\d+, )?(\d+)")
+"""The classes of scores ``[B, C, ...]``, or ``[C]``, among the shapes of what a loss is given."""
+
+
+def _advice(failure: WorkerFailure) -> str:
+    """Return what to do about a failure."""
+    if failure.routine != 0 and failure.kind == "memory":
+        return ADVICE_IN_STEPS
+    if failure.kind != "operator":
+        return _ADVICE[failure.kind]
+    if "device-side assert" in failure.message:
+        return _ADVICE["asserted"]
+    if failure.cause != "IndexError" and not _DATA.search(failure.message):
+        return _ADVICE["operator"]
+    label, scores = _CLASSES.search(failure.message), _SCORES.search(failure.shapes)
+    if label and scores and "nll_loss" in failure.operator:
+        return (
+            f"a target of the batch is {label[1]}, and the model gives scores for {scores[1]} classes: allowed are 0 "
+            f"to {int(scores[1]) - 1}, and the loss's ignore_index; correct the targets, or let the model have more "
+            "classes"
+        )
+    return _ADVICE["data"]
+
+
+def to_error(failure: WorkerFailure, place: WorkerLocation) -> OneboxError:
+    """Return the exception for a failure that a worker reported."""
+    shapes = f" on ({failure.shapes})" if failure.shapes else ""
+    in_step = failure.routine != 0
+    message = f"{place}: {failure.operator} failed{shapes}: {failure.message}\n  {_advice(failure)}"
+    where: dict[str, Any] = {"worker": place.worker, "host": place.host, "device": place.device}
+    if failure.kind == "protocol":
+        return WireError(message)
+    if failure.kind == "peer":
+        return PeerLost(message, **where)
+    about = {"said": failure.message, "cause": failure.cause, **where}
+    if in_step:
+        about["instruction"] = failure.routine, failure.place
+    if failure.kind != "memory":
+        return OperatorError(message, operator=failure.operator, shapes=failure.shapes, **about)
+    return DeviceMemoryError(
+        message,
+        operator=failure.operator,
+        shapes=failure.shapes,
+        asked_bytes=failure.asked_bytes,
+        used_bytes=failure.used_bytes,
+        allowed_bytes=failure.allowed_bytes,
+        **about,
+    )
+
+
+@dataclass
+class DelayedPeerErrors:
+    """Holds back complaints about lost peers for a moment, because the end of a peer may not be known yet.
+
+    Pure but for the futures that it completes: the time is an argument.
+    """
+
+    _held: list[tuple[float, Future[Any], PeerLost]] = field(default_factory=list)
+    _failed_s: float | None = None
+
+    def complain(self, future: Future[Any], error: PeerLost, now_s: float) -> None:
+        """Fail a future because of a lost peer, when it is known why, or after :data:`CAUSE_S`."""
+        if self._failed_s is not None and now_s - self._failed_s < CAUSE_S:
+            fail(future, error)
+        else:
+            self._held.append((now_s + CAUSE_S, future, error))
+
+    def failed(self, now_s: float) -> None:
+        """Take the news that a worker has failed by itself, which :func:`raise_first` prefers to a complaint."""
+        self._failed_s = now_s
+        self.release(now_s + CAUSE_S)
+
+    def ended(self, error: OneboxError) -> None:
+        """Take the news of the end of a worker, which is what everybody is to hear of."""
+        for _, future, _ in self._held:
+            fail(future, error)
+        self._held.clear()
+
+    def release(self, now_s: float) -> None:
+        """Fail the futures that have waited long enough."""
+        for end_s, future, error in self._held:
+            if now_s >= end_s:
+                fail(future, error)
+        self._held = [held for held in self._held if now_s < held[0]]
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Fail a future that is not done yet."""
+    if not future.done():
+        future.set_exception(error)
+
+
+def wait_in_slices(futures: Collection[Future[Any]]) -> set[Future[Any]]:
+    """Wait until all futures are done or one has failed, and return those that are not done.
+
+    In slices, because a signal that comes just before a thread begins to wait for a lock does not end that wait.
+    """
+    pending = set(futures)
+    failed = False
+    while pending and not failed:
+        done, pending = wait(pending, SLICE_S, FIRST_EXCEPTION)
+        failed = any(future.exception() is not None for future in done)
+    return pending
+
+
+def raise_first(futures: Sequence[Future[T]]) -> list[T]:
+    """Wait for futures and return their results, or raise what went wrong as soon as it is known.
+
+    Of several errors it is the first, in the order of the futures, that is no complaint about a lost peer.
+
+    Raises:
+        OneboxError: What went wrong.
+    """
+    pending = set(futures)
+    errors: list[BaseException] = []
+    while pending and all(isinstance(error, PeerLost) for error in errors):
+        pending = wait_in_slices(pending)
+        errors = [error for future in futures if future.done() and (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,82 @@
+"""What the devices of a pool will say of themselves, known without starting their workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from onebox.errors import UsageError
+from onebox.pool.backends.local import LOCAL_HOST
+from onebox.pool.devices import DeviceInfo
+from onebox.pool.discovery import DeviceRequest, cores, requested_devices
+from onebox.pool.spec import LocalPart, asked_parts
+from onebox.sizes import Memory, parse_budgets
+from onebox.wire import codecs
+from onebox.wire.protocol.responses import NO_INSTRUCTION_SETS
+from onebox.worker.device import ComputeDevice
+from onebox.worker.emulated import MEMORY_BYTES, PRODUCT
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.system.instruction_sets import used_instruction_sets
+
+
+def expected_devices(
+    spec: str = "auto", *, threads: int | None = None, memory: Memory | None = None
+) -> tuple[DeviceInfo, ...]:
+    """Return the devices that a pool of this machine will have; nothing is started.
+
+    Args:
+        spec: As for :func:`~onebox.pool.open_pool`.
+        threads: Likewise.
+        memory: Likewise.
+
+    Raises:
+        UsageError: The specification is wrong, or names devices of other machines, which only they know.
+    """
+    found: list[DeviceInfo] = []
+    budgets = parse_budgets("memory", memory)
+    for part in asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8")):
+        if not isinstance(part, LocalPart):
+            raise UsageError(
+                f"pool {spec!r} has devices of other machines, which would have to be asked; describe them by what "
+                "they have, such as sim*2 with a memory of 24GiB"
+            )
+        requests = requested_devices(part.devices, part.threads or threads)
+        for request, quota in zip(requests, (part.memory or budgets).of(len(requests)), strict=True):
+            found.append(_described(len(found), request, quota))
+    return tuple(found)
+
+
+def _described(number: int, request: DeviceRequest, quota: int) -> DeviceInfo:
+    """Return what the worker of a device would say of it."""
+    capability, processors, nccl, used = (0, 0), 0, False, NO_INSTRUCTION_SETS
+    if request.device == "sim":
+        name, memory = PRODUCT, quota or MEMORY_BYTES
+    elif request.device == "cpu":
+        device = ComputeDevice("cpu", torch.get_num_threads())
+        name, memory, used = device.product_name(), device.memory_bytes(), device.instructions()
+    else:
+        about = torch.cuda.get_device_properties(request.device)
+        name, memory, used = about.name, int(about.total_memory), used_instruction_sets()
+        capability, processors = (about.major, about.minor), about.multi_processor_count
+        nccl = torch.distributed.is_nccl_available()
+    host = HostMemory(memory if request.device == "sim" else quota)  # sim has its memory as a quota
+    return DeviceInfo(
+        number=number,
+        host=LOCAL_HOST,
+        device=request.device,
+        name=name,
+        threads=request.threads,
+        memory_bytes=min(memory, quota or memory),
+        speed=request.speed,
+        emulated=request.device == "sim" or request.speed < 1,
+        capability=capability,
+        processors=processors,
+        nccl=nccl,
+        instructions=used,
+        cores=cores(),
+        codecs=codecs(),
+        host_bytes=host.limit_bytes,
+        host_free_bytes=host.free_bytes,
+    )

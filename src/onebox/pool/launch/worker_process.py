@@ -1,0 +1,248 @@
+"""Worker processes on this machine: started with their keys on standard input, ended by whoever started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.errors import AFTERWARDS, WorkerLocation
+from onebox.pool.launch.fork_server import ForkedProcess, WorkerSpawner
+from onebox.pool.launch.worker_user import WorkerUser
+from onebox.worker import Ports, WorkerConfig
+
+START_S = 90.0
+"""How long a worker may take until it has bound its ports: importing torch is most of it."""
+
+_UNKNOWN = "ended with or after its nursery, the process onebox-nursery that had forked it, which would have said how"
+
+_LAST_WORDS = 4000
+_SAID_BYTES = 4096
+
+_HANDED_ON = ("HOME", "LANG", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_FAMILIES = (
+    "ATEN_",
+    "CUDA",
+    "DNNL_",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "LC_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
+)
+"""The variables of a worker: those of the system, and the families of Python's and PyTorch's libraries."""
+
+_LONGEST = 70
+"""Bytes of a folder's path that leave room for the name of ours and of a socket in it."""
+
+
+class SocketFolder:
+    """A folder that only this user can enter, in which workers of this machine bind their sockets.
+
+    Its path is short, because that of a socket has 107 bytes at most (``unix(7)``).
+
+    Raises:
+        PoolError: No such folder can be made.
+    """
+
+    def __init__(self) -> None:
+        candidates = dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm"))
+        places = [place for place in candidates if len(os.fsencode(place)) <= _LONGEST]
+        for place in places:
+            with contextlib.suppress(OSError):
+                self.path = tempfile.mkdtemp(prefix="onebox-", dir=place)  # with mode 0700
+                return
+        raise PoolError(f"no folder for sockets can be made in {', '.join(places)}: let one of them be writable")
+
+    def close(self) -> None:
+        """Remove the folder; who is connected stays so. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class WorkerProcess:
+    """A worker process of this machine.
+
+    Args:
+        place: Where the worker is, for messages.
+        config: What it is to be; the keys go through a pipe and stand in no command line, file or environment.
+        account: Whom it runs as; this process's own user where ``None``.
+        nursery: Who may fork it from a process that has imported all; without it a worker is started from nothing.
+    """
+
+    address = "127.0.0.1"
+    """The address of this host that its peers connect to."""
+
+    command = (sys.executable, "-P", "-m", "onebox.worker")
+    """What is run; with -P nothing is imported from the current folder."""
+
+    def __init__(
+        self,
+        place: WorkerLocation,
+        config: WorkerConfig,
+        account: WorkerUser | None = None,
+        nursery: WorkerSpawner | None = None,
+    ) -> None:
+        self.place = place
+        self._stderr: IO[bytes] = tempfile.TemporaryFile(prefix="onebox-")  # noqa: SIM115 (closed by close)
+        environment = worker_environment(config.threads, account)
+        forked = None if nursery is None else nursery.spawn_worker(environment, self._stderr, account)
+        self._process: subprocess.Popen[bytes] | ForkedProcess = forked or self._start(environment, account)
+        self.descriptor = forked.descriptor if forked else os.pidfd_open(self._process.pid)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(config) + b"\n")
+            self._process.stdin.flush()
+        self._said = b""
+
+    def _start(self, environment: dict[str, str], account: WorkerUser | None) -> subprocess.Popen[bytes]:
+        """Start the process from nothing."""
+        return subprocess.Popen(
+            list(self.command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            **({} if account is None else account.options()),
+            start_new_session=True,  # Ctrl-C is for the client, which then ends its workers
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def ports(self) -> Ports:
+        """Wait until the worker has bound its sockets.
+
+        Raises:
+            WorkerDied: It ended instead.
+            PoolError: It took too long, or said something else.
+        """
+        end_s = time.monotonic() + START_S
+        poll = select.poll()  # which, unlike select, has no limit to the number of a descriptor
+        poll.register(self.outlet, select.POLLIN)
+        while poll.poll(max(0.0, end_s - time.monotonic()) * 1000):
+            try:
+                found = self.hear()
+            except EOFError:
+                raise self.death() from None
+            if found is not None:
+                return found
+        raise PoolError(f"{self.place} did not start within {START_S:.0f} s: {self.last_words()}")
+
+    @property
+    def outlet(self) -> int:
+        """A file descriptor that is readable when the worker has said something of its ports."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def hear(self) -> Ports | None:
+        """Take what the worker has said, without a wait where :attr:`outlet` is readable.
+
+        Returns:
+            The endpoints that it has bound; ``None`` if it has not said them whole.
+
+        Raises:
+            EOFError: It says nothing any more: it is about to end.
+            PoolError: It said something else.
+        """
+        part = os.read(self.outlet, _SAID_BYTES)
+        if not part:
+            raise EOFError(f"{self.place} ends")
+        self._said += part
+        if not self._said.endswith(b"\n") and len(self._said) < _SAID_BYTES:
+            return None
+        try:
+            return msgspec.json.decode(self._said, type=Ports)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise PoolError(f"{self.place} said {self._said[:200]!r} where its ports were expected") from None
+
+    def death(self) -> WorkerDied:
+        """Return the error that tells of the end of the process."""
+        try:
+            status: int | None = self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            status = None
+        words = self.last_words()
+        said = f"; its last words:\n{words}" if words else "; it said nothing"
+        how = _UNKNOWN if status is None and isinstance(self._process, ForkedProcess) else how_it_ended(status)
+        return WorkerDied(
+            f"{self.place}, process {self.pid}, {how}{said}\n  {AFTERWARDS}",
+            exit_status=status,
+            last_words=words,
+            worker=self.place.worker,
+            host=self.place.host,
+            device=self.place.device,
+        )
+
+    def last_words(self) -> str:
+        """Return the end of what the worker wrote to standard error."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(self._stderr.fileno(), _LAST_WORDS, max(0, size - _LAST_WORDS))
+        return text.decode(errors="replace").strip()
+
+    def close(self, *, grace_s: float) -> None:
+        """End the process: wait for its own end for a while, then kill it. Idempotent."""
+        if self._stderr.closed:
+            return
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        try:
+            self._process.wait(timeout=grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self.descriptor)
+        self._stderr.close()
+
+
+def how_it_ended(status: int | None) -> str:
+    """Say how a process ended, by its exit status."""
+    if status is None or status >= 0:
+        return f"ended with exit status {status}"
+    memory = " (so does the kernel when memory runs out)" if status == -signal.SIGKILL else ""
+    return f"was ended by signal {-status}, {signal.Signals(-status).name}{memory}"
+
+
+def worker_environment(threads: int, account: WorkerUser | None = None) -> dict[str, str]:
+    """Return the environment of a worker: what libraries ask for, its share of threads, an allocator that keeps what it
+    has; nothing else of ours, which may hold secrets.
+
+    NumPy's library starts its threads when it is loaded, which is before a worker confines itself, and that holds for
+    later threads only; no operator of a worker is NumPy's. Without the last three, glibc returns every large buffer to
+    the kernel and pays for its pages again in the next operator.
+    """
+    source = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
+    own = {} if account is None else {"HOME": account.home}
+    return {
+        **{name: value for name, value in os.environ.items() if name in _HANDED_ON or name.startswith(_FAMILIES)},
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+        "MALLOC_TOP_PAD_": str(64 << 20),
+        **own,
+    }

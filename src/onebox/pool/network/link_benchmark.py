@@ -1,0 +1,205 @@
+"""Measures links: messages go from one worker to another and a small one comes back, timed by the workers' traces."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from onebox.cost import near_groups, shortest_tree
+from onebox.cost.benchmark_kernels import filled, first_element
+from onebox.cost.links import LARGEST_BYTES, LEAST_REPEATS, SMALLEST_BYTES, fit_link, is_doubtful, next_size, repeats
+from onebox.errors import OneboxError
+from onebox.pool.errors import raise_first
+from onebox.wire import TensorSpec
+from onebox.wire.protocol.instructions import Ask, Call, Free, Receive, Send, Step
+from onebox.wire.protocol.requests import Define, Instruction, Routine, Run, StoredProgram
+
+if TYPE_CHECKING:
+    from onebox.pool.pool import DeviceInfo, Pool
+
+LinkSpeeds = Mapping[tuple[int, int], tuple[float, float]]
+"""Latency in seconds and bandwidth in bytes per second, by source and target."""
+
+_STEPS = 4
+"""Instructions of a round trip, on either side."""
+
+_MORE_ROUNDS = 3
+"""How often links are measured again, at most, for each of the two reasons to do so."""
+
+_TINY = TensorSpec("float32", (1,))
+
+
+def measure_links(pool: Pool, members: Sequence[int], rooms: Sequence[int]) -> LinkSpeeds:
+    """Measure the links between some devices in both directions, one at a time.
+
+    Args:
+        pool: The pool.
+        members: The devices.
+        rooms: Bytes that may be used on each device of the pool.
+
+    Raises:
+        OneboxError: A worker failed or ended, or the group cannot be formed.
+    """
+    group = pool.form_group(members, "workers")
+    try:
+        ways: dict[tuple[int, int], _Way] = {}
+        for source, target in itertools.permutations(enumerate(members), 2):
+            room = min(rooms[source[1]], rooms[target[1]])
+            ways[source[1], target[1]] = _Way(pool, group, source, target, room)
+        return settled({pair: way.measure for pair, way in ways.items()})
+    finally:
+        pool.leave_group(group, members)
+
+
+def settled(measures: Mapping[tuple[int, int], Callable[[], tuple[float, float]]]) -> LinkSpeeds:
+    """Measure links, and those again by which much is decided and which may have been disturbed, at other moments.
+
+    Links whose way back is much faster, until none is; and the shortest ones that join all devices, by which groups are
+    told apart, until the groups stay as they are; either a few times at most.
+
+    Args:
+        measures: What measures a link, in both directions of each; the answers may only become better.
+    """
+    links = {pair: measure() for pair, measure in measures.items()}
+    for _ in range(_MORE_ROUNDS):
+        for pair in [pair for pair, link in links.items() if is_doubtful(link, links[pair[::-1]])]:
+            links[pair] = measures[pair]()
+    devices = sorted({device for pair in links for device in pair})
+    for _ in range(_MORE_ROUNDS):
+        known = tables(links, devices)
+        for a, b in shortest_tree(*known):
+            links |= {(a, b): measures[a, b](), (b, a): measures[b, a]()}
+        if near_groups(*tables(links, devices)) == near_groups(*known):
+            break
+    return links
+
+
+def tables(
+    links: LinkSpeeds, devices: Iterable[int]
+) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, float]]]:
+    """Return latencies and bandwidths by source, then target, of links between devices, which are all sources."""
+    latency_s, bandwidth_bps = ({source: dict[int, float]() for source in devices} for _ in range(2))
+    for (source, target), (latency, bandwidth) in links.items():
+        latency_s[source][target], bandwidth_bps[source][target] = latency, bandwidth
+    return latency_s, bandwidth_bps
+
+
+def one_way_s(sent_ns: Sequence[int], answered_ns: Sequence[int], *, clock: bool, back_s: float | None) -> list[float]:
+    """Return how long messages took, from the traces of round trips.
+
+    Args:
+        sent_ns: Trace of the sender: send, receive, ask, free, for each round trip.
+        answered_ns: Trace of the other: receive, call (which waits for it), send, free.
+        clock: Whether both traces are by the same clock, and tell when what was waited for was there.
+        back_s: Seconds of the way back, which are taken off where only the whole round trip is known; half of it all
+            where they are not known. Half of it is the least in any case, since what goes back is the smaller message:
+            where something held up those by which the way back is known, a message would seem to take no time.
+    """
+    found = []
+    for start in range(0, len(sent_ns), 2 * _STEPS):
+        left_ns, back_ns, there_ns = sent_ns[start], sent_ns[start + 5], answered_ns[start + 2]
+        if clock:
+            found.append((there_ns - left_ns) / 1e9)
+        else:
+            there_and_back_s = (back_ns - left_ns) / 1e9
+            half_s = there_and_back_s / 2
+            found.append(half_s if back_s is None else max(half_s, there_and_back_s - back_s))
+    return [max(seconds, 1e-9) for seconds in found]
+
+
+def have_one_clock(one: DeviceInfo, other: DeviceInfo) -> bool:
+    """Tell whether the traces of two devices go together: by one host's clock, and work is done when its time ends."""
+    return one.host == other.host and "cuda" not in (one.kind, other.kind)
+
+
+class _Way:
+    """The way from one worker to another.
+
+    Args:
+        pool: The pool.
+        group: A group that both are in.
+        source: The sender's rank and number.
+        target: The receiver's rank and number.
+        room_bytes: The most that a message and its copies may take.
+    """
+
+    def __init__(
+        self, pool: Pool, group: int, source: tuple[int, int], target: tuple[int, int], room_bytes: int
+    ) -> None:
+        self._pool = pool
+        self._group = group
+        self._source_rank, self._source = source
+        self._target_rank, self._target = target
+        self._most_bytes = min(LARGEST_BYTES, room_bytes // 4)
+        self._fastest_s: dict[int, float] = {}
+        self._clock = have_one_clock(pool.devices[self._source], pool.devices[self._target])
+
+    def measure(self) -> tuple[float, float]:
+        """Return latency and bandwidth, by the fastest messages of each size so far: nothing makes one too fast."""
+        seconds = {SMALLEST_BYTES: min(self._trips(SMALLEST_BYTES, LEAST_REPEATS, None))}
+        if (more := repeats(2 * seconds[SMALLEST_BYTES])) > LEAST_REPEATS:
+            seconds[SMALLEST_BYTES] = min(self._trips(SMALLEST_BYTES, more, None))
+        while (size := next_size(seconds, self._most_bytes)) is not None:
+            count = repeats(2 * seconds[SMALLEST_BYTES] + _more_s(seconds, size))
+            seconds[size] = min(self._trips(size, count, seconds[SMALLEST_BYTES]))
+        self._fastest_s |= {size: min(taken, self._fastest_s.get(size, taken)) for size, taken in seconds.items()}
+        return fit_link(self._fastest_s)
+
+    def _trips(self, size: int, count: int, back_s: float | None) -> list[float]:
+        """Send a message of a size so many times; return the seconds of each."""
+        spec = TensorSpec("float32", (size // SMALLEST_BYTES,))
+        numbers = [self._pool.new_number() for _ in range(4)]
+        try:
+            traces = raise_first(
+                [
+                    self._pool.post(self._target, self._answering(spec, count, numbers), answer=True),
+                    self._pool.post(self._source, self._sending(spec, count, numbers), answer=True),
+                ]
+            )
+        finally:
+            with contextlib.suppress(OneboxError):  # of a pool that is broken
+                for worker in (self._source, self._target):
+                    self._pool.post(worker, [Free(tuple(numbers[:2]), tuple(numbers[2:]))])
+        return one_way_s(traces[1].times_ns, traces[0].times_ns, clock=self._clock, back_s=back_s)
+
+    def _sending(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
+        message, back, program, routine = numbers
+        trip: tuple[Step, ...] = (
+            Send(message, self._group, self._target_rank),
+            Receive(back, _TINY, self._group, self._target_rank),
+            Ask("scalars", (back,)),
+            Free((back,)),
+        )
+        return [
+            Define(program, StoredProgram(filled(spec))),
+            Call(program, (), (message,)),
+            *_run(routine, trip, count),
+        ]
+
+    def _answering(self, spec: TensorSpec, count: int, numbers: Sequence[int]) -> list[Instruction]:
+        message, back, program, routine = numbers
+        trip: tuple[Step, ...] = (
+            Receive(message, spec, self._group, self._source_rank),
+            Call(program, (message,), (back,)),
+            Send(back, self._group, self._source_rank),
+            Free((message, back)),
+        )
+        return [
+            Define(program, StoredProgram(first_element(spec))),
+            *_run(routine, trip, count),
+        ]
+
+
+def _run(routine: int, trip: tuple[Step, ...], count: int) -> list[Instruction]:
+    assert len(trip) == _STEPS
+    return [Define(routine, Routine(trip * count, 0)), Run(routine, trace=True)]
+
+
+def _more_s(seconds: Mapping[int, float], size: int) -> float:
+    """Return by how much longer a message of a size takes than the smallest, as far as is known."""
+    if len(seconds) < 2:
+        return 0.0
+    smallest, largest = min(seconds), max(seconds)
+    return max(0.0, seconds[largest] - seconds[smallest]) / (largest - smallest) * (size - smallest)

@@ -1,0 +1,235 @@
+"""Measures what a pool's devices and links can do, by stored programs and traced routines like any other work."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from onebox.cost import PoolProfile, Speeds, key_of, near_groups
+from onebox.cost.benchmark_kernels import LEAST_BYTES, BenchmarkKernel, kernels, randoms
+from onebox.cost.pool_profile import FORMAT, DeviceProfile
+from onebox.errors import OneboxError, UsageError
+from onebox.pool.errors import raise_first
+from onebox.pool.network.link_benchmark import LinkSpeeds, measure_links, tables
+from onebox.pool.network.transport_paths import shares_memory
+from onebox.sizes import size_text
+from onebox.wire import TensorSpec
+from onebox.wire.protocol.instructions import Ask, Call, Evict, Free, Offload, Prefetch, Step
+from onebox.wire.protocol.requests import Define, Routine, Run, StoredProgram
+from onebox.wire.protocol.responses import WorkerMemory
+
+if TYPE_CHECKING:
+    from onebox.pool.pool import Pool
+
+_TOGETHER_S = 0.06
+"""How long each kernel runs on each device, so that slow and fast ones of a host are at work at the same time."""
+
+_BLOCK_S = 0.001
+"""Runs of a kernel are timed in blocks of at least so long: an accelerator is done only when somebody has waited, which
+takes some 10 µs. Longer ones would be cut into by other processes more often."""
+
+_LEAST_BLOCKS, _MOST_BLOCKS, _MOST_CALLS = 5, 60, 100
+_ONE = TensorSpec("float32", (1,))
+
+
+def profile_key(pool: Pool) -> str:
+    """Return the name under which the profile of such a pool is kept: a hash of all that it depends on."""
+    links = sorted((source, target, link) for (source, target), link in pool.links.items())
+    here = platform.node(), len(os.sched_getaffinity(0))
+    devices = [replace(device, host_free_bytes=0) for device in pool.devices]  # which is another each time
+    return key_of("pool", FORMAT, str(torch.__version__), here, devices, links, shares_memory())
+
+
+def measure_pool(pool: Pool) -> PoolProfile:
+    """Measure all devices, at the same time, and all links, one after the other.
+
+    Raises:
+        UsageError: A device has not enough memory left.
+        OneboxError: A worker failed or ended.
+    """
+    rooms = _rooms(pool)
+    speeds = measure_devices(pool, rooms)
+    links = _all_links(pool, rooms)
+    devices = tuple(
+        DeviceProfile(
+            number=device.number,
+            device=device.device,
+            name=device.name,
+            host=device.host,
+            threads=device.threads,
+            memory_bytes=device.memory_bytes,
+            speed=device.speed,
+            emulated=device.emulated,
+            speeds=found,
+        )
+        for device, found in zip(pool.devices, speeds, strict=True)
+    )
+    latency_s, bandwidth_bps = tables(links, range(len(pool)))
+    return PoolProfile(
+        devices=devices,
+        latency_s=latency_s,
+        bandwidth_bps=bandwidth_bps,
+        emulated_links=tuple(sorted(pool.links)),
+        groups=near_groups(latency_s, bandwidth_bps),
+        torch=str(torch.__version__),
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _rooms(pool: Pool) -> list[int]:
+    """Return how many bytes may be used on each device.
+
+    Raises:
+        UsageError: On one there is hardly any memory left.
+    """
+    answers = raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in range(len(pool))])
+    hosts = [device.host for device in pool.devices]
+    rooms = []
+    for device, answer in zip(pool.devices, answers, strict=True):
+        (memory,) = answer.results
+        assert isinstance(memory, WorkerMemory)
+        limited = memory.quota_bytes - memory.used_bytes
+        room = limited if memory.quota_bytes else device.memory_bytes // (2 * hosts.count(device.host))
+        if room < LEAST_BYTES:
+            raise UsageError(
+                f"device {device.number} ({device.device} on {device.host}) has {size_text(max(0, room))} of memory "
+                f"left; measuring needs {size_text(LEAST_BYTES)}: give it more, or close what uses it"
+            )
+        rooms.append(room)
+    return rooms
+
+
+# ---- devices
+
+
+def measure_devices(pool: Pool, rooms: Sequence[int]) -> list[Speeds]:
+    """Return what each device reaches on the fixed kernels, all devices at work at once.
+
+    Args:
+        pool: The pool.
+        rooms: Bytes that may be used on each device.
+    """
+    own_bytes = _ONE.size_bytes  # of each run, beside its kernel
+    sets = [
+        kernels(device.kind, room - own_bytes, bf16=device.has_bf16)
+        for device, room in zip(pool.devices, rooms, strict=True)
+    ]
+    figures: list[dict[str, float]] = [{} for _ in sets]
+    for place in range(max(map(len, sets))):
+        chosen = {worker: found[place] for worker, found in enumerate(sets) if place < len(found)}
+        for worker, seconds in _time(pool, chosen).items():
+            figures[worker][chosen[worker].name] = chosen[worker].figure(seconds)
+    return [Speeds(**found) for found in figures]
+
+
+def _time(pool: Pool, chosen: Mapping[int, BenchmarkKernel]) -> dict[int, float]:
+    """Return the median seconds of a run of a kernel on each of some workers."""
+    runs = {worker: _KernelRun(pool, worker, kernel) for worker, kernel in chosen.items()}
+    try:
+        for run in runs.values():
+            run.prepare()
+        first = _all(pool, runs.values(), dict.fromkeys(runs, (2, 1)))
+        plans = {worker: blocks(found[-1]) for worker, found in first.items()}
+        return {worker: statistics.median(found) for worker, found in _all(pool, runs.values(), plans).items()}
+    finally:
+        for run in runs.values():
+            run.clear()
+
+
+def _all(pool: Pool, runs: Iterable[_KernelRun], plans: Mapping[int, tuple[int, int]]) -> dict[int, list[float]]:
+    """Let workers run blocks of calls at once; return for each the seconds of a call in each block."""
+    by_worker = {run.worker: run for run in runs}
+    posted = [pool.post(worker, run.instructions(*plans[worker]), answer=True) for worker, run in by_worker.items()]
+    answers = zip(by_worker.items(), raise_first(posted), strict=True)
+    return {worker: block_seconds(answer.times_ns, *plans[worker]) for (worker, _), answer in answers}
+
+
+def blocks(call_s: float) -> tuple[int, int]:
+    """Return how many blocks of how many calls to run of what takes so long.
+
+    Args:
+        call_s: Seconds of a call, roughly.
+    """
+    calls = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / call_s)))
+    return max(_LEAST_BLOCKS, min(_MOST_BLOCKS, round(_TOGETHER_S / (calls * call_s)))), calls
+
+
+def block_seconds(times_ns: Sequence[int], count: int, calls: int) -> list[float]:
+    """Return the seconds of a call, as a mean over each block of a trace, which is of as many instructions as others.
+
+    Args:
+        times_ns: Start and end of each instruction.
+        count: How many blocks there are.
+        calls: Calls of each.
+    """
+    length, rest = divmod(len(times_ns), count)
+    assert not rest and length > 2 * calls, f"{len(times_ns)} times for {count} blocks of {calls} calls"
+    ends = [times_ns[(block + 1) * length - 1] for block in range(count)]
+    return [max(1, end - times_ns[block * length]) / calls / 1e9 for block, end in enumerate(ends)]
+
+
+class _KernelRun:
+    """A kernel on a worker: its program, its inputs, and routines that call it.
+
+    Args:
+        pool: The pool.
+        worker: The worker.
+        kernel: The kernel.
+    """
+
+    def __init__(self, pool: Pool, worker: int, kernel: BenchmarkKernel) -> None:
+        self.worker = worker
+        self._pool = pool
+        self._kernel = kernel
+        self._program, self._maker, self._routine = (pool.new_number() for _ in range(3))
+        self._inputs = tuple(pool.new_number() for _ in kernel.program.inputs)
+        self._output, self._scalar = pool.new_number(), pool.new_number()
+
+    def prepare(self) -> None:
+        """Store the program and make its inputs."""
+        maker = randoms((*self._kernel.program.inputs, _ONE))
+        self._pool.post(
+            self.worker,
+            [
+                Define(self._program, StoredProgram(self._kernel.program)),
+                Define(self._maker, StoredProgram(maker)),
+                Call(self._maker, (), (*self._inputs, self._scalar)),
+            ],
+        )
+
+    def instructions(self, count: int, calls: int) -> list[Define | Run]:
+        """Return what runs blocks of calls, each block ended by a question that is answered when all is done."""
+        call, answer = Call(self._program, self._inputs, (self._output,)), Ask("scalars", (self._scalar,))
+        block: tuple[Step, ...] = (*(call,) * calls, answer)
+        if self._kernel.away:
+            trip = Offload(self._inputs), Evict(self._inputs), Prefetch(self._inputs)
+            block = (*trip * calls, call, Free((self._output,)), answer)
+        return [Define(self._routine, Routine(block * count, 0)), Run(self._routine, trace=True)]
+
+    def clear(self) -> None:
+        """Leave nothing behind."""
+        buffers = (*self._inputs, self._output, self._scalar)
+        with contextlib.suppress(OneboxError):  # of a pool that is broken
+            self._pool.post(self.worker, [Free(buffers, (self._program, self._maker, self._routine))])
+
+
+# ---- links
+
+
+def _all_links(pool: Pool, rooms: Sequence[int]) -> LinkSpeeds:
+    """Measure the links between all devices that can send to each other: those that have values, and those without."""
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    sleeping = [device.number for device in pool.devices if device.kind == "sim"]
+    for members in (sleeping, [device.number for device in pool.devices if device.kind != "sim"]):
+        if len(members) > 1:
+            found.update(measure_links(pool, members, rooms))
+    return found

@@ -1,0 +1,217 @@
+"""Opening a pool: from what is asked for to workers that are connected to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+
+from onebox.errors import UsageError
+from onebox.pool.backends.agents.agent_socket import own_address
+from onebox.pool.backends.agents.agent_source import AgentSource, acquire_all, paired_agent
+from onebox.pool.backends.base import WorkerHandle, WorkerSource, end_all
+from onebox.pool.backends.local import LOCAL_HOST, LocalSource
+from onebox.pool.client.loop import ClientLoop
+from onebox.pool.core_usage import explain_overcommitment
+from onebox.pool.devices import welcome
+from onebox.pool.discovery import requested_devices
+from onebox.pool.errors import raise_first
+from onebox.pool.launch.worker_process import WorkerProcess
+from onebox.pool.network.emulated import LinkMap
+from onebox.pool.pool import Pool
+from onebox.pool.spec import AgentPart, RayPart, asked_parts
+from onebox.sizes import Memory, parse_budgets
+from onebox.wire import new_keys
+from onebox.wire.protocol.instructions import Ask
+from onebox.worker import Fault
+
+_LOG = logging.getLogger("onebox")
+
+_QUESTIONS = 3
+"""How often all workers are asked something to know how far they are."""
+
+
+def open_pool(
+    spec: str = "auto",
+    *,
+    threads: int | None = None,
+    memory: Memory | None = None,
+    links: LinkMap | None = None,
+    channel_latency_s: float = 0.0,
+    channel_bandwidth_bps: float = math.inf,
+    faults: dict[int, Sequence[Fault]] | None = None,
+    grace_s: float | None = None,
+    wait: bool = True,
+) -> Pool:
+    """Open a pool of devices: of this machine, of other hosts, or of a Ray cluster.
+
+    Args:
+        spec: ``auto`` for all accelerators or, with none, one CPU worker a core up to four; or a list such as
+            ``cuda:0,cuda:1`` or ``cpu*2``; ``cpu@0.5`` is a CPU worker slowed down to half of its speed, ``sim*4`` are
+            four devices that compute nothing and sleep as long as what they are sent says that it costs.
+            Devices of hosts where an agent runs that this client was paired with are ``hostA`` (all accelerators or
+            some CPU workers), ``hostB:7171``, ``hostA/cuda:0``, ``hostA/cuda*2`` (any two) or ``hostA/cpu*2``, in one
+            list with others; ``ray`` or ``ray://HOST:PORT`` is a Ray cluster; ``NAME.toml`` a file of hosts. Devices
+            are numbered in the order of the list. For ``auto`` the environment variable ``ONEBOX_POOL`` may say
+            something else.
+        threads: Threads of each worker; an equal share of its host's cores when ``None``.
+        memory: The most bytes that each device's buffers may take, as bytes or text such as ``2GiB``; different ones as
+            :func:`~onebox.sizes.parse_budgets` reads them, or in a file of hosts where the pool has several hosts. An
+            operator that needs more fails with :class:`~onebox.errors.DeviceMemoryError`. When ``None``, there is no
+            limit but the device's; on another host a GPU alone or a CPU worker's share of the memory. A GPU's
+            allocator is held to an eighth and 64 MiB more, for what operators need in passing.
+        links: Links to emulate between devices, by the numbers of the two: for both directions, or for each its own
+            where both are given. For experiments on one host; times over them are made, not measured.
+        channel_latency_s: Seconds that every message between this process and a worker takes in addition, each way;
+            signs of life are not held up. Emulated likewise.
+        channel_bandwidth_bps: Bytes per second that go from this process to all workers at most. Emulated likewise.
+        faults: For tests: what goes wrong on which worker of this machine.
+        grace_s: How long this process may be gone or stopped before its leases on other hosts end, and how long the way
+            to one may be cut before its workers are given up; that a host has failed as a whole is noticed only then.
+            Without it leases outlast this process by 30 s, and a cut may last 3 s.
+        wait: Whether to queue for devices that others have leased; the place in the queue is logged.
+
+    Returns:
+        The pool; close it, or use it as a context manager.
+
+    Raises:
+        UsageError: The specification is wrong, or names a device that is not there or a host that this client was not
+            paired with; or a link or latency cannot be emulated.
+        PoolError: A worker could not be started, or is of another version; an agent cannot be reached; or others have
+            the devices, and it was not to wait.
+        WorkerDied: A worker ended while it started.
+
+    Example:
+        >>> import onebox
+        >>> with onebox.open("cpu*2") as pool:
+        ...     len(pool)
+        2
+    """
+    _require_channel(channel_latency_s, channel_bandwidth_bps)
+    sources = make_sources(spec, threads=threads, memory=memory, faults=faults, grace_s=grace_s)
+    channel = {"channel_latency_s": channel_latency_s, "channel_bandwidth_bps": channel_bandwidth_bps}
+    return connect_pool(sources, links=links, wait=wait, **channel)
+
+
+def _require_channel(latency_s: float, bandwidth_bps: float) -> None:
+    """Require that a channel to the workers can be emulated.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if not 0 <= latency_s < math.inf:
+        raise UsageError(f"channel_latency_s={latency_s}: a latency is 0 s or more and finite")
+    if not bandwidth_bps > 0:
+        raise UsageError(f"channel_bandwidth_bps={bandwidth_bps}: a bandwidth is positive; infinite for no cap")
+
+
+def make_sources(
+    spec: str,
+    *,
+    threads: int | None = None,
+    memory: Memory | None = None,
+    faults: Mapping[int, Sequence[Fault]] | None = None,
+    grace_s: float | None = None,
+) -> list[WorkerSource]:
+    """Return where the devices of a pool come from, in the order of its numbering; nothing is started yet.
+
+    Raises:
+        UsageError: The specification is wrong, or names a device of this machine that is not there, or a host that this
+            client was not paired with.
+    """
+    parts = asked_parts(spec, os.environ, lambda name: Path(name).expanduser().read_text(encoding="utf-8"))
+    budgets = parse_budgets("memory", memory)
+    if len(parts) > 1 and not budgets.alike:
+        raise UsageError(
+            f"memory={memory!r} for devices of several hosts: give one for all, or say that of each host in a file of "
+            'hosts, as in memory = ["2GiB", "4GiB"]'
+        )
+    agents = [part for part in parts if isinstance(part, AgentPart)]
+    for agent in agents:
+        paired_agent(agent.address)
+    address = _address_towards(agents) if len(parts) > len(agents) else WorkerProcess.address
+    found: list[WorkerSource] = []
+    for part in parts:
+        if isinstance(part, RayPart):
+            from onebox.pool.backends.ray.ray_source import RaySource  # an extra, which takes a second to import
+
+            if not budgets.alike:
+                raise UsageError(f"memory={memory!r}: devices of a Ray cluster have the same, such as memory='40GiB'")
+            found.append(RaySource(part.spec, threads=threads, memory_bytes=budgets.every or None))
+            continue
+        limits = replace(part, threads=part.threads or threads, memory=part.memory or budgets)
+        if isinstance(limits, AgentPart):
+            found.append(AgentSource(limits, grace_s=grace_s))
+        else:
+            requests = requested_devices(limits.devices, limits.threads)
+            quotas = (limits.memory or budgets).of(len(requests), LOCAL_HOST if len(parts) > 1 else "the pool")
+            found.append(LocalSource(requests, quotas=quotas, faults=faults, address=address))
+    return found
+
+
+def _round_trip_s(pool: Pool) -> float:
+    """Return how long it takes until all workers have answered, at best."""
+    took_s: list[float] = []
+    for _ in range(_QUESTIONS):
+        begin_s = time.monotonic()
+        raise_first([pool.post(worker, [Ask("memory")], answer=True) for worker in pool.present])
+        took_s.append(time.monotonic() - begin_s)
+    return min(took_s)
+
+
+def _address_towards(agents: Sequence[AgentPart]) -> str:
+    """Return the address by which workers of other hosts reach those of this one: that by which it reaches agents."""
+    addresses = [own_address(agent.address) for agent in agents]
+    outside = [address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback]
+    return next(iter([*outside, *addresses]), WorkerProcess.address)
+
+
+def connect_pool(
+    sources: Sequence[WorkerSource],
+    *,
+    links: LinkMap | None = None,
+    channel_latency_s: float = 0.0,
+    channel_bandwidth_bps: float = math.inf,
+    wait: bool = True,
+) -> Pool:
+    """Start the workers of some sources, in that order, and make a pool of them; see :func:`open_pool`.
+
+    The sources are closed with the pool, or when there is none.
+    """
+    mine = new_keys()
+    with contextlib.ExitStack() as undo:
+        for source in sources:
+            undo.callback(source.close)
+        started: list[tuple[WorkerHandle, str]] = []
+        undo.callback(lambda: end_all([member for member, _ in started], grace_s=0.0))
+        agents = [source for source in sources if isinstance(source, AgentSource)]
+        if agents:
+            acquire_all(agents, mine.public, wait=wait)
+        patience_s: dict[int, float] = {}
+        for source in sources:
+            made = source.start(len(started), mine.public)
+            if isinstance(source, AgentSource):
+                patience_s |= {member.place.worker: source.patience_s for member, _ in made}
+            started += made
+        members = [member for member, _ in started]
+        client_loop = ClientLoop(mine, channel_latency_s, len(members), patience_s, channel_bandwidth_bps)
+        undo.callback(client_loop.stop)
+        hellos = [client_loop.connect(member, key) for member, key in started]
+        client_loop.start()
+        devices = [welcome(member, hello) for member, hello in zip(members, hellos, strict=True)]
+        for source in sources:
+            source.connected()
+        pool = Pool(members, sources, client_loop, devices, links, channel_latency_s, channel_bandwidth_bps)
+        if channel_latency_s or not all(isinstance(source, LocalSource) for source in sources):
+            pool.round_trip_s = _round_trip_s(pool)
+        undo.pop_all()
+    crowded = explain_overcommitment(pool.cores)
+    if crowded:
+        _LOG.warning("%s", crowded)
+    return pool

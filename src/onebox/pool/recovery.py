@@ -1,0 +1,187 @@
+"""Healing a pool: lost workers are ended and started again, and the survivors let go of what they waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from onebox.errors import OneboxError, PoolError, WorkerHung
+from onebox.pool.backends.base import WorkerHandle
+from onebox.pool.client.connection import WorkerReply
+from onebox.pool.client.loop import ClientLoop
+from onebox.pool.devices import DeviceInfo, welcome
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.instructions import Ask
+
+PATIENCE_S = 30.0
+"""For how long a survivor may make no progress with what it was given before the loss."""
+
+_AGAIN_S = 1.0
+"""How often a survivor is told again that nobody will come any more: it may just have begun to wait."""
+
+_ROUNDS = 6
+"""How often workers may be lost again while a pool is healed."""
+
+_STARTS = 2
+"""How often a worker may fail to start before it is taken for gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What was found and done when a pool was healed.
+
+    Args:
+        lost: What befell the workers that were lost, by their numbers.
+        replaced: Those of them that were started again.
+        gone: Those that could not be.
+        devices: What those that were started again are.
+    """
+
+    lost: Mapping[int, OneboxError]
+    replaced: tuple[int, ...]
+    gone: tuple[int, ...]
+    devices: Mapping[int, DeviceInfo]
+
+
+class _Healer:
+    """One healing: what has been found so far.
+
+    Args:
+        switchboard: Of the pool.
+        members: The workers' processes, by number; those that are started again take their places.
+        replace: Starts a worker again; returns ``None`` where that cannot be.
+    """
+
+    def __init__(
+        self,
+        client_loop: ClientLoop,
+        members: list[WorkerHandle],
+        replace: Callable[[int], tuple[WorkerHandle, str] | None],
+    ) -> None:
+        self._client_loop = client_loop
+        self._members = members
+        self._replace = replace
+        self._starts: dict[int, int] = {}
+        self.lost: dict[int, OneboxError] = {}
+        self.devices: dict[int, DeviceInfo] = {}
+        self.gone: dict[int, OneboxError] = {}
+        self.missing: set[int] = set()
+        self.groups: set[int] = set()
+
+    def drop(self) -> None:
+        """Part with all workers that are lost."""
+        for worker, error in list(self._client_loop.lost.items()):
+            self.lost.setdefault(worker, error)
+            self.groups.update(self._client_loop.drop(worker))
+            self._members[worker].close(grace_s=0.0)
+            self.devices.pop(worker, None)
+            self.missing.add(worker)
+
+    def start(self) -> None:
+        """Start what is missing again, all at once."""
+        started: dict[int, tuple[WorkerHandle, str]] = {}
+        for worker in sorted(self.missing):
+            self._starts[worker] = self._starts.get(worker, 0) + 1
+            try:
+                made = self._replace(worker) if self._starts[worker] <= _STARTS else None
+            except OneboxError as error:
+                made, self.lost[worker] = None, error
+            if made is None:
+                self.gone[worker] = self.lost[worker]
+                self._client_loop.miss(worker, self.lost[worker])
+            else:
+                started[worker] = made
+                self._members[worker] = made[0]
+        self.missing.clear()
+        for worker, (member, key) in started.items():
+            try:
+                hello = self._client_loop.replace(member, key)
+                self.devices[worker] = welcome(member, hello)
+            except OneboxError:
+                if worker not in self._client_loop.lost:  # one that was never connected to, or did not say hello
+                    with contextlib.suppress(KeyError):
+                        self._client_loop.drop(worker)
+                    member.close(grace_s=0.0)
+                    self.missing.add(worker)
+
+    def settle(self, survivors: Sequence[int], patience_s: float) -> None:
+        """Let workers leave groups that are no more, and wait until each has done what it was given before.
+
+        Who gets on with it is waited for: a step may be long, and nobody else may have what the survivors know.
+
+        Raises:
+            OneboxError: A worker was lost meanwhile.
+        """
+        leave = [LeaveGroup(group) for group in sorted(self.groups)]
+        asked: dict[int, Future[WorkerReply]] = {}
+        for worker in survivors:
+            asked[worker] = self._client_loop.post(worker, [*leave, Ask("memory")], answer=True)
+        late = wait(asked.values(), timeout=0).not_done
+        known: dict[int, int | None] = {}
+        since_s: dict[int, float] = {}
+        while late:
+            now_s = time.monotonic()
+            for worker in survivors:
+                if worker not in known or known[worker] != self._client_loop.executed.get(worker):
+                    known[worker], since_s[worker] = self._client_loop.executed.get(worker), now_s
+            waiting = [worker for worker, future in asked.items() if future in late]
+            left_s = max(since_s[worker] for worker in waiting) + patience_s - now_s
+            if left_s <= 0:
+                break
+            for worker in waiting if self.groups else ():
+                self._client_loop.interrupt(worker, sorted(self.groups))
+            late = wait(late, timeout=min(left_s, _AGAIN_S)).not_done
+        for worker, future in asked.items():
+            if future in late:
+                place = self._members[worker].place
+                what = f"{place} made no progress for {patience_s:.0f} s with what it had been given before a loss"
+                error = WorkerHung(what, worker=worker, host=place.host, device=place.device)
+                self._client_loop.give_up(worker, error)
+        for future in asked.values():
+            future.result(patience_s)
+
+
+def recover_workers(
+    client_loop: ClientLoop,
+    members: list[WorkerHandle],
+    replace: Callable[[int], tuple[WorkerHandle, str] | None],
+    *,
+    present: Sequence[int],
+    patience_s: float,
+) -> RecoveryReport:
+    """Heal a pool; see :meth:`Pool.recover_workers`.
+
+    Args:
+        switchboard: Of the pool.
+        members: The workers' processes, by number; those that are started again take their places.
+        replace: Starts a worker again; returns ``None`` where that cannot be.
+        present: The workers that had not gone before.
+        patience_s: How long a survivor may take to be done with what it was given.
+
+    Raises:
+        OneboxError: The pool is closed, or broken in another way, or workers are lost again and again.
+    """
+    healer = _Healer(client_loop, members, replace)
+    last: OneboxError | None = None
+    for _ in range(_ROUNDS):
+        healer.drop()
+        if not client_loop.mend():
+            continue
+        healer.start()
+        try:
+            if healer.missing or not client_loop.mend():
+                continue
+            healer.settle([worker for worker in present if worker not in healer.gone], patience_s)
+        except OneboxError as error:
+            last = error
+            continue
+        return RecoveryReport(
+            lost=healer.lost,
+            replaced=tuple(sorted(healer.devices)),
+            gone=tuple(sorted(healer.gone)),
+            devices=healer.devices,
+        )
+    raise PoolError(f"workers were lost {_ROUNDS} times while the pool was healed; the last loss: {last}") from last

@@ -1,0 +1,138 @@
+"""What happened when and where, as Chrome-trace JSON that Perfetto and chrome://tracing open.
+
+Format: "Trace Event Format", Google, 2016,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from onebox.errors import UsageError
+from onebox.report.run.json_files import to_json, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One thing that took some time.
+
+    Args:
+        name: What it was, such as ``forward``.
+        category: Its sort, such as ``compute`` or ``transfer``.
+        start_ns: When it began, in nanoseconds on the clock that all spans of a timeline share.
+        end_ns: When it ended; not before it began.
+        args: What more to show about it, as small JSON values.
+
+    Raises:
+        UsageError: It ends before it begins.
+    """
+
+    name: str
+    category: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.end_ns < self.start_ns:
+            raise UsageError(f"the span {self.name!r} ends at {self.end_ns} ns, before it begins at {self.start_ns} ns")
+
+
+class Timeline:
+    """Collects spans, by process and track, and writes them as one trace.
+
+    Tracks never overlap: a span that begins before an earlier one of its track has ended goes to a further
+    lane, ``<track> #2`` and so on. (Perfetto drops a complete event that overlaps another on its track.)
+
+    Example:
+        >>> timeline = Timeline()
+        >>> span = Span(name="forward", category="compute", start_ns=0, end_ns=1500, args={"step": 1})
+        >>> timeline.add("vgpu:0", "compute", [span])
+        >>> timeline.write("timeline.json")  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._processes: dict[str, dict[str, list[Span]]] = {}
+
+    def add(self, process: str, track: str, spans: Iterable[Span]) -> None:
+        """Add spans to a track; the track, and its process, come into being with the first call.
+
+        Args:
+            process: Name of the group of tracks, such as a device.
+            track: Name of the track in it.
+            spans: The spans, in any order.
+        """
+        self._processes.setdefault(process, {}).setdefault(track, []).extend(spans)
+
+    def write(self, path: Path | str) -> None:
+        """Write the trace, whole or not at all; times count from the earliest span's beginning.
+
+        Args:
+            path: The file; one that exists is replaced.
+
+        Raises:
+            UsageError: A span's args hold something that JSON cannot express.
+            OSError: The file cannot be written.
+        """
+        trace = {"displayTimeUnit": "ms", "traceEvents": self._events()}
+        write_atomically(Path(path), to_json(trace))
+
+    def _events(self) -> list[dict[str, object]]:
+        tracks = [track for process in self._processes.values() for track in process.values()]
+        origin_ns = min((span.start_ns for track in tracks for span in track), default=0)
+        numbers = count(1)  # one for processes and tracks together, so that no track's is its process's
+        events: list[dict[str, object]] = []
+        for process, tracks_by_name in self._processes.items():
+            pid = next(numbers)
+            events.append(_name("process_name", process, pid, pid))
+            for track, spans in tracks_by_name.items():
+                for lane_number, lane in enumerate(_lanes(spans), start=1):
+                    tid = next(numbers)
+                    name = track if lane_number == 1 else f"{track} #{lane_number}"
+                    events.append(_name("thread_name", name, pid, tid))
+                    events.extend(_complete(span, origin_ns, pid, tid) for span in lane)
+        return events
+
+
+def _lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Share spans out over as few lanes as possible, none of which overlaps; there is at least one lane."""
+    lanes: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
+        for lane in lanes:
+            if not lane or lane[-1].end_ns <= span.start_ns:
+                lane.append(span)
+                break
+        else:
+            lanes.append([span])
+    return lanes
+
+
+def _name(kind: str, name: str, pid: int, tid: int) -> dict[str, object]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(span: Span, origin_ns: int, pid: int, tid: int) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.category,
+        "pid": pid,
+        "tid": tid,
+        "ts": _microseconds(span.start_ns - origin_ns),
+        "dur": _microseconds(span.end_ns - span.start_ns),
+        "args": span.args,
+    }
+
+
+def _microseconds(time_ns: int) -> float:
+    """Turn nanoseconds into microseconds that Perfetto reads back as the same nanoseconds.
+
+    It multiplies by 1000 and cuts off the fraction (``CoerceToTs`` in its JSON importer), which would make
+    1000 ns of 1.001 us, and an overlap of 1 ns between neighbours.
+    """
+    time_us = time_ns / 1000
+    return time_us if int(time_us * 1000.0) >= time_ns else math.nextafter(time_us, math.inf)

@@ -1,0 +1,109 @@
+"""A run's metrics as JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from onebox.errors import UsageError
+from onebox.report.run.json_files import to_json, write_atomically
+
+_WAITING_BYTES = 16 << 20
+"""So much is kept of what cannot be written; later lines are lost."""
+
+
+class MetricsLog:
+    """Appends one JSON object per line to a file, each line at once.
+
+    What cannot be written, as on a full disk, is kept, up to a bound, and goes before the next line.
+
+    JSON has no NaN and no infinity: a number that is not finite is written as ``null``, so that a loss that
+    diverges is on record and the file stays readable. What a crash left of an unfinished last line is dropped
+    when the file is opened.
+
+    Args:
+        path: The file; its folder exists. What is in it stays.
+
+    Raises:
+        OSError: The file cannot be opened.
+
+    Example:
+        >>> with MetricsLog(folder.metrics) as log:  # doctest: +SKIP
+        ...     log.write({"step": 1, "loss": 0.5})
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - close() closes it
+        self._waiting = bytearray()
+        _drop_unfinished_line(Path(path))
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one line.
+
+        Args:
+            record: Names to values.
+
+        Raises:
+            UsageError: A value cannot be expressed in JSON; nothing is written.
+            OSError: It cannot be written now; a later call tries again.
+            ValueError: The log is closed.
+        """
+        line = to_json(record) + b"\n"
+        if len(self._waiting) + len(line) <= _WAITING_BYTES:
+            self._waiting += line
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            del self._waiting[:written]
+
+    def close(self) -> None:
+        """Write what waits, if that can be, and close the file; a second call does nothing."""
+        if not self._file.closed:
+            with self._file, contextlib.suppress(OSError):
+                self._write()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def rewind_metrics(path: Path | str, *, step: int) -> None:
+    """Drop the records of the steps after one: a run that is resumed there writes them again.
+
+    Args:
+        path: The file; nothing happens where there is none.
+        step: The last step that stays. A record without a ``step`` stays too.
+
+    Raises:
+        UsageError: A line is no JSON object.
+        OSError: The file cannot be read or written.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = [line for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True) if _step(path, line) <= step]
+    write_atomically(path, b"".join(kept))
+
+
+def _step(path: Path, line: bytes) -> float:
+    try:
+        return float(msgspec.json.decode(line, type=dict[str, Any]).get("step", 0))
+    except (msgspec.DecodeError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {line[:80]!r} is no record of a run: {error}") from None

@@ -1,0 +1,233 @@
+"""What agents offer, as tables; what other machines say is shown without what steers a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from onebox.sizes import size_text
+from onebox.wire.protocol.agents import Holder, Offer, Stock
+
+_NAMED = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostState:
+    """What is known of an agent at the moment.
+
+    Args:
+        address: Its address, as this client knows it.
+        host: What it calls its host; empty where it has not said so.
+        stock: What it offers; None where that is not known.
+        problem: Why not, for a person.
+    """
+
+    address: str
+    host: str = ""
+    stock: Stock | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferRow:
+    """A device of a pool over several hosts.
+
+    Args:
+        number: Its number in the pool.
+        address: Address of its agent.
+        device: What would be leased: ``cuda:K``, ``cuda`` for any, or ``cpu``.
+        offer: What the agent says of it; None where any of several would do.
+    """
+
+    number: int
+    address: str
+    device: str
+    offer: Offer | None
+
+
+def status_table(hosts: Sequence[HostState], *, narrow: bool = False) -> Table:
+    """Make the table of what agents offer, one row a device; what else there is to say is in :func:`status_lines`.
+
+    Args:
+        hosts: The agents, in the order of the table.
+        narrow: Leave out what can be done without.
+
+    Returns:
+        A table with the columns host, device, free memory, held by and load, and unless narrow name and waiting.
+    """
+    table = _table("host", "device", narrow=narrow)
+    for state in hosts:
+        host = state.address if narrow else _name(state)
+        if state.stock is None:
+            problem = "cannot be looked at" if state.problem else "not asked yet"
+            _add(table, host, "", problem, problem if narrow else "", "", "", "", narrow=narrow)
+            continue
+        waiting = _waiting(state.stock.queue)
+        for place, offer in enumerate(state.stock.offers):
+            name, queue = (host, waiting) if place == 0 else ("", "")
+            _add(table, name, offer.device, *_cells(offer, narrow=narrow), queue, narrow=narrow)
+        if not state.stock.offers:
+            _add(table, host, "", "offers nothing", "nothing" if narrow else "", "", "", waiting, narrow=narrow)
+    return table
+
+
+def status_lines(hosts: Sequence[HostState]) -> list[str]:
+    """Say below the table what is wrong with which agent, who waits, and how much there is in all.
+
+    Args:
+        hosts: The agents, in the order of the table.
+
+    Example:
+        >>> status_lines([HostState(address="lab1:7171", problem="no answer from lab1:7171")])
+        ['no answer from lab1:7171', '1 agent, 0 of them seen; 0 devices']
+    """
+    lines = [printable(state.problem) for state in hosts if state.problem]
+    stocks = [state.stock for state in hosts if state.stock is not None]
+    for state in hosts:
+        if state.stock is not None and state.stock.queue:
+            lines.append(f"{state.address}: waiting, the first first: {printable(_waiting(state.stock.queue))}")
+    offers = [offer for stock in stocks for offer in stock.offers]
+    seen = "" if len(stocks) == len(hosts) else f", {len(stocks)} of them seen"
+    total = f"{_count(len(hosts), 'agent')}{seen}; {_count(len(offers), 'device')}"
+    if offers:
+        held = sum(bool(offer.holders) for offer in offers)
+        free = _of(sum(offer.free_bytes for offer in offers), sum(offer.memory_bytes for offer in offers))
+        total += f", {held} of them leased; {free} free"
+    return [*lines, total]
+
+
+def offer_table(rows: Iterable[OfferRow], *, narrow: bool = False) -> Table:
+    """Make the table of the devices of a pool over several hosts.
+
+    Args:
+        rows: The devices, in the order of their numbers.
+        narrow: Leave out what can be done without.
+
+    Returns:
+        A table with the columns device, host, kind, free memory, held by and load, and unless narrow name.
+    """
+    table = _table("device", "host", "kind", narrow=narrow, waiting=False)
+    for row in rows:
+        offer = row.offer
+        any_free = ("any that is free", "any free" if narrow else "", "", "")
+        cells = any_free if offer is None else _cells(offer, narrow=narrow)
+        _add(table, str(row.number), row.address, row.device, *cells, narrow=narrow)
+    return table
+
+
+def _table(*first: str, narrow: bool, waiting: bool = True) -> Table:
+    """Make a table without rows: columns of its own, then those that describe a device."""
+    if narrow:
+        table = Table(*first, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column("free", justify="right")
+        table.add_column("held by", overflow="fold")
+        table.add_column("load", justify="right")
+        return table
+    table = Table(*first, "name")
+    table.add_column("free memory", justify="right")
+    table.add_column("held by")
+    table.add_column("load", justify="right")
+    if waiting:
+        table.add_column("waiting")
+    return table
+
+
+def _cells(offer: Offer, *, narrow: bool) -> tuple[str, str, Text, str]:
+    """Return name, free memory, holders and load of a device."""
+    free = _short_of(offer.free_bytes, offer.memory_bytes) if narrow else _of(offer.free_bytes, offer.memory_bytes)
+    return _named(offer), free, _held(offer.holders, narrow=narrow), load_text(offer.load)
+
+
+def _add(table: Table, *cells: str | Text, narrow: bool) -> None:
+    """Add a row; of a narrow table without the name, which is before the last four, and without who waits."""
+    kept = list(cells)
+    if narrow:
+        name = len(table.columns) - 3
+        kept = [*kept[:name], *kept[name + 1 :]][: len(table.columns)]
+    table.add_row(*(each if isinstance(each, Text) else _plain(each) for each in kept))
+
+
+def _name(state: HostState) -> str:
+    return state.address if state.host in ("", _machine(state.address)) else f"{state.address} ({state.host})"
+
+
+def _of(free_bytes: int, size_bytes: int) -> str:
+    return f"{size_text(free_bytes)} of {size_text(size_bytes)}"
+
+
+def _short_of(free_bytes: int, size_bytes: int) -> str:
+    """Say the same in the unit of the whole."""
+    if size_bytes < 2**30:
+        return f"{free_bytes / 2**20:.0f}/{size_bytes / 2**20:.0f} MiB"
+    return f"{free_bytes / 2**30:.1f}/{size_bytes / 2**30:.1f} GiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    r"""Return a text that others wrote with what could steer a terminal written out.
+
+    Example:
+        >>> printable("a\x1b[2Jb")
+        'a\\u001b[2Jb'
+    """
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
+
+
+def load_text(load: float) -> str:
+    """Format a load: a share of the time, or ``-`` where it is not known."""
+    return f"{100 * load:.0f} %" if 0 <= load < 100 else "-"
+
+
+def span_text(seconds: float) -> str:
+    """Format how long something has lasted, in the largest unit that it fills.
+
+    Example:
+        >>> [span_text(seconds) for seconds in (5, 125, 7300, 200_000)]
+        ['5 s', '2 min', '2 h', '2 days']
+    """
+    for size, unit in ((172_800, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // (86_400 if unit == 'days' else size):.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _machine(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def _plain(text: str) -> Text:
+    """Return a cell: a plain string's square brackets would be read as markup."""
+    return Text(printable(text))
+
+
+def _named(offer: Offer) -> str:
+    return f"{offer.name}, {offer.threads} cores" if offer.device == "cpu" else offer.name
+
+
+def _held(holders: Sequence[Holder], *, narrow: bool) -> Text:
+    """Say who has leased a device; workers of one client are counted, not listed."""
+    by_client: dict[str, list[Holder]] = {}
+    for each in holders:
+        by_client.setdefault(printable(each.client), []).append(each)
+    lines = [_holding(client, held, narrow=narrow) for client, held in list(by_client.items())[:_NAMED]]
+    if len(by_client) > _NAMED:
+        lines.append(f"and {len(by_client) - _NAMED} more")
+    return Text("\n".join(lines) or "-")
+
+
+def _holding(client: str, held: Sequence[Holder], *, narrow: bool) -> str:
+    times = f" × {len(held)}" if len(held) > 1 else ""
+    since = span_text(max(each.since_s for each in held))
+    memory = "" if narrow else f"{size_text(sum(each.memory_bytes for each in held))}, "
+    return f"{client}{times}, {memory}{since}"
+
+
+def _waiting(queue: Sequence[str]) -> str:
+    more = f" and {len(queue) - _NAMED} more" if len(queue) > _NAMED else ""
+    return (", ".join(queue[:_NAMED]) + more) or "-"

@@ -1,0 +1,262 @@
+"""What a plan predicted beside what was measured, in time and memory. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from onebox.plan import Action, Kind, MicroBatch, Plan
+
+if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+    from onebox.engine import TraceEvent
+
+_KINDS: tuple[Kind, ...] = ("F", "I", "W", "B")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedMeasured:
+    """A prediction and a measurement of the same.
+
+    Args:
+        predicted: What was expected; ``None`` where nothing was.
+        measured: What came; ``None`` where it was not measured.
+    """
+
+    predicted: float | None = None
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """By what part of the measurement the prediction is too high (above 0) or too low; ``None`` if one lacks."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+    def to_data(self) -> dict[str, float | None]:
+        """Return it as JSON values."""
+        return {"predicted": self.predicted, "measured": self.measured, "error": self.error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageComparison:
+    """A replica of a stage.
+
+    Args:
+        stage: The stage.
+        devices: The replica's devices; several split its layers.
+        samples: Samples of the micro-batch that the times are for.
+        seconds: For each kind of action that it does, the seconds of one. ``B`` is ``I`` and ``W`` at once; so is the
+            ``W`` of a stage that has no ``I``, because no gradient leaves it.
+    """
+
+    stage: int
+    devices: tuple[int, ...]
+    samples: int
+    seconds: Mapping[Kind, PredictedMeasured]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceComparison:
+    """A device.
+
+    Args:
+        device: Its number in the pool.
+        peak_bytes: Most memory at one time.
+        exact_bytes: The same from the lifetimes of the buffers of the programs that it ran, where they are known.
+    """
+
+    device: int
+    peak_bytes: PredictedMeasured
+    exact_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanComparison:
+    """A run against its plan. Measured times are medians.
+
+    Args:
+        batch: Samples of the steps that count.
+        steps: How many of them were measured.
+        step_s: Seconds from the first computation of a step to the end of its last, on any device.
+        bubble: Part of the devices' time in a step in which they compute nothing.
+        stages: Each replica of each stage.
+        devices: Each device of the plan.
+    """
+
+    batch: int
+    steps: int
+    step_s: PredictedMeasured
+    bubble: PredictedMeasured
+    stages: tuple[StageComparison, ...]
+    devices: tuple[DeviceComparison, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "batch": self.batch,
+            "steps": self.steps,
+            "step_s": self.step_s.to_data(),
+            "bubble": self.bubble.to_data(),
+            "stages": [
+                {
+                    "stage": row.stage,
+                    "devices": list(row.devices),
+                    "samples": row.samples,
+                    "seconds": {kind: pair.to_data() for kind, pair in row.seconds.items()},
+                }
+                for row in self.stages
+            ],
+            "devices": [
+                {"device": row.device, "exact_bytes": row.exact_bytes, "peak_bytes": row.peak_bytes.to_data()}
+                for row in self.devices
+            ],
+        }
+
+
+def compare(
+    plan: Plan,
+    events: Iterable[TraceEvent],
+    memory: Mapping[int, int],
+    *,
+    batch: int,
+    steps: Collection[int] | None = None,
+    exact: Mapping[int, int] | None = None,
+) -> PlanComparison:
+    """Compare a run with its plan.
+
+    Args:
+        plan: The plan; where it predicts nothing, or for another batch, only measurements come out.
+        events: What the workers did, from :meth:`~onebox.engine.Trainer.events`.
+        memory: Peak bytes of each device that was measured.
+        batch: Samples of the steps that count.
+        steps: Which steps had such a batch; ``None`` for all.
+        exact: Peak bytes that follow from buffer lifetimes, from :meth:`~onebox.engine.Trainer.predicted_memory`.
+
+    Returns:
+        The comparison; what could not be measured is ``None``.
+    """
+    by_step: dict[int, list[TraceEvent]] = {}
+    for event in events:
+        if event.track == "compute" and (steps is None or event.step in steps):
+            by_step.setdefault(event.step, []).append(event)
+    predicted = plan.predicted if plan.predicted is not None and plan.predicted.batch == batch else None
+    spans = [(min(e.start_ns for e in found), max(e.end_ns for e in found)) for found in by_step.values()]
+    busy = [sum(e.end_ns - e.start_ns for e in found) for found in by_step.values()]
+    rooms = [(end - start) * len(plan.devices) for start, end in spans]
+    peaks = predicted.peak_bytes if predicted else (None,) * len(plan.devices)
+    return PlanComparison(
+        batch=batch,
+        steps=len(by_step),
+        step_s=PredictedMeasured(
+            predicted=predicted.step_s if predicted else None,
+            measured=_median((end - start) * 1e-9 for start, end in spans),
+        ),
+        bubble=PredictedMeasured(
+            predicted=predicted.bubble if predicted else None,
+            measured=_median(1 - part / room for part, room in zip(busy, rooms, strict=True) if room),
+        ),
+        stages=_stages(plan, batch, _seconds(by_step.values())),
+        devices=tuple(
+            DeviceComparison(
+                device=device,
+                peak_bytes=PredictedMeasured(predicted=peak, measured=memory.get(device)),
+                exact_bytes=(exact or {}).get(device),
+            )
+            for device, peak in zip(plan.devices, peaks, strict=True)
+        ),
+    )
+
+
+def typical_step(events: Iterable[TraceEvent], steps: Collection[int] | None = None) -> int | None:
+    """Return the step whose time is the median; of an even number of steps, the quicker one of the two in the middle.
+
+    Args:
+        events: What the workers did.
+        steps: Which steps count; ``None`` for all.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for event in events:
+        if event.track == "compute" and (steps is None or event.step in steps):
+            start, end = spans.get(event.step, (event.start_ns, event.end_ns))
+            spans[event.step] = min(start, event.start_ns), max(end, event.end_ns)
+    order = sorted(spans, key=lambda step: (spans[step][1] - spans[step][0], step))
+    return order[(len(order) - 1) // 2] if order else None
+
+
+def _seconds(steps: Iterable[Sequence[TraceEvent]]) -> dict[tuple[int, Action], float]:
+    """Return how long each device took for each action: the median over the steps of the sum over its parts."""
+    found: dict[tuple[int, Action], list[float]] = {}
+    for events in steps:
+        sums: dict[tuple[int, Action], int] = {}
+        for event in events:
+            if event.action is not None:
+                key = (event.worker, event.action)
+                sums[key] = sums.get(key, 0) + event.end_ns - event.start_ns
+        for key, taken_ns in sums.items():
+            found.setdefault(key, []).append(taken_ns * 1e-9)
+    return {key: median(values) for key, values in found.items()}
+
+
+def _stages(plan: Plan, batch: int, seconds: Mapping[tuple[int, Action], float]) -> tuple[StageComparison, ...]:
+    parts, routes = plan.micro_batches(batch), plan.routes(batch)
+    rows = []
+    for stage, (route, described) in enumerate(zip(routes, plan.stages, strict=True)):
+        for place, devices in enumerate(described.replicas):
+            own = [part for part, replica in zip(parts, route, strict=True) if replica == devices]
+            if not own:
+                continue
+            samples = max(part.size for part in own)
+            largest = [part for part in own if part.size == samples]
+            expected = _expected(plan, batch, stage, place, samples, parts)
+            measured = {kind: _measured(seconds, kind, stage, devices, largest) for kind in _KINDS}
+            if measured["I"] is None and measured["B"] is None:
+                measured["B"] = measured["W"]  # no gradient leaves the stage, so that the weight gradient is all
+            split = measured["I"] is not None
+            kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+            rows.append(
+                StageComparison(
+                    stage=stage,
+                    devices=devices,
+                    samples=samples,
+                    seconds={
+                        kind: PredictedMeasured(predicted=expected(kind), measured=measured[kind]) for kind in kinds
+                    },
+                )
+            )
+    return tuple(rows)
+
+
+def _expected(
+    plan: Plan, batch: int, stage: int, place: int, samples: int, parts: Sequence[MicroBatch]
+) -> Callable[[Kind], float | None]:
+    """Return what tells the seconds that a replica was expected to take for micro-batches of some samples."""
+    predicted = plan.predicted
+    if predicted is None or predicted.batch != batch:
+        return lambda kind: None
+    times = predicted.replicas_s[stage][place] if predicted.replicas_s else predicted.stages_s[stage]
+    full = plan.micro_batch or max(part.size for part in parts)
+    forward_s, input_s, weight_s = (seconds * samples / full for seconds in times)
+    return {"F": forward_s, "I": input_s, "W": weight_s, "B": input_s + weight_s}.__getitem__
+
+
+def _measured(
+    seconds: Mapping[tuple[int, Action], float],
+    kind: Kind,
+    stage: int,
+    devices: Sequence[int],
+    parts: Sequence[MicroBatch],
+) -> float | None:
+    """Return the median over the micro-batches of what the slowest device of a replica took."""
+    return _median(
+        max(seconds[device, action] for device in devices if (device, action) in seconds)
+        for action in (Action(kind, stage, part.index) for part in parts)
+        if any((device, action) in seconds for device in devices)
+    )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = [value for value in values if math.isfinite(value)]
+    return median(found) if found else None

@@ -1,0 +1,235 @@
+"""The memory of a step, predicted beside measured, as lines and tables. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from onebox.plan import Plan, PolicyReason
+from onebox.report.tables.comparison import PredictedMeasured
+from onebox.report.tables.plan import segments_text
+from onebox.report.tables.text import time_text
+
+if TYPE_CHECKING:  # the engine takes a second to be imported, which tables alone do not need
+    from onebox.engine import TraceEvent
+    from onebox.engine.memory.timeline import MemoryPeak, MemoryTimeline
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryComparison:
+    """A device's memory over a step, predicted and measured.
+
+    Args:
+        device: Its number in the pool.
+        peak_bytes: The most at any time.
+        difference_bytes: By how much the two differ at most during or after an instruction; 0 where they never do.
+        where: At which instruction that is; empty where they never differ.
+    """
+
+    device: int
+    peak_bytes: PredictedMeasured
+    difference_bytes: int
+    where: str
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "device": self.device,
+            "peak_bytes": self.peak_bytes.to_data(),
+            "difference_bytes": self.difference_bytes,
+            "where": self.where,
+        }
+
+
+def compare_memory(
+    curves: Mapping[int, MemoryTimeline], events: Iterable[TraceEvent], step: int
+) -> tuple[MemoryComparison, ...]:
+    """Compare what each device was expected to use over a step with what it used, instruction by instruction.
+
+    The first step of a run has less: an optimizer makes its state when it steps for the first time.
+
+    Args:
+        curves: From :meth:`~onebox.engine.Trainer.predicted_curves`.
+        events: From :meth:`~onebox.engine.Trainer.events`.
+        step: The step.
+
+    Returns:
+        A comparison for each device that was measured with that plan, in the order of their numbers.
+    """
+    own = [event for event in events if event.step == step]
+    pairs = [(curve, measured_instructions(curve, own)) for _, curve in sorted(curves.items())]
+    return tuple(_compared(curve, found) for curve, found in pairs if found)
+
+
+def measured_instructions(curve: MemoryTimeline, events: Iterable[TraceEvent]) -> list[TraceEvent]:
+    """Return what a device did in a step, one event for each instruction of its curve.
+
+    Args:
+        curve: The device's curve.
+        events: The events of the step; a step that was done again after a loss has them several times.
+
+    Returns:
+        The newest events; none where the step was of another plan or batch, so that it had other instructions.
+    """
+    found = [event for event in events if event.worker == curve.device][-len(curve.uses) :]
+    return found if [event.name for event in found] == [use.name for use in curve.uses] else []
+
+
+def _compared(curve: MemoryTimeline, events: Sequence[TraceEvent]) -> MemoryComparison:
+    """Compare the instructions of one device in turn."""
+    found = [
+        (max(abs(use.peak_bytes - event.peak_bytes), abs(use.used_bytes - event.used_bytes)), use.name)
+        for use, event in zip(curve.uses, events, strict=True)
+    ]
+    largest, where = max(found, key=lambda pair: pair[0])
+    return MemoryComparison(
+        device=curve.device,
+        peak_bytes=PredictedMeasured(
+            predicted=curve.peak.peak_bytes, measured=max(event.peak_bytes for event in events)
+        ),
+        difference_bytes=largest,
+        where=where if largest else "",
+    )
+
+
+def sparkline(values: Sequence[int], most: int, width: int) -> str:
+    """Draw values as a line of bars: the highest of those that fall into a column, of nine heights.
+
+    Args:
+        values: At least one; from 0.
+        most: What is a full bar.
+        width: The most columns.
+
+    Example:
+        >>> sparkline([0, 1, 2, 3, 4], 4, 5)
+        ' ▂▄▆█'
+    """
+    columns = min(width, len(values))
+    bounds = [len(values) * column // columns for column in range(columns + 1)]
+    highest = (max(values[start:end]) for start, end in pairwise(bounds))
+    return "".join(_BARS[min(8, -(-8 * value // max(1, most)))] for value in highest)
+
+
+def curve_lines(curves: Mapping[int, MemoryTimeline], budgets: Mapping[int, int | None], width: int) -> list[str]:
+    """Return a line for each device: its memory over the step, against its budget or, without one, its peak.
+
+    Args:
+        curves: Of each device.
+        budgets: The memory of each device; ``None`` for one without limit.
+        width: The most columns that a curve takes.
+    """
+    digits = max((len(str(device)) for device in curves), default=1)
+    lines = []
+    for device, curve in sorted(curves.items()):
+        peak, budget = curve.peak, budgets.get(device)
+        drawn = sparkline([use.peak_bytes for use in curve.uses], max(budget or 0, peak.peak_bytes), width)
+        full = "its peak" if budget is None or budget < peak.peak_bytes else "its budget"
+        lines.append(f"{device:>{digits}} |{drawn}| a full bar is {full}; the peak is in {peak.name}")
+    return lines
+
+
+def peak_table(
+    curves: Mapping[int, MemoryTimeline],
+    budgets: Mapping[int, int | None],
+    compared: Sequence[MemoryComparison] = (),
+    emulated: Collection[int] = (),
+    allocated: Mapping[int, int] | None = None,
+) -> Table:
+    """Return the table of each device's peak: predicted, measured where it was run, and what it may use.
+
+    Args:
+        curves: Of each device, as predicted.
+        budgets: The memory of each device; ``None`` for one without limit.
+        compared: What was measured.
+        emulated: Numbers of the emulated devices.
+        allocated: The most that a GPU's allocator has given out in a step.
+    """
+    allocated = allocated or {}
+    table = Table(
+        "device", "peak in", caption="* emulated" if set(curves) & set(emulated) else None, caption_justify="left"
+    )
+    measured = {one.device: one for one in compared}
+    headings = ["predicted", *(["measured", "differ by at most"] if measured else [])]
+    headings += [*(["by the allocator"] if allocated else []), "budget", ""]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for device, curve in sorted(curves.items()):
+        peak, budget = curve.peak.peak_bytes, budgets.get(device)
+        cells = [bytes_text(peak)]
+        if measured:
+            one = measured.get(device)
+            both = (one.peak_bytes.measured, one.difference_bytes) if one is not None else (None, None)
+            cells += ["-" if value is None else bytes_text(int(value)) for value in both]
+        if allocated:
+            cells.append(bytes_text(allocated[device]) if device in allocated else "-")
+        share = "-" if not budget else f"{peak / budget:.1%}" + (" too much" if peak > budget else "")
+        name = f"{device}*" if device in emulated else str(device)
+        table.add_row(name, Text(curve.peak.name), *cells, bytes_text(budget) if budget else "-", share)
+    return table
+
+
+def activation_policy_table(
+    reasons: Sequence[PolicyReason], plan: Plan, names: Sequence[str], emulated: Collection[int] = ()
+) -> Table:
+    """Return the table of what becomes of the activations of each stage.
+
+    Args:
+        reasons: From :func:`~onebox.plan.explain_policies`, one for each stage.
+        plan: The plan.
+        names: All segments of the model, in their order.
+        emulated: Numbers of the emulated devices.
+    """
+    there = set(plan.devices) & set(emulated)
+    table = Table(
+        "stage", "segments", "device", "policy", caption="* emulated" if there else None, caption_justify="left"
+    )
+    for heading in ("would keep\nof a micro-batch", "saved", "paid\nin a step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why")
+    for one in reasons:
+        device = f"{one.device}*" if one.device in emulated else str(one.device)
+        segments = segments_text(plan.stages[one.stage], names)
+        saved = bytes_text(one.saved_bytes) if one.saved_bytes else ""
+        paid = time_text(one.paid_s) if one.saved_bytes else ""
+        made = bytes_text(one.activation_bytes)
+        cells = (str(one.stage), segments, device, one.policy, made, saved, paid, one.text)
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def residents_table(peak: MemoryPeak, most: int = 12) -> Table:
+    """Return the table of what lies in a device's memory at its peak: sums by sort, and the largest of each.
+
+    Args:
+        peak: The peak.
+        most: Rows of single tensors, the largest first.
+    """
+    table = Table("what", "which", title_justify="left")
+    table.add_column("memory", justify="right")
+    table.add_column("", justify="right")
+    shown = sorted(peak.residents[:most], key=lambda one: (-peak.sorts[one.sort], one.sort, -one.size_bytes))
+    for sort, group in groupby(shown, key=lambda one: one.sort):
+        total = peak.sorts[sort]
+        table.add_row(sort, "", bytes_text(total), f"{total / peak.size_bytes:.1%}")
+        for one in group:
+            table.add_row("", Text(one.name), bytes_text(one.size_bytes), "")
+    for sort, total in peak.sorts.items():
+        if all(one.sort != sort for one in shown):
+            table.add_row(sort, "", bytes_text(total), f"{total / peak.size_bytes:.1%}")
+    return table
+
+
+def bytes_text(size_bytes: int) -> str:
+    """Say a number of bytes with three digits, in the unit that suits it; whole bytes below one KiB."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            value = size_bytes / unit
+            return f"{value:,.0f} {name}" if value >= 99.95 else f"{value:.3g} {name}"
+    return f"{size_bytes} B"

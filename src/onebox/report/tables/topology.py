@@ -1,0 +1,42 @@
+"""Which devices are near to each other, in a line beside a plan, with what goes between those that are not."""
+
+from __future__ import annotations
+
+from onebox.plan import Plan, Problem, stage_work
+from onebox.plan.model.device_groups import near
+from onebox.sizes import size_text
+
+
+def topology_line(problem: Problem, plan: Plan) -> str:
+    """Say which devices the links show to be near to each other; nothing where all are.
+
+    Args:
+        problem: What the plan is for.
+        plan: The plan.
+    """
+    groups = near(problem)[0]
+    if len(groups) < 2:
+        return ""
+    told = "; ".join(" ".join(map(str, group)) for group in groups)
+    across = size_text(cross_group_bytes(problem, plan))
+    return (
+        f"devices near to each other, by their links: {told}; between these go {across} of values and their gradients"
+    )
+
+
+def cross_group_bytes(problem: Problem, plan: Plan) -> int:
+    """Return the bytes of values and their gradients that go between groups of near devices in a step.
+
+    Args:
+        problem: What the plan is for.
+        plan: The plan.
+    """
+    home = {device: turn for turn, group in enumerate(near(problem)[0]) for device in group}
+    routes, parts = plan.routes(problem.batch), plan.micro_batches(problem.batch)
+    largest = plan.micro_batch or max(part.size for part in parts)
+    total = 0.0
+    for edge in stage_work(problem, plan).edges:
+        for part, source, target in zip(parts, routes[edge.source], routes[edge.target], strict=True):
+            if home[source[0]] != home[target[0]]:
+                total += (edge.forward_bytes + edge.backward_bytes) * part.size / largest
+    return round(total)

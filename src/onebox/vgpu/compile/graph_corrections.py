@@ -1,0 +1,111 @@
+"""Where a trace differs from what a worker computes, and what a program must say itself: graphs are put right here.
+
+A trace takes ``vgpu`` for a device like a GPU; a worker's own device may be a CPU, and its PyTorch has defaults of its
+own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import default_partition
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from onebox.graph.capture.joint import widen_statistics
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.ops.attention import MATH, attend, attend_by, choose
+from onebox.vgpu.runtime.context import queue_of
+
+aten = torch.ops.aten
+
+
+def choose_kernels(module: fx.GraphModule) -> None:
+    """Let attention in a graph of Dynamo be what it is where operators run one by one: the worker's fused kernel.
+
+    Args:
+        module: The graph, each node with its value's description under ``example_value``.
+    """
+    changed = False
+    for node in module.graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _stand_in)
+        given = inspect.signature(attend).bind(*args, **kwargs)
+        given.apply_defaults()
+        tensors = given.args[:3]
+        if all(isinstance(tensor, VirtualTensor) for tensor in tensors):
+            choice = choose(given.args, given.kwargs)
+            if choice != MATH:
+                node.target, node.args, changed = attend_by, (choice, *node.args), True
+    if changed:
+        module.recompile()
+
+
+def _stand_in(node: fx.Node) -> Any:
+    """Return a tensor without values that looks like that of a node, or a node's number."""
+    value = node.meta["example_value"]
+    if not isinstance(value, Tensor):
+        return value
+    with _disable_current_modes():
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)
+
+
+def partition(module: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Part a joint graph into forward and backward, values that backward needs being kept; nothing is computed twice.
+
+    Args:
+        module: The joint graph of AOTAutograd.
+        inputs: Its inputs.
+        **options: As for ``torch._functorch.partitioners.default_partition``.
+    """
+    correct(module.graph)
+    return default_partition(module, inputs, **options)
+
+
+def correct(graph: fx.Graph) -> None:
+    """Let a graph say what workers will compute. Idempotent.
+
+    Args:
+        graph: A functional ATen graph, each node with its value's description under ``val``.
+    """
+    widen_statistics(graph)
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        if _kind(node.meta["val"][0].device) != "cuda":
+            _leave_out_statistics(node)
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.all_input_nodes:
+            _name_type(node)
+
+
+def _kind(device: torch.device) -> str:
+    if device.type != "vgpu":
+        return device.type
+    stream = queue_of(device)
+    return stream.pool.devices[stream.worker].kind
+
+
+def _leave_out_statistics(node: fx.Node) -> None:
+    """Correct the shape of the statistics that batch norm in eval mode returns: on CPUs they are empty."""
+    for index in (1, 2):
+        _put(node, index, node.meta["val"][index].new_empty(0))
+
+
+def _put(node: fx.Node, index: int, value: Tensor) -> None:
+    """Correct what one of several results looks like."""
+    values = list(node.meta["val"])
+    values[index] = value
+    node.meta["val"] = tuple(values)
+    for user in node.users:
+        if user.args[1] == index:
+            user.meta["val"] = value
+
+
+def _name_type(node: fx.Node) -> None:
+    """Let an operator that makes a tensor from none name the element type, because a worker has its own default."""
+    value = node.meta.get("val")
+    names = {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    if isinstance(value, Tensor) and "dtype" in names and node.kwargs.get("dtype") is None:
+        node.kwargs = {**node.kwargs, "dtype": value.dtype}

@@ -1,0 +1,194 @@
+"""The virtual tensor: a tensor of ``vgpu:i`` whose elements are on a worker."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.core.metadata import Metadata
+from onebox.vgpu.core.storage import VirtualStorage, storage_of
+from onebox.vgpu.signals import shielded
+
+if TYPE_CHECKING:
+    from onebox.vgpu.runtime.command_queue import CommandQueue
+
+
+class Handle:
+    """The number of a buffer on a worker; when it goes, so does the buffer.
+
+    Args:
+        stream: The stream of the device.
+        number: The buffer.
+    """
+
+    __slots__ = ("number", "storage", "stream")
+
+    storage: VirtualStorage  # when somebody has asked for it
+
+    @shielded
+    def __init__(self, stream: CommandQueue, number: int) -> None:
+        self.stream = stream
+        self.number = number
+
+    @shielded
+    def __del__(self) -> None:
+        self.stream.dead.append(self.number)  # by whichever thread collects it; the next record takes note
+
+
+class VirtualTensor(Tensor):
+    """A tensor whose elements are in a buffer of a worker; here is only what it looks like.
+
+    Autograd, views and version counters are PyTorch's own: its operators arrive below them.
+    """
+
+    _handle: Handle  # no slots: torch.utils.swap_tensors, by which modules move, wants the same on both sides
+    _metadata: Metadata
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    dispatcher: Any = None
+    """Set by the dispatch module, which knows this class."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Any:
+        """Return a parameter: those on a device are of this type, and libraries call ``type(parameter)(...)``."""
+        return torch.nn.Parameter(data, requires_grad)
+
+    @classmethod
+    @shielded
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Hand an operator on."""
+        return cls.dispatcher(func, args, kwargs)
+
+    # what PyTorch's own classes refuse for subclasses, or do by way of storages
+
+    def untyped_storage(self) -> VirtualStorage:
+        """Return what stands for the storage: its size and whose it is, no elements."""
+        return storage_of(self)
+
+    def data_ptr(self) -> int:
+        """Return an address: nobody can read there, but no other tensor is there."""
+        address = storage_of(self).data_ptr()
+        return address + self._metadata.offset * self.dtype.itemsize if address else 0
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the elements as a NumPy array; only with ``force``, as for any device."""
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
+        return self.detach().cpu().numpy()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists."""
+        return self.detach().cpu().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        text = repr(self.detach().cpu())
+        suffix = [f"device='{self.device}'"]
+        typed = re.search(r",\s+dtype=[\w.]+\)$", text)
+        head, kind = (text[: typed.start()], [f"dtype={self.dtype}"]) if typed else (text[:-1], [])
+        if self.grad_fn is not None:
+            kind.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            kind.append("requires_grad=True")
+        whole = ", ".join([head, *suffix, *kind]) + ")"
+        return f"Parameter containing:\n{whole}" if getattr(self, "_is_param", False) else whole
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __copy__(self) -> VirtualTensor:
+        made: VirtualTensor = _data.__get__(self).requires_grad_(self.requires_grad)
+        made.__dict__.update(
+            {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
+        )
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at present"
+            )
+        made = self.detach().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if getattr(self, "_is_param", False):  # nothing else of a parameter is copied, as in PyTorch: no gradient
+            made._is_param = True
+            return made
+        own = {key: value for key, value in self.__dict__.items() if key not in ("_handle", "_metadata")}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from onebox.vgpu.integration.serialization import reduce
+
+        return reduce(self, protocol)
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its history, and setting it."""
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not isinstance(new, VirtualTensor):
+            raise RuntimeError(
+                f"a tensor of {self.device} is given the data of one of {new.device}, which PyTorch does not allow; "
+                "move the module that holds it with .to(), or make a new tensor"
+            )
+        _data.__set__(self, new)
+        self._handle = new._handle
+        self._metadata = new._metadata
+
+
+_data: Any = torch._C.TensorBase.data
+_make = Tensor._make_wrapper_subclass
+
+
+def wrap(handle: Handle, metadata: Metadata) -> VirtualTensor:
+    """Return a tensor for a buffer."""
+    made: VirtualTensor = _make(
+        VirtualTensor,
+        metadata.shape,
+        metadata.strides,
+        metadata.offset,
+        dtype=metadata.dtype,
+        device=handle.stream.device,
+    )
+    made._handle = handle
+    made._metadata = metadata
+    if not metadata.plain:
+        metadata.mark(made)
+    return made
+
+
+share: Any = torch._functionalize_unsafe_set
+"""Let the first tensor be a view of the memory of the second, as far as PyTorch asks (``is_alias_of``)."""
+
+
+def wrap_view(base: Tensor, handle: Handle, metadata: Metadata) -> VirtualTensor:
+    """Return a tensor for a buffer that is a view of another one's: an inference tensor if that is one."""
+    inference = base.is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        made = wrap(handle, metadata)
+    else:
+        with torch.inference_mode(inference):
+            made = wrap(handle, metadata)
+    share(made, base)
+    return made
+
+
+def relay(tensor: VirtualTensor, metadata: Metadata) -> None:
+    """Let a tensor look different from now on, as after ``resize_`` or ``t_``."""
+    _data.__set__(tensor, wrap(tensor._handle, metadata))
+    tensor._metadata = metadata

@@ -1,0 +1,105 @@
+"""Where devices go into PyTorch: the functions and methods of which some argument may say ``cuda``.
+
+They are a table: an owner, the names of its functions, and how their arguments are translated. Operators that take no
+device are not in it and cost nothing. Which factories take a device is read from PyTorch's own schemas, so that a new
+one is not forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nested
+from torch.jit import _builtins
+from torch.utils import _device
+
+from onebox.vgpu.cuda_alias.device_names import DEVICE_TYPES, to_vgpu
+from onebox.vgpu.cuda_alias.patches import Patches
+
+Function = Callable[..., Any]
+
+_COMPARED = frozenset({"eq", "ne"})
+"""Operators whose schemas have a device although Python's functions of that name take none: scripts compare devices."""
+
+
+def named(function: Function) -> Function:
+    """Return a function that translates the keyword ``device``, and answers a wish for pinned memory with none."""
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            place = kwargs.get("device")
+            if place.__class__ in DEVICE_TYPES:
+                kwargs["device"] = to_vgpu(place)
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False  # what goes to a worker is copied in any case
+        return function(*args, **kwargs)
+
+    return translated
+
+
+def anywhere(function: Function) -> Function:
+    """Return a function that translates its keyword ``device`` and each positional argument that is a device."""
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        if kwargs and kwargs.get("device").__class__ in DEVICE_TYPES:
+            kwargs["device"] = to_vgpu(kwargs["device"])
+        return function(*[to_vgpu(value) if value.__class__ in DEVICE_TYPES else value for value in args], **kwargs)
+
+    return translated
+
+
+def factories() -> list[str]:
+    """Return the functions in ``torch`` that take a device."""
+    schemas = torch._C._jit_get_all_schemas()
+    aten = {
+        schema.name.removeprefix("aten::")
+        for schema in schemas
+        if schema.name.startswith("aten::") and any("Device" in str(argument.type) for argument in schema.arguments)
+    }
+    names = (aten | {"asarray"}) - _COMPARED
+    return sorted(name for name in names if hasattr(torch._C._VariableFunctions, name) and hasattr(torch, name))
+
+
+def methods() -> list[str]:
+    """Return the methods of tensors that take a device as a keyword alone."""
+    return [name for name in dir(torch.Tensor) if name.startswith("new_")]
+
+
+def table() -> Iterator[tuple[Any, list[str], Callable[[Function], Function]]]:
+    """Yield owners, names of their functions, and how the arguments are translated."""
+    yield torch, factories(), named
+    yield torch.fft, ["fftfreq", "rfftfreq"], named
+    yield torch.nested, ["as_nested_tensor", "nested_tensor"], named
+    yield torch.Tensor, methods(), named
+    yield torch.Tensor, ["is_pinned", "pin_memory", "to"], anywhere
+
+
+def translate_entries(patches: Patches) -> None:
+    """Let all of them take ``cuda``."""
+    constructors = _device._device_constructors()  # kept by PyTorch from now on: what modes see are the originals
+    patches.set(_device.DeviceContext, "__torch_function__", _in_context(constructors))
+    known = _builtins._get_builtin_table()
+    for owner, names, how in table():
+        for name in names:
+            original = getattr(owner, name)
+            translated = how(original)
+            patches.set(owner, name, translated)
+            if id(original) in known:  # torch.jit.script knows functions by their identity
+                patches.put(known, id(translated), known[id(original)])
+
+
+def _in_context(constructors: set[Function]) -> Function:
+    """Return what ``with torch.device(...)`` and ``torch.set_default_device`` do to each function."""
+
+    def give_device(self: Any, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in constructors and kwargs.get("device") is None:
+            kwargs["device"] = to_vgpu(self.device)
+        return func(*args, **kwargs)
+
+    return give_device

@@ -1,0 +1,69 @@
+"""Which virtual device ``cuda`` means, and back: names of devices on their way into PyTorch and out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onebox.vgpu.runtime.context import current_device
+
+_MEANT = "cuda"
+_GIVEN = "vgpu"
+
+DEVICE_TYPES = (str, torch.device)
+"""What a device is given as that may need translation; a plain number means an accelerator already."""
+
+
+def to_vgpu(place: Any) -> Any:
+    """Return what a script's device is for PyTorch: ``vgpu:1`` for ``cuda:1``, the current device for ``cuda``.
+
+    Args:
+        place: A device, or the name of one. All else is returned as it came, so that PyTorch says itself what is wrong
+            with it.
+    """
+    kind = place.__class__
+    if kind is str:
+        if not place.startswith(_MEANT):
+            return place
+        place = torch.device(place)
+    elif kind is not torch.device:
+        return place
+    if place.type != _MEANT:
+        return place
+    return torch.device(_GIVEN, current_device() if place.index is None else place.index)
+
+
+to_vgpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# What torch.compiler.assume_constant_result sets, which would import the compiler: no compiled function looks inside.
+
+
+def to_cuda(device: torch.device) -> torch.device:
+    """Return what a device of PyTorch is called in a script: ``cuda:1`` for ``vgpu:1``."""
+    if device.type != _GIVEN:
+        return device
+    return torch.device(_MEANT) if device.index is None else torch.device(_MEANT, device.index)
+
+
+def to_vgpu_type(kind: Any) -> Any:
+    """Return the type of device that is meant by a script's; for what takes types such as ``"cuda"`` alone."""
+    return _GIVEN if kind == _MEANT else kind
+
+
+def number_of(place: Any) -> int:
+    """Return the number of the device that a function of ``torch.cuda`` is given.
+
+    Args:
+        place: ``None`` for the current device, a number, a device or the name of one.
+
+    Raises:
+        ValueError: It is none of ``cuda``.
+    """
+    if isinstance(place, int) and not isinstance(place, bool):
+        return current_device() if place < 0 else place
+    if place is None:
+        return current_device()
+    device = torch.device(place)
+    if device.type not in (_MEANT, _GIVEN):
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return current_device() if device.index is None else device.index

@@ -1,0 +1,207 @@
+"""What the functions of ``torch.cuda`` do on virtual devices, where that is more than ``torch.vgpu`` does."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda
+from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
+from onebox.vgpu.dispatch.op_cache import sources
+from onebox.vgpu.integration import device_module
+from onebox.vgpu.integration.generators import VirtualGenerator
+from onebox.vgpu.runtime import context
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.vgpu.runtime.context import queue_of
+
+_BFLOAT16 = _TENSOR_FLOAT32 = 8
+"""The first compute capability with these types in hardware."""
+
+
+def no(*args: Any) -> bool:
+    """Say no."""
+    return False
+
+
+def yes(*args: Any) -> bool:
+    """Say yes."""
+    return True
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing: there is nothing to do on a virtual device."""
+
+
+def call(callable: Callable[[], Any], **kwargs: Any) -> None:
+    """Do something that PyTorch would do once CUDA is initialized: it is."""
+    callable()
+
+
+# ---- devices
+
+_counted: list[int] = [0]
+
+
+def device_count() -> int:
+    """Return how many devices there are; in a forked process, how many its parent had."""
+    if not device_module._is_in_bad_fork():
+        _counted[0] = context.device_count()
+    return _counted[0]
+
+
+def is_available() -> bool:
+    """Tell whether there is a device."""
+    return device_count() > 0
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """Tell whether tensors go from one device to another without passing the client: always, but to itself."""
+    here, there = number_of(device), number_of(peer_device)
+    return here != there and device_module.can_device_access_peer(here, there)
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Tell whether bfloat16 works: on every worker, if slowly on some."""
+    return including_emulation or device_module.get_device_capability()[0] >= _BFLOAT16
+
+
+def is_tf32_supported() -> bool:
+    """Tell whether the current device has TensorFloat-32."""
+    return device_module.get_device_capability()[0] >= _TENSOR_FLOAT32
+
+
+def get_arch_list() -> list[str]:
+    """Return the architectures that the client's PyTorch has code for: none, workers have their own."""
+    return []
+
+
+def get_gencode_flags() -> str:
+    """Return the flags that the client's PyTorch is compiled with: none, workers have their own."""
+    return ""
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Take ``"default"`` and refuse all else: waits are not reported."""
+    if debug_mode not in (0, "default"):
+        raise_unsupported("torch.cuda.set_sync_debug_mode")
+
+
+def get_sync_debug_mode() -> int:
+    """Return 0: waits are not reported."""
+    return 0
+
+
+# ---- random numbers
+
+
+def get_rng_state(device: Any = "cuda") -> Tensor:
+    """Return the state of a device's random numbers, as bytes."""
+    return device_module.get_rng_state(number_of(device))
+
+
+def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
+    """Set the state of a device's random numbers."""
+    device_module.set_rng_state(new_state, number_of(device))
+
+
+class DefaultGenerator(VirtualGenerator):
+    """The generator that a device draws from where none is given."""
+
+    def manual_seed(self, seed: int) -> Any:
+        """Start anew from a seed."""
+        with device_module.device(self.stream.worker):
+            device_module.manual_seed(seed)
+        return self
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        with device_module.device(self.stream.worker):
+            return device_module.initial_seed()
+
+    def _begin(self, stream: CommandQueue) -> None:
+        self.stream, self.number = stream, 0
+        self._sign = secrets.randbits(63)
+        torch._C.Generator.manual_seed(self, self._sign)
+        sources[self._sign] = self.number
+
+    def __del__(self) -> None:
+        """Let the one on the worker be."""
+        sources.pop(self._sign, None)
+
+
+def default_generator(device: Any) -> Any:
+    """Return the generator of a device."""
+    made = torch._C.Generator.__new__(DefaultGenerator)
+    made._begin(queue_of(torch.device("vgpu", number_of(device))))
+    return made
+
+
+class DefaultGenerators(Sequence[Any]):
+    """The devices' own generators, by number."""
+
+    def __len__(self) -> int:
+        return device_count()
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        numbers = range(len(self))[index]
+        return tuple(map(default_generator, numbers)) if isinstance(numbers, range) else default_generator(numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(default_generator, range(len(self)))
+
+
+# ---- accelerators, which is what PyTorch calls CUDA devices and their like
+
+
+def accelerator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what tells which accelerator there is, in the script's words."""
+
+    def translated(*args: Any) -> Any:
+        found = function(*args)
+        return None if found is None else to_cuda(found)
+
+    return translated
+
+
+def accelerator_index(function: Callable[..., int]) -> Callable[..., int]:
+    """Return what tells the number of an accelerator's device, which PyTorch itself calls ``vgpu``."""
+
+    def translated(device: Any, optional: bool = False) -> int:
+        is_place = isinstance(device, str | torch.device)
+        return function(to_cuda(torch.device(device)) if is_place else device, optional)
+
+    return translated
+
+
+# ---- annotations for a profiler of the machine, which this is not
+
+
+class Range:
+    """A named range: a context, or a decorator."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exit_info: object) -> None:
+        pass
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+
+def depth(*args: Any, **kwargs: Any) -> int:
+    """Return how deep ranges are nested: nobody counts."""
+    return 0

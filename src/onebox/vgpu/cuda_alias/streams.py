@@ -1,0 +1,136 @@
+"""``torch.cuda.Stream`` and ``torch.cuda.Event``: a device does one thing after the other, so the order is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onebox.vgpu.cuda_alias.device_names import number_of, to_cuda, to_vgpu
+from onebox.vgpu.cuda_alias.patches import Patches
+from onebox.vgpu.cuda_alias.unsupported import raise_unsupported
+from onebox.vgpu.integration import device_module
+
+
+class _Either(type):
+    """Lets ``torch.Stream`` and ``torch.Event`` make what a device needs, and ``isinstance`` see all of them.
+
+    Args:
+        plain: PyTorch's own class.
+        virtual: The class for virtual devices.
+        make: What makes one of those.
+    """
+
+    plain: Any
+    virtual: Any
+    make: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        place = kwargs["device"] if "device" in kwargs else args[0] if args else None
+        made = to_vgpu(place)
+        if isinstance(made, torch.device) and made.type == "vgpu":
+            return cls.make(*args, **kwargs)
+        return cls.plain(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain | cls.virtual)
+
+
+class Stream(device_module.Stream):
+    """A stream of a device; all streams of a device are one.
+
+    Args:
+        device: The device; the current one when ``None``.
+        priority: Taken for compatibility.
+    """
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        super().__init__(number_of(device), priority)
+        self.cuda_stream = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return to_cuda(self._stream.device)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the least and the greatest priority: there is one."""
+        return 0, 0
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record an event, a new one where none is given, and return it."""
+        return super().record_event(Event() if event is None else event)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream=0x0>"
+
+
+class Event(device_module.Event):
+    """A mark in the work of a device.
+
+    Args:
+        enable_timing: Whether ``elapsed_time`` is wanted: recording then waits for the device.
+        blocking: Taken for compatibility.
+        interprocess: Not possible.
+        external: Not possible.
+    """
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        if external:
+            raise_unsupported("torch.cuda.Event(external=True)")
+        super().__init__(enable_timing, blocking, interprocess)
+
+    def ipc_handle(self) -> Any:
+        """Refuse: events stay in their process."""
+        raise_unsupported("torch.cuda.Event.ipc_handle")
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: Any) -> Any:
+        """Refuse: events stay in their process."""
+        raise_unsupported("torch.cuda.Event.from_ipc_handle")
+
+
+class StreamContext:
+    """A context in which the device of a stream is the current one.
+
+    Args:
+        stream: The stream; ``None`` for no change.
+    """
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._device = device_module.device(None if stream is None else stream.device_index)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+
+    def __exit__(self, *exit_info: object) -> None:
+        self._device.__exit__(*exit_info)
+
+
+def _event(device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **options: bool) -> Event:
+    """Return what ``torch.Event`` makes, which unlike ``torch.cuda.Event`` takes a device."""
+    number_of(device)
+    return Event(enable_timing, blocking, **options)
+
+
+def translate_streams(patches: Patches) -> None:
+    """Let ``torch.Stream`` and ``torch.Event`` take ``cuda``."""
+    for name, virtual, make in (("Stream", Stream, Stream), ("Event", Event, _event)):
+        plain = getattr(torch, name)
+        members = {"plain": plain, "virtual": virtual, "make": staticmethod(make), "__doc__": plain.__doc__}
+        patches.set(torch, name, _Either(name, (), {**members, "__module__": "torch"}))
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream of a device."""
+    return Stream(device)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make the device of a stream the current one."""
+    if stream is not None:
+        device_module.set_device(stream.device_index)

@@ -1,0 +1,250 @@
+"""Copies: from the host to a device, back, and from device to device, worker to worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import OperatorError
+from onebox.vgpu.core.metadata import dense, dense_order
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.dispatch import dispatch, special
+from onebox.vgpu.dispatch.synchronous import raise_plain
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.vgpu.runtime.context import context_of, queue_of
+from onebox.wire import TensorSpec, dtype_name, from_frame, to_frame
+from onebox.wire.protocol.instructions import Receive, Send
+from onebox.wire.protocol.requests import Instruction, Put
+
+aten = torch.ops.aten
+
+
+def upload(tensor: Tensor, stream: CommandQueue) -> VirtualTensor:
+    """Return a copy of a tensor of the host on a device; nothing waits for its arrival.
+
+    Args:
+        tensor: Any strided tensor of the host.
+        stream: The stream of the device.
+    """
+    order = dense_order(tuple(tensor.shape), tensor.stride())
+    straight = tensor if order is None else tensor.permute(order)
+    number = stream.new_number()
+    _put(straight, stream, number)
+    made = wrap(Handle(stream, number), dense(tensor.dtype, tuple(straight.shape)))
+    if order is None or list(order) == sorted(order):
+        return made
+    back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    return back
+
+
+def _put(tensor: Tensor, stream: CommandQueue, number: int) -> None:
+    """Fill a buffer with the elements of a tensor of the host, which may change as soon as this returns."""
+    private = torch.empty(tensor.shape, dtype=tensor.dtype)
+    private.copy_(tensor.detach())
+    spec = TensorSpec(dtype_name(tensor.dtype), tuple(tensor.shape))
+    stream.before(Put((number,), (spec,)), [to_frame(private)])
+
+
+def download(tensor: VirtualTensor) -> Tensor:
+    """Return a copy of a virtual tensor on the host, laid out like it; waits for the elements.
+
+    Raises:
+        OneboxError: The tensor is void because an operator before this one failed, or the worker is gone.
+    """
+    if not tensor._metadata.plain:
+        tensor = dispatch(aten.clone.default, (tensor,), None)
+    handle = tensor._handle
+    try:
+        spec, frame = handle.stream.read(handle.number)
+    except OperatorError as error:
+        raise_plain(error, "")
+    flat = from_frame(spec, frame)
+    layout = tensor._metadata
+    if layout.contiguous or dense_order(layout.shape, layout.strides) is None:
+        return flat
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype).copy_(flat)
+
+
+def transfer(tensor: VirtualTensor, stream: CommandQueue) -> VirtualTensor:
+    """Return a copy of a virtual tensor on another device, laid out like it; the elements do not pass the client."""
+    return transfer_all([tensor], [stream])[0][0]
+
+
+def transfer_all(tensors: Sequence[VirtualTensor], streams: Sequence[CommandQueue]) -> list[list[VirtualTensor]]:
+    """Return copies of tensors of one device on others, laid out like them; one message lets them leave.
+
+    Args:
+        tensors: The tensors, all of one device.
+        streams: The streams of the other devices.
+
+    Returns:
+        For each stream the copies there, in the order of the tensors.
+    """
+    if not tensors or not streams:
+        return [[] for _ in streams]
+    source = tensors[0]._handle.stream
+    pairs = [_straight(tensor) for tensor in tensors]
+    straights = [straight for straight, _ in pairs]
+    if any(stream.pool is not source.pool for stream in streams):
+        moved = [[upload(download(straight), stream)._handle for straight in straights] for stream in streams]
+    else:
+        moved = _moved(straights, source, streams)
+    return [[_laid_out(handle, *pair) for handle, pair in zip(handles, pairs, strict=True)] for handles in moved]
+
+
+def _straight(tensor: VirtualTensor) -> tuple[VirtualTensor, tuple[int, ...]]:
+    """Return a tensor as a contiguous one with its dimensions in another order, and that order."""
+    layout = tensor._metadata
+    order = dense_order(layout.shape, layout.strides) if layout.plain else None
+    if order is None:
+        copied = dispatch(aten.clone.default, (tensor,), {"memory_format": torch.contiguous_format})
+        return copied, tuple(range(len(layout.shape)))
+    if layout.contiguous:
+        return tensor, tuple(range(len(layout.shape)))
+    return dispatch(aten.permute.default, (tensor, list(order)), None), order
+
+
+def _laid_out(handle: Handle, straight: VirtualTensor, order: tuple[int, ...]) -> VirtualTensor:
+    """Return the tensor of a buffer that holds what a straight one did, with its dimensions in order again."""
+    made = wrap(handle, dense(straight._metadata.dtype, straight._metadata.shape))
+    if list(order) == sorted(order):
+        return made
+    back: VirtualTensor = dispatch(aten.permute.default, (made, _inverse(order)), None)
+    return back
+
+
+def _moved(
+    tensors: Sequence[VirtualTensor], source: CommandQueue, targets: Sequence[CommandQueue]
+) -> list[list[Handle]]:
+    """Let contiguous tensors go from their worker to others."""
+    box = context_of(source)
+    group = box.group()
+    specs = [TensorSpec(dtype_name(tensor._metadata.dtype), tensor._metadata.shape) for tensor in tensors]
+    sends: list[Instruction] = []
+    handles = []
+    with box.transfers:  # sends and receives of two devices must be in the same order
+        for target in targets:
+            numbers = [target.new_number() for _ in tensors]
+            for number, spec in zip(numbers, specs, strict=True):
+                target.before(Receive(number, spec, group, source.worker))
+            sends += [Send(tensor._handle.number, group, target.worker) for tensor in tensors]
+            handles.append([Handle(target, number) for number in numbers])
+        source.flush(sends, pace=False)
+    source.sent.pace()
+    return handles
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+# ---- operators that copy
+
+
+@special(aten._to_copy.default)
+def _to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (tensor,) = args
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking", "pin_memory")}
+    device = kwargs.get("device")
+    here = tensor._handle.stream
+    if device is None or (device.type == "vgpu" and queue_of(device) is here):
+        return _ordinary(aten._to_copy.default, (tensor,), options)
+    dtype = options.pop("dtype", None)
+    if dtype is not None and dtype != tensor.dtype:
+        tensor = _ordinary(aten._to_copy.default, (tensor,), {"dtype": dtype})
+    memory_format = options.get("memory_format")
+    if device.type == "vgpu":
+        moved: Tensor = transfer(tensor, queue_of(device))
+    elif device.type == "meta":
+        moved = tensor._metadata.on_meta()
+    else:
+        moved = download(tensor)
+        moved = moved if device.type == "cpu" else moved.to(device)
+    if memory_format in (None, torch.preserve_format):
+        return moved
+    return moved.contiguous(memory_format=memory_format)
+
+
+@special(aten.copy_.default)
+def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[:2]
+    if not isinstance(target, VirtualTensor):
+        return target.copy_(download(source))
+    here = target._handle.stream
+    if not isinstance(source, VirtualTensor):
+        layout = target._metadata
+        same = source.dtype == layout.dtype and tuple(source.shape) == layout.shape
+        if same and layout.contiguous and layout.offset == 0 and here.fresh(target._handle.number):
+            _put(source, here, target._handle.number)
+            return target
+        source = upload(source.expand(()) if source.dim() == 0 else source, here)
+    elif source._handle.stream is not here:
+        source = transfer(source, here)
+    return _ordinary(aten.copy_.default, (target, source), {})
+
+
+def _ordinary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that is special otherwise, on one device."""
+    from onebox.vgpu.dispatch.dispatch import launch
+
+    return launch(args[0]._handle.stream, func, *args, **kwargs)
+
+
+# ---- operators that need no worker, or only its values
+
+
+@special(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    return wrap_view(tensor, tensor._handle, tensor._metadata)
+
+
+@special(aten._local_scalar_dense.default)
+def _scalar(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return download(args[0]).item()
+
+
+@special(aten._has_compatible_shallow_copy_type.default)
+def _compatible(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return all(isinstance(tensor, VirtualTensor) for tensor in args)
+
+
+@special(aten._has_same_storage_numel.default)
+def _same_storage_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, second = (tensor.untyped_storage().nbytes() // tensor.itemsize for tensor in args)
+    return first == second
+
+
+@special(aten.is_pinned.default)
+def _is_pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return False
+
+
+@special(aten.record_stream.default)
+def _record_stream(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return None  # a buffer ends in the order of its device's one stream
+
+
+def _relooked(func: Any) -> None:
+    """Let an operator that changes how a tensor looks do so to a buffer of its own: ``detach`` shares buffers."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, VirtualTensor):
+            own = _ordinary(aten.alias.default, (tensor,), {})
+            tensor._handle = own._handle
+        return _ordinary(func, args, kwargs)
+
+    special(func)(run)
+
+
+for _name in ("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "swapdims_", "resize_"):
+    _packet = getattr(aten, _name)
+    for _overload in _packet.overloads():
+        if torch.Tag.inplace_view in getattr(_packet, _overload).tags:
+            _relooked(getattr(_packet, _overload))
+
+__all__ = ["download", "relay", "transfer", "transfer_all", "upload"]

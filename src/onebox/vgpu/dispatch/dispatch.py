@@ -1,0 +1,299 @@
+"""The dispatcher: every operator on a virtual tensor arrives here, below autograd.
+
+The way that nearly all take is :func:`dispatch` itself: a key is made of the operator, the layouts of its tensors and
+its other arguments; the recipe for it is known; the call is recorded; new tensors stand for what it will return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import OperatorError, WireError
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, relay, wrap, wrap_view
+from onebox.vgpu.dispatch.op_cache import SHAPED_BY_FLOATS, CachedOp, UnknownResult, changed, infer_op, learn_op
+from onebox.vgpu.dispatch.synchronous import raise_plain, run_synchronously
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.vgpu.runtime.context import context_of, queue_of
+
+aten = torch.ops.aten
+
+Special = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+specials: dict[Any, Special] = {}
+"""Operators that do not run on one device, or not as they are: copies, reads and the like."""
+
+
+foreign: dict[type, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {}
+"""Other classes of tensors of the devices, and what does operators on them."""
+
+
+def special(*functions: Any) -> Callable[[Special], Special]:
+    """Let a function be what happens for operators."""
+
+    def register(handler: Special) -> Special:
+        for function in functions:
+            specials[function] = handler
+        return handler
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator of which some argument is a virtual tensor.
+
+    Args:
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        RuntimeError: What PyTorch raises for such arguments.
+        OneboxError: The worker is gone, or an argument is void because an operator before this one failed.
+    """
+    handler = specials.get(func)
+    if handler is not None:
+        return handler(args, kwargs or {})
+    key: list[Any] = [func.name()]  # hashed in C, unlike an overload
+    tensors: list[VirtualTensor] = []
+    floats: list[float] = []
+    if not _scan(args, key, tensors, floats) or (kwargs and not _scan_named(kwargs, key, tensors, floats)):
+        return _with_foreign(func, args, kwargs or {})
+    stream = tensors[0]._handle.stream
+    if kwargs and kwargs.get("device") not in (None, stream.device) and not _is_here(kwargs["device"], stream):
+        return _decompose(func, args, kwargs) if _is_composite(func) else _elsewhere(func, args, kwargs)
+    return run(stream, func, args, kwargs, key, tensors, floats)
+
+
+def run(
+    stream: CommandQueue,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    key: list[Any],
+    tensors: list[VirtualTensor],
+    floats: list[float],
+) -> Any:
+    """Run an operator on the device of a stream.
+
+    Args:
+        stream: The stream.
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+        key: What :func:`_scan` made of them.
+        tensors: The tensors among them.
+        floats: The floating-point numbers among them.
+    """
+    numbers = []
+    for tensor in tensors:
+        handle = tensor._handle
+        if handle.stream is not stream:
+            for each in tensors:
+                context_of(each._handle.stream)  # which says so where its pool is closed
+            raise _mixed(tensors)
+        numbers.append(handle.number)
+    if floats and func in SHAPED_BY_FLOATS:
+        key += map(repr, floats)
+        floats = []
+    found = stream.recipes.get(tuple(key))
+    if found is None:
+        if _is_composite(func):
+            return _decompose(func, args, kwargs or {})
+        try:
+            found = infer_op(func, args, kwargs or {})
+        except UnknownResult:
+            result = run_synchronously(stream, func, args, kwargs or {}, tensors, floats)
+            found = learn_op(func, args, kwargs or {}, result)
+            if found is not None:
+                stream.remember(tuple(key), found)
+            return result
+        except WireError as error:
+            raise NotImplementedError(str(error)) from None
+        stream.remember(tuple(key), found)
+    try:
+        first = stream.record(found, numbers, floats)
+    except OperatorError as error:  # a stream that waits for every operator
+        raise_plain(error, str(func))
+    only = found.only
+    if only is not None:
+        if found.viewed >= 0:
+            return wrap_view(tensors[found.viewed], Handle(stream, first), only)
+        return wrap(Handle(stream, first), only)
+    return _returned(stream, found, tensors, first)
+
+
+def _is_composite(func: Any) -> bool:
+    """Tell whether an operator is made of others on every device, as PyTorch's composites and custom ones are."""
+    return _composite_key(func) is not None
+
+
+def _composite_key(func: Any) -> str | None:
+    kinds = ["CompositeImplicitAutograd"]
+    if func.namespace != "aten":  # no worker has it; PyTorch's own of the second kind have kernels for each device
+        kinds.append("CompositeExplicitAutograd")
+    name = func.name()
+    return next((kind for kind in kinds if torch._C._dispatch_has_kernel_for_dispatch_key(name, kind)), None)
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take an operator apart, now and whenever it comes again."""
+    key = getattr(torch._C.DispatchKey, _composite_key(func) or "")
+    specials[func] = lambda args, kwargs: func._op_dk(key, *args, **kwargs)
+    return specials[func](args, kwargs)
+
+
+def _returned(stream: CommandQueue, found: CachedOp, tensors: list[VirtualTensor], first: int) -> Any:
+    """Return what an operator returns that does more than make one tensor."""
+    for position, metadata in found.changes:
+        if tensors[position]._metadata is not metadata:
+            relay(tensors[position], metadata)
+    values: list[Any] = []
+    for item, source in zip(found.returns, found.shared, strict=True):
+        if item is None:
+            values.append(None)
+        elif isinstance(item, int):
+            values.append(tensors[item])
+        else:
+            handle = Handle(stream, first)
+            values.append(wrap(handle, item) if source < 0 else wrap_view(tensors[source], handle, item))
+            first += 1
+    return values[0] if found.rebuild is None else found.rebuild(values)
+
+
+def _scan(args: Any, key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
+    """Add to the key of an operator; tell whether all its tensors are virtual."""
+    for value in args:
+        kind = value.__class__
+        if kind is VirtualTensor:
+            tensors.append(value)
+            key.append(value._metadata)
+        elif kind is float:
+            floats.append(value)
+            key.append(float)
+        elif kind is int or value is None:
+            key.append(value)
+        elif kind is bool:
+            key.append("true" if value else "false")
+        elif kind is list or kind is tuple:
+            key.append(list)
+            if not _scan(value, key, tensors, floats):
+                return False
+            key.append(tuple)
+        elif isinstance(value, Tensor):
+            return False
+        else:
+            key.append(kind)
+            key.append(value.initial_seed() if kind is torch._C.Generator else value)
+    return True
+
+
+def _scan_named(kwargs: dict[str, Any], key: list[Any], tensors: list[VirtualTensor], floats: list[float]) -> bool:
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _scan((value,), key, tensors, floats):
+            return False
+    return True
+
+
+def launch(stream: CommandQueue, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on a given device, whether or not it has tensors among its arguments."""
+    key: list[Any] = [func.name()]
+    tensors: list[VirtualTensor] = []
+    floats: list[float] = []
+    if not (_scan(args, key, tensors, floats) and _scan_named(kwargs, key, tensors, floats)):
+        raise RuntimeError(f"{func} for {stream.device} with tensors of other devices")
+    return run(stream, func, args, kwargs, key, tensors, floats)
+
+
+# ---- other devices among the arguments
+
+
+def _is_here(device: torch.device, stream: CommandQueue) -> bool:
+    return device.type == "vgpu" and queue_of(device) is stream
+
+
+def _elsewhere(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that makes a tensor like another one on another device: of that one only the looks matter."""
+
+    def looks(value: Any) -> Any:
+        return value._metadata.on_meta() if isinstance(value, VirtualTensor) else value
+
+    return func(*map(looks, args), **{key: looks(value) for key, value in kwargs.items()})
+
+
+HOST_ARGUMENTS = frozenset[Any](
+    {
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten._index_put_impl_.default,
+        aten._unsafe_index.Tensor,
+        aten._unsafe_index_put.default,
+    }
+)
+"""Operators that take tensors of the host beside those of a device, whatever their size: PyTorch's indexing does."""
+
+
+def _with_foreign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of which some argument is a tensor of the host; a single number is allowed, as on any device."""
+    from onebox.vgpu.dispatch.copies import upload
+
+    seen = _tensors((args, kwargs))
+    for value in seen:
+        if type(value) in foreign:
+            return foreign[type(value)](func, args, kwargs)
+    virtual = [value for value in seen if isinstance(value, VirtualTensor)]
+    if not virtual:
+        raise RuntimeError(f"{func} with no virtual tensor")
+    stream = virtual[0]._handle.stream
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, VirtualTensor):
+            if value.layout != torch.strided:
+                raise NotImplementedError(
+                    f"{func} with a tensor of layout {value.layout} is not supported: virtual devices hold dense "
+                    "(strided) tensors only; convert it with .to_dense()"
+                )
+            if (
+                value.device.type != "cpu"
+                or (value.dim() and func not in HOST_ARGUMENTS)
+                or _written(func, value, args)
+            ):
+                raise _mixed(seen)
+            return upload(value, stream)
+        return value
+
+    return dispatch(func, changed(args, moved), {key: changed(value, moved) for key, value in kwargs.items()})
+
+
+def _written(func: Any, value: Tensor, args: tuple[Any, ...]) -> bool:
+    """Tell whether an operator would write to a tensor of the host."""
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if given is value and argument.alias_info is not None and argument.alias_info.is_write:
+            return True
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _mixed(tensors: list[Any]) -> RuntimeError:
+    """Return the error that PyTorch raises when an operator's tensors are on several devices."""
+    places = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(places[:2])}!"
+    )
+
+
+VirtualTensor.dispatcher = staticmethod(dispatch)

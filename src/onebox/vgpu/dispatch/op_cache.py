@@ -1,0 +1,272 @@
+"""From an operator and its arguments to a recipe: what a worker is to run, and what its results will look like.
+
+What an operator returns is found once for each (operator, layouts of its tensors, other arguments), by running it on
+the ``meta`` device. Floating-point numbers are not part of that key, because they differ from step to step and no shape
+depends on them; where one does, the operator is named in :data:`SHAPED_BY_FLOATS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.vgpu.core.metadata import Metadata, metadata_of
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.dispatch.shape_rules import depends_on_values, is_learned, only_checks
+from onebox.wire import (
+    Complex,
+    DType,
+    GeneratorArgument,
+    Hole,
+    Items,
+    KernelSpec,
+    LayoutArgument,
+    MemoryFormat,
+    OwnDevice,
+    SlotArgument,
+    dtype_name,
+)
+from onebox.worker.programs.kernels import written_inputs
+from onebox.worker.sandbox.allow_list import EAGER, pinned_names
+
+aten = torch.ops.aten
+
+SHAPED_BY_FLOATS = frozenset(
+    getattr(packet, name) for packet in (aten.arange, aten.range) for name in packet.overloads()
+)
+"""Operators of which a floating-point number says how much they return."""
+
+sources: dict[int, int] = {}
+"""The numbers of the devices' generators by the seed of the host's generator that stands for each: PyTorch hands on a
+generator as another object, but of the same seed."""
+
+
+class UnknownResult(Exception):
+    """What an operator will return is not known here: the worker must say."""
+
+
+class CachedOp:
+    """How to run an operator whose arguments are of a certain kind.
+
+    Args:
+        kernel: For the worker.
+        returns: For each tensor that it returns, those of lists one by one: what a new one looks like, which input an
+            old one is, or ``None`` for an undefined one.
+        changes: Inputs that look different afterwards.
+        rebuild: From the list of the returned tensors to what the operator returns; ``None`` where that is the first.
+        shared: For each tensor that it returns, the input whose memory a new one is a view of; -1 for none.
+    """
+
+    __slots__ = (
+        "changes", "floats", "inputs", "keeps", "kernel", "number", "only", "rebuild", "returns", "shared", "viewed",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        kernel: KernelSpec,
+        returns: tuple[Metadata | int | None, ...],
+        changes: tuple[tuple[int, Metadata], ...],
+        rebuild: Callable[[list[Any]], Any] | None,
+        shared: tuple[int, ...] = (),
+    ) -> None:
+        self.kernel = kernel
+        self.returns = returns
+        self.changes = changes
+        self.rebuild = rebuild
+        self.number = 0
+        self.inputs = kernel.inputs
+        self.floats = kernel.floats
+        self.keeps = sum(isinstance(item, Metadata) for item in returns)
+        first = returns[0] if len(returns) == 1 and rebuild is None and not changes else None
+        self.only = first if isinstance(first, Metadata) else None
+        """What it returns where that is one new tensor and nothing else happens, as for nearly all operators."""
+        self.shared = shared or (-1,) * len(returns)
+        self.viewed = self.shared[0] if returns else -1
+        """The input that ``only`` is a view of; -1 for none."""
+
+
+def infer_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedOp:
+    """Find out what an operator will do.
+
+    Args:
+        func: The overload.
+        args: Its arguments; tensors are virtual ones.
+        kwargs: Likewise.
+
+    Raises:
+        Unknown: The worker must be asked, also for the error, if it is one.
+        WireError: An argument is of a kind that does not travel.
+    """
+    kernel = describe(func, args, kwargs)
+    if is_learned(func, args) or depends_on_values(func, args) or only_checks(func):
+        raise UnknownResult(str(func))
+    twins: dict[int, Tensor] = {}
+    order: list[VirtualTensor] = []
+
+    def twin(value: Any) -> Any:
+        if isinstance(value, VirtualTensor):
+            order.append(value)
+            if id(value) not in twins:
+                twins[id(value)] = value._metadata.on_meta()
+            return twins[id(value)]
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        return None if isinstance(value, torch._C.Generator) else value
+
+    try:
+        result = func(*changed(args, twin), **{key: changed(value, twin) for key, value in kwargs.items()})
+    except Exception as error:
+        raise UnknownResult(str(error)) from error
+    return _compared(func, kernel, order, twins, result)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an argument with something else for it, or, in a list, for each of its items.
+
+    Here once for all, because a function within a function that calls itself is a cycle: tensors that it knows stay
+    until the garbage collector comes.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(changed(item, change) for item in value)
+    return change(value)
+
+
+def _compared(
+    func: Any, kernel: KernelSpec, order: list[VirtualTensor], twins: dict[int, Tensor], result: Any
+) -> CachedOp:
+    """Return the recipe, from what an operator did on ``meta``."""
+    flat, rebuild = flatten(func, result)
+    writes = written_inputs(kernel)
+    positions: dict[int, int] = {}
+    for number, tensor in enumerate(order):  # the same tensor may come twice: the one that is written to is returned
+        if number in writes or id(twins[id(tensor)]) not in positions:
+            positions[id(twins[id(tensor)])] = number
+    storages = {twins[id(tensor)].untyped_storage()._cdata: number for number, tensor in enumerate(order)}
+    returns: list[Metadata | int | None] = []
+    for item in flat:
+        if item is None:
+            returns.append(None)
+        elif not isinstance(item, Tensor) or item.device.type != "meta" or item.layout != torch.strided:
+            raise UnknownResult(f"{func} returns {type(item).__name__}")
+        elif id(item) in positions:
+            returns.append(positions[id(item)])
+        else:
+            returns.append(metadata_of(item))
+    changes = []
+    for number, tensor in enumerate(order):
+        now = metadata_of(twins[id(tensor)])
+        if now is not tensor._metadata:
+            changes.append((number, now))
+    outs = tuple(item.strided() if isinstance(item, Metadata) else None for item in returns)
+    whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
+    shared = tuple(-1 if item is None else storages.get(item.untyped_storage()._cdata, -1) for item in flat)
+    return CachedOp(whole, tuple(returns), tuple(changes), rebuild, shared)
+
+
+def learn_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CachedOp | None:
+    """Return the recipe for calls like one that a worker has been asked for; ``None`` where that cannot be known.
+
+    Args:
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+        result: What it returned.
+    """
+    flat, rebuild = flatten(func, result)
+    if not is_learned(func, args) or not all(item is None or isinstance(item, VirtualTensor) for item in flat):
+        return None
+    returns = tuple(None if item is None else item._metadata for item in flat)
+    kernel = describe(func, args, kwargs)
+    outs = tuple(None if layout is None else layout.strided() for layout in returns)
+    whole = KernelSpec(kernel.name, kernel.args, kernel.kwargs, kernel.inputs, kernel.floats, outs)
+    return CachedOp(whole, returns, (), rebuild)
+
+
+def flatten(func: Any, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any] | None]:
+    """Return the values that an operator returned one by one, and how to put them together again."""
+    if not func._schema.returns:
+        return [], _nothing
+    if not isinstance(result, list | tuple):
+        return [result], None
+    lengths = [len(item) if isinstance(item, list | tuple) else -1 for item in result]
+    flat: list[Any] = []
+    for item in result:
+        flat.extend(item) if isinstance(item, list | tuple) else flat.append(item)
+    kind = list if isinstance(result, list) else tuple
+
+    def rebuild(values: list[Any]) -> Any:
+        left = iter(values)
+        return kind(next(left) if n < 0 else [next(left) for _ in range(n)] for n in lengths)
+
+    return flat, rebuild
+
+
+def _nothing(values: list[Any]) -> None:
+    return None
+
+
+# ---- the part that travels
+
+
+def _source(generator: Any) -> int:
+    number = sources.get(generator.initial_seed())
+    if number is None:
+        raise RuntimeError("Expected a 'vgpu' device type for generator but found 'cpu'")
+    return number
+
+
+def describe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelSpec:
+    """Return the kernel of an operator, with slots for its tensors and holes for its floating-point numbers.
+
+    Raises:
+        WireError: An argument does not travel, or workers do not run the operator.
+    """
+    if str(func) not in pinned_names(EAGER):
+        if "sparse" in func.name():
+            raise WireError(
+                f"{func} is not supported on virtual devices: they hold dense (strided) tensors only; make the tensor "
+                "dense, or keep it on the CPU (nn.Embedding and nn.EmbeddingBag: sparse=False)"
+            )
+        raise WireError(f"{func} is not supported on virtual devices: it is not on the workers' list of operators")
+    counts = [0, 0]
+    keep = func in SHAPED_BY_FLOATS
+
+    def scalar(value: Any) -> Any:
+        if isinstance(value, VirtualTensor):
+            counts[0] += 1
+            return SlotArgument(counts[0] - 1)
+        if isinstance(value, float) and not keep:
+            counts[1] += 1
+            return Hole(counts[1] - 1)
+        if isinstance(value, complex):
+            return Complex(value.real, value.imag)
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise WireError(f"{func} with an argument of {type(value).__name__} cannot run on a virtual device")
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return Items(tuple(scalar(item) for item in value))
+        if isinstance(value, str):
+            return value
+        if isinstance(value, torch.dtype):
+            return DType(dtype_name(value))
+        if isinstance(value, torch.device):
+            return OwnDevice()
+        if isinstance(value, torch.memory_format):
+            return MemoryFormat(str(value).removeprefix("torch."))
+        if isinstance(value, torch.layout):
+            if value is not torch.strided:
+                raise WireError(f"{func} of layout {value}: virtual devices hold dense (strided) tensors only")
+            return LayoutArgument()
+        if isinstance(value, torch._C.Generator):
+            return GeneratorArgument(_source(value))
+        return scalar(value)
+
+    whole = tuple(argument(value) for value in args)
+    named = {key: argument(value) for key, value in kwargs.items()}
+    return KernelSpec(str(func), whole, named, counts[0], counts[1])

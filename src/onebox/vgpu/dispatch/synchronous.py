@@ -1,0 +1,133 @@
+"""Operators of which only the worker knows what they return: each costs a round trip, and fails where it stands."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from onebox.errors import DeviceMemoryError, OperatorError, WireError
+from onebox.vgpu.core.metadata import from_wire
+from onebox.vgpu.core.tensor import VirtualTensor, relay, wrap
+from onebox.vgpu.dispatch.op_cache import describe
+from onebox.vgpu.runtime.command_queue import CommandQueue
+from onebox.wire import Complex, Strided
+
+_KINDS: dict[str, type[Exception]] = {
+    "IndexError": IndexError,
+    "ValueError": ValueError,
+    "TypeError": TypeError,
+    "NotImplementedError": NotImplementedError,
+    torch.linalg.LinAlgError.__name__: torch.linalg.LinAlgError,
+}
+"""What PyTorch raises for a wrong argument, by the name that a worker tells; all else is a ``RuntimeError``."""
+
+
+LATE = (
+    "The operator that failed was issued before this line. To be told at its own line, wait for every operator: "
+    "onebox run --sync, or onebox.vgpu.set_synchronous(True)."
+)
+"""A note on errors that are told late."""
+
+
+def run_synchronously(
+    stream: CommandQueue,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[VirtualTensor],
+    floats: list[float],
+) -> Any:
+    """Run an operator, wait for it, and return what it returned.
+
+    Args:
+        stream: The stream of its device.
+        func: The overload.
+        args: Its arguments.
+        kwargs: Likewise.
+        tensors: The tensors among them.
+        floats: The floating-point numbers among them.
+
+    Raises:
+        RuntimeError: It failed, with what PyTorch says on the worker; also the other types that PyTorch raises.
+        OneboxError: The worker is gone, or an argument is void.
+    """
+    try:
+        kernel = describe(func, args, kwargs)
+    except WireError as error:
+        raise NotImplementedError(str(error)) from None
+    try:
+        made, first = stream.perform(kernel, [tensor._handle.number for tensor in tensors], floats)
+    except OperatorError as error:
+        raise_plain(error, str(func))
+    for tensor, now in zip(tensors, made.inputs, strict=True):
+        layout = from_wire(now)
+        if layout is not tensor._metadata:
+            relay(tensor, layout)
+    return _result(stream, func, args, kwargs, list(made.results), first)
+
+
+def _result(
+    stream: CommandQueue, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Any], first: int
+) -> Any:
+    """Put together what an operator returns, by its schema."""
+    returns = func._schema.returns
+    values: list[Any] = []
+    position = 0
+    written = _written(func, args, kwargs)
+    listed = [number for number, value in enumerate(returns) if str(value.type) not in _SINGLE]
+    spare = len(results) - len(returns) + len(listed)  # of which at most one list takes what the others leave
+    for number, value in enumerate(returns):
+        count = spare if number in listed else 1
+        items = [
+            _value(stream, item, first + position + k) for k, item in enumerate(results[position : position + count])
+        ]
+        position += count
+        target = written.get(next(iter(value.alias_info.before_set), "")) if value.alias_info is not None else None
+        if target is not None and value.alias_info.is_write:
+            values.append(target)
+        else:
+            values.append(items if number in listed else items[0])
+    if not returns:
+        return None
+    return values[0] if len(returns) == 1 else tuple(values)
+
+
+_SINGLE = {"Tensor", "Optional[Tensor]", "number", "int", "float", "bool"}
+
+
+def _value(stream: CommandQueue, item: Any, number: int) -> Any:
+    if isinstance(item, Strided):
+        return wrap(stream.handle(number), from_wire(item))
+    return complex(item.real, item.imag) if isinstance(item, Complex) else item
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that an operator writes to, by the name of their alias set."""
+    found = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            if isinstance(given, VirtualTensor):
+                found[next(iter(argument.alias_info.before_set), "")] = given
+    return found
+
+
+def raise_plain(error: OperatorError, func: str) -> NoReturn:
+    """Raise the error that PyTorch would have raised for an operator that failed on a worker.
+
+    Args:
+        error: What the worker told.
+        func: The operator that was issued, or none.
+    """
+    if isinstance(error, DeviceMemoryError):
+        raise torch.OutOfMemoryError(str(error)) from error
+    if error.operator not in (func, "perform"):  # an argument is void: another operator is to blame
+        if LATE not in getattr(error, "__notes__", ()):
+            error.add_note(LATE)
+        try:
+            raise error
+        finally:
+            del error  # which would know this frame, and this frame it
+    kind = _KINDS.get(error.cause, RuntimeError)
+    raise kind(error.said or str(error)) from error

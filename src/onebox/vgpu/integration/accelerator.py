@@ -1,0 +1,51 @@
+"""``torch.accelerator`` for virtual devices: what it asks of PyTorch's core, answered by ``torch.vgpu``.
+
+The core answers for one device and one stream, because a device guard written in Python cannot say more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from onebox.vgpu.integration import device_module
+from onebox.vgpu.runtime import context
+
+
+def _stats(device: int) -> dict[str, Any]:
+    """Return the figures of a device's memory in the nested form of the core."""
+    nested: dict[str, Any] = {}
+    for name, value in device_module.memory_stats(device).items():
+        *outer, last = name.split(".")
+        inner = nested
+        for part in outer:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
+ANSWERS = {
+    "getDeviceIndex": context.current_device,
+    "setDeviceIndex": device_module.set_device,
+    "exchangeDevice": device_module.exchange_device,
+    "maybeExchangeDevice": device_module.exchange_device,
+    "getStream": device_module.current_stream,
+    "setStream": device_module.set_stream,
+    "synchronizeDevice": device_module.synchronize,
+    "getDeviceCapability": lambda device: {"supported_dtypes": set(device_module.SUPPORTED)},
+    "isAllocatorInitialized": device_module.is_available,
+    "emptyCache": device_module.empty_cache,
+    "emptyHostCache": lambda: None,
+    "getDeviceStats": _stats,
+    "resetPeakStats": device_module.reset_peak_memory_stats,
+    "resetAccumulatedStats": device_module.reset_accumulated_memory_stats,
+    "getMemoryInfo": device_module.mem_get_info,
+}
+"""The functions of the core, without their common prefix, and who answers."""
+
+
+def register() -> None:
+    """Let ``torch.accelerator`` see all virtual devices."""
+    for name, answer in ANSWERS.items():
+        setattr(torch._C, f"_accelerator_{name}", answer)

@@ -1,0 +1,32 @@
+"""The default element type: what operators on integers return depends on it, so workers have that of the client."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onebox.errors import OneboxError
+from onebox.vgpu.runtime import context
+
+
+def register() -> None:
+    """Let workers follow ``torch.set_default_dtype``, and ``torch.set_default_tensor_type``, which sets it, too."""
+    core: Any = torch._C
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(core, name, _followed(getattr(core, name)))
+
+
+def _followed(plain: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(plain)
+    def change(kind: Any) -> None:
+        plain(kind)
+        if context.device_count():
+            for stream in context.current_context().streams:
+                with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+                    stream.follow(torch.get_default_dtype())
+
+    return change

@@ -1,0 +1,314 @@
+"""``torch.vgpu``: the module of the virtual devices, as ``torch.cuda`` is that of real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from onebox.errors import PoolError
+from onebox.vgpu.integration import events, generators
+from onebox.vgpu.integration.events import Event, Stream
+from onebox.vgpu.runtime import context
+from onebox.vgpu.runtime.context import Device, current_context, current_device, device_count, place
+from onebox.wire import DTYPES
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
+
+# ---- devices
+
+
+def is_available() -> bool:
+    """Tell whether there is a virtual device."""
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    """Tell whether a pool is open."""
+    return device_count() > 0
+
+
+def init() -> None:
+    """Do nothing: opening a pool is all that is needed."""
+
+
+def _lazy_init() -> None:
+    """Do nothing; PyTorch calls it."""
+
+
+def _is_in_bad_fork() -> bool:
+    """Tell whether this is a child process whose parent has virtual devices."""
+    try:
+        current_context()
+    except PoolError as error:
+        return "forked" in str(error)
+    return False
+
+
+def set_device(device: Device) -> None:
+    """Set this thread's current device."""
+    context.set_current_device(place(device).worker)
+
+
+class device(contextlib.ContextDecorator):
+    """A context in which a device is the current one.
+
+    Args:
+        device: The device; ``None`` or a negative number for no change.
+    """
+
+    def __init__(self, device: Device) -> None:
+        none = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if none else place(device).worker
+        self._before = -1
+
+    def __enter__(self) -> None:
+        self._before = current_device()
+        if self.idx >= 0:
+            context.set_current_device(self.idx)
+
+    def __exit__(self, *exit_info: object) -> None:
+        if self.idx >= 0:
+            context.set_current_device(self._before)
+
+
+class device_of(device):
+    """A context in which the device of a tensor is the current one; no change for a tensor of the host."""
+
+    def __init__(self, obj: Tensor) -> None:
+        handle = getattr(obj, "_handle", None)
+        super().__init__(None if handle is None else handle.stream.worker)
+
+
+def exchange_device(number: int) -> int:
+    """Set the current device and return the one before."""
+    before = current_device()
+    if number >= 0:
+        context.set_current_device(number)
+    return before
+
+
+_exchange_device = _maybe_exchange_device = maybe_exchange_device = exchange_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProperties:
+    """What a device is.
+
+    Args:
+        name: Product name, and where it is.
+        total_memory: Bytes.
+        multi_processor_count: Streaming multiprocessors of a GPU, threads of a CPU.
+        major: Of the compute capability; 0 of what is no GPU.
+        minor: Of the compute capability.
+    """
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+    major: int = 0
+    minor: int = 0
+
+
+def get_device_properties(device: Device = None) -> DeviceProperties:
+    """Return what a device is."""
+    stream = place(device)
+    info = stream.pool.devices[stream.worker]
+    return DeviceProperties(
+        name=f"{info.name} ({info.device} on {info.host})",
+        total_memory=info.memory_bytes,
+        multi_processor_count=info.processors or info.threads,
+        major=info.capability[0],
+        minor=info.capability[1],
+    )
+
+
+def get_device_name(device: Device = None) -> str:
+    """Return the product name of a device, and where it is."""
+    return get_device_properties(device).name
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Return the compute capability of a device: (0, 0) of what is no GPU."""
+    properties = get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Tell whether tensors go from one device to another without passing the client: always, within a pool."""
+    return place(device).pool is place(peer_device).pool
+
+
+# ---- order
+
+
+def synchronize(device: Device = None) -> None:
+    """Wait until a device has done all that it was asked to.
+
+    Raises:
+        OneboxError: Its worker is gone.
+    """
+    place(device).synchronize()
+
+
+def current_stream(device: Device = None) -> Stream:
+    """Return the stream of a device."""
+    return Stream(device)
+
+
+default_stream = current_stream
+
+
+def set_stream(stream: Stream) -> None:
+    """Make the device of a stream the current one."""
+    context.set_current_device(stream.device_index)
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """A context in which a stream is the current one."""
+    with device(None if stream is None else stream.device_index):
+        yield
+
+
+# ---- memory
+
+
+def _memory(device: Device) -> WorkerMemory:
+    answer = place(device).flush([Ask("memory")], wait=True)
+    assert answer is not None
+    (memory,) = (result for result in answer.results if isinstance(result, WorkerMemory))
+    return memory
+
+
+def memory_allocated(device: Device = None) -> int:
+    """Return the bytes that buffers take on a device."""
+    return _memory(device).used_bytes
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """Return the most bytes that buffers have taken on a device."""
+    return _memory(device).peak_bytes
+
+
+memory_reserved = memory_cached = memory_allocated
+max_memory_reserved = max_memory_cached = max_memory_allocated
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """Let the most bytes that buffers have taken be those that they take now."""
+    place(device).flush([Ask("peak")], wait=True)
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Do nothing: no figure of a virtual device's memory is a sum over time."""
+    place(device)
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Return the bytes that are free on a device, and those that it has."""
+    total = get_device_properties(device).total_memory
+    return max(0, total - memory_allocated(device)), total
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """Return the figures of a device's memory, by the names that ``torch.cuda`` gives them."""
+    memory = _memory(device)
+    return {
+        f"{what}_bytes.all.{which}": value
+        for what in ("allocated", "active", "reserved")
+        for which, value in (("current", memory.used_bytes), ("peak", memory.peak_bytes))
+    }
+
+
+def empty_cache() -> None:
+    """Send what is recorded, so that buffers whose tensors have gone end now."""
+    for stream in current_context().streams:
+        stream.flush()
+
+
+# ---- random numbers
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the random numbers of the current device."""
+    generators.seed_device(place(None), seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the random numbers of all devices; without devices, do nothing."""
+    if is_available():
+        generators.seed_all(seed)
+
+
+def seed() -> None:
+    """Seed the random numbers of the current device with something that nobody can foresee."""
+    manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def seed_all() -> None:
+    """Seed the random numbers of all devices with something that nobody can foresee."""
+    manual_seed_all(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def initial_seed() -> int:
+    """Return the seed of the current device's random numbers."""
+    return place(None).seed
+
+
+def get_rng_state(device: Device = None) -> Tensor:
+    """Return the state of a device's random numbers, as bytes."""
+    return generators.read_state(place(device), 0)
+
+
+def set_rng_state(new_state: Tensor, device: Device = None) -> None:
+    """Set the state of a device's random numbers."""
+    generators.write_state(place(device), 0, new_state)
+
+
+def get_rng_state_all() -> list[Tensor]:
+    """Return the states of all devices' random numbers."""
+    return [get_rng_state(number) for number in range(device_count())]
+
+
+def set_rng_state_all(new_states: list[Tensor]) -> None:
+    """Set the states of all devices' random numbers."""
+    for number, state in enumerate(new_states):
+        set_rng_state(state, number)
+
+
+SUPPORTED = tuple(DTYPES.values())
+"""The element types that a device's tensors may have."""
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the element types that autocast may cast to."""
+    return [torch.bfloat16, torch.float16]
+
+
+class _Module(ModuleType):
+    """A module of which some names depend on whether a pool is open."""
+
+    @property
+    def _initialized(self) -> bool:  # which torch.utils.checkpoint asks before it keeps random states
+        return is_initialized()
+
+
+def as_module() -> ModuleType:
+    """Return what becomes ``torch.vgpu``."""
+    made = _Module("torch.vgpu", __doc__)
+    for name, value in globals().items():
+        own = getattr(value, "__module__", None) in (__name__, context.__name__, events.__name__)
+        if own and name not in ("as_module", "Device", "_memory", "place"):
+            setattr(made, name, value)
+    for name in ("current_device", "device_count", "memory_reserved", "default_stream"):
+        setattr(made, name, globals()[name])
+    return made
+
+
+__all__ = ["Event", "Stream", "as_module"]

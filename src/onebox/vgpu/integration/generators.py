@@ -1,0 +1,150 @@
+"""Random numbers: each device draws from a generator of its own, which lives on its worker."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.core.metadata import dense
+from onebox.vgpu.core.tensor import Handle, VirtualTensor, wrap
+from onebox.vgpu.dispatch.copies import transfer, upload
+from onebox.vgpu.dispatch.op_cache import sources
+from onebox.vgpu.runtime.command_queue import FIRST_SEED, CommandQueue
+from onebox.vgpu.runtime.context import queue_of, seeded_queues
+from onebox.wire import GeneratorSpec
+from onebox.wire.protocol.eager import KeepGenerator, SetGenerator
+from onebox.wire.protocol.requests import Define
+
+_plain: Any = torch._C.Generator
+
+
+class _Either(type(_plain)):  # type: ignore[misc]
+    """Lets ``VirtualGenerator(device)`` make what the device needs, and ``isinstance`` see all of them."""
+
+    def __call__(cls, device: Any = "cpu") -> Any:
+        place = torch.device(device)
+        if place.type != "vgpu":
+            return _plain(place)
+        made = _plain.__new__(cls)
+        made._begin(queue_of(place))
+        return made
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _plain)
+
+
+class VirtualGenerator(_plain, metaclass=_Either):
+    """A random number generator; of a virtual device if that is asked for.
+
+    Args:
+        device: Where it draws.
+    """
+
+    def _begin(self, stream: CommandQueue) -> None:
+        self.stream = stream
+        self.number = stream.pool.new_number()
+        self._sign = secrets.randbits(63)  # by which recipes know this generator again
+        super().manual_seed(self._sign)
+        sources[self._sign] = self.number
+        self._seed = FIRST_SEED
+        stream.before(Define(self.number, GeneratorSpec(self._seed)))
+        stream.flush()
+
+    def __del__(self) -> None:
+        stream = getattr(self, "stream", None)
+        if stream is not None:
+            stream.ended.append(self.number)
+            sources.pop(self._sign, None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it draws."""
+        return self.stream.device
+
+    def manual_seed(self, seed: int) -> Any:
+        """Start anew from a seed."""
+        self._seed = _checked(seed)
+        self.stream.flush([SetGenerator(self.number, self._seed)])
+        return self
+
+    def seed(self) -> int:
+        """Start anew from a seed that nobody can foresee, and return it."""
+        self.manual_seed(_plain().seed())
+        return self._seed
+
+    def initial_seed(self) -> int:
+        """Return the seed."""
+        return self._seed
+
+    def get_state(self) -> Tensor:
+        """Return the state, as bytes."""
+        return read_state(self.stream, self.number)
+
+    def set_state(self, state: Tensor) -> Any:
+        """Go on from a state."""
+        write_state(self.stream, self.number, state)
+        return self
+
+    def clone_state(self) -> Any:
+        """Return another generator in the same state."""
+        return VirtualGenerator(self.device).set_state(self.get_state())
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a generator of {self.device} cannot be saved; save its get_state()")
+
+
+def _checked(seed: int) -> int:
+    """Return a seed in the range that generators take.
+
+    Raises:
+        RuntimeError: It has more than 64 bits.
+    """
+    number = int(seed)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise RuntimeError(f"Overflow when unpacking long: {seed} is no seed of 64 bits")
+    return number % (1 << 64)
+
+
+def read_state(stream: CommandQueue, number: int) -> Tensor:
+    """Return the state of a generator of a device, as bytes on that device, so that nothing waits for it.
+
+    Args:
+        stream: The stream of the device.
+        number: The generator; 0 is the device's own.
+    """
+    buffer = stream.new_number()
+    stream.flush([KeepGenerator(number, buffer)])
+    return wrap(Handle(stream, buffer), dense(torch.uint8, (stream.state_bytes,)))
+
+
+def write_state(stream: CommandQueue, number: int, state: Tensor) -> None:
+    """Set the state of a generator of a device.
+
+    Args:
+        stream: The stream of the device.
+        number: The generator; 0 is the device's own.
+        state: The state, on any device.
+    """
+    if not isinstance(state, VirtualTensor):
+        here = upload(state, stream)
+    else:  # not by PyTorch's own ways: this may be called where its dispatcher must pass classes of tensors by
+        here = state if state._handle.stream is stream else transfer(state, stream)
+    stream.flush([SetGenerator(number, None, here._handle.number)])
+
+
+def seed_device(stream: CommandQueue, seed: int) -> None:
+    """Seed the generator of a device."""
+    stream.seed = _checked(seed)
+    stream.flush([SetGenerator(0, stream.seed)])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of all devices, or, in the thread of a rank, that of its own."""
+    for stream in seeded_queues():
+        seed_device(stream, seed)
+
+
+__all__ = ["VirtualGenerator", "read_state", "seed_all", "seed_device", "write_state"]

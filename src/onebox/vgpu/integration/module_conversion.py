@@ -1,0 +1,104 @@
+"""Modules: moved to and from a device by swapping their parameters, and loaded by copying into them.
+
+``module.to`` cannot set the data of a tensor of another device, and new parameters would part tied ones, and be none
+of an optimizer's; so PyTorch is told to swap tensors where a virtual device has a part, and nowhere else. It would then
+swap in ``load_state_dict``, too, where others than the module may hold the parameters: DistributedDataParallel does,
+and swapping is refused. Of a scripted module others always hold them: it gets new parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onebox.vgpu.core.tensor import VirtualTensor
+
+_state = threading.local()
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def register() -> None:
+    """Let modules be moved and loaded so."""
+    future: Any = torch.__future__
+    told = future.get_swap_module_params_on_conversion
+
+    @functools.wraps(told)
+    def get_swap_module_params_on_conversion() -> bool:
+        if getattr(_state, "loading", False):
+            return False
+        return getattr(_state, "moving", False) or told()
+
+    future.get_swap_module_params_on_conversion = get_swap_module_params_on_conversion
+    kind: Any = nn.Module
+    load, apply = kind._load_from_state_dict, kind._apply
+
+    @functools.wraps(load)
+    def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _set("loading", any(map(_is_virtual, self._parameters.values()))):
+            load(self, *args, **kwargs)
+
+    @functools.wraps(apply)
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        if not _moves(self, fn):
+            with _set("moving", False):
+                return apply(self, fn, *args, **kwargs)
+        scripted = isinstance(self, torch.jit.ScriptModule)  # of whose parameters others hold references
+        with _set("moving", not scripted), _hooks_kept(self):
+            _let_go(self)
+            return apply(self, fn, *args, **kwargs)
+
+    kind._load_from_state_dict = _load_from_state_dict
+    kind._apply = _apply
+
+
+@contextmanager
+def _set(name: str, value: bool) -> Iterator[None]:
+    before = getattr(_state, name, False)
+    setattr(_state, name, value)
+    try:
+        yield
+    finally:
+        setattr(_state, name, before)
+
+
+def _is_virtual(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, VirtualTensor)
+
+
+def _moves(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
+    """Tell whether a conversion brings parameters of a module's own to a virtual device, or from one."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if not own or any(map(_is_virtual, own)):
+        return bool(own)
+    try:
+        with torch.no_grad():
+            return _is_virtual(fn(torch.empty(0, dtype=own[0].dtype)))
+    except Exception:  # the conversion itself says so
+        return False
+
+
+@contextmanager
+def _hooks_kept(module: nn.Module) -> Iterator[None]:
+    """Let parameters have the hooks that they had: those are of the tensors that are swapped."""
+    own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    before = [(key, name, getattr(tensor, name, None)) for key, tensor in own.items() for name in _HOOKS]
+    yield
+    for key, name, hooks in before:
+        if hooks:
+            setattr(module._parameters[key], name, hooks)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Detach what a module has computed from its parameters, as a weight norm by a hook does: its graph holds them."""
+    own = vars(module)
+    own.update({name: value.detach() for name, value in own.items() if isinstance(value, Tensor) and value.grad_fn})
+
+
+__all__ = ["register"]

@@ -1,0 +1,144 @@
+"""Saving and loading: files look like those of any device, so that a machine without onebox can read them, too.
+
+A tensor is saved as one of the host whose storage is marked with the device that it was on. When such a storage is
+loaded, or ``map_location`` names a virtual device, the mark is put on it again, and what is built from it goes there.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import weakref
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.runtime import context
+
+PRIORITY = 5
+"""Before those of PyTorch's own devices, of which one takes care of any PrivateUse1 device with real storages."""
+
+_marks: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_saved: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_loading = threading.local()
+"""While a thread loads a file of the older format: the tensors it has made, and their elements on the host to be."""
+
+_rebuild_tensor: Any = torch._utils._rebuild_tensor
+
+
+def reduce(tensor: Any, protocol: Any) -> Any:
+    """Return how to save a virtual tensor; see ``object.__reduce_ex__``."""
+    host = _on_host(tensor)
+    hooks: Any = collections.OrderedDict()
+    arguments = (host._typed_storage(), 0, tuple(host.shape), host.stride(), tensor.requires_grad, hooks)
+    if getattr(tensor, "_is_param", False):
+        whole = torch._utils._rebuild_tensor_v2, (*arguments[:4], False, hooks)
+        return _Rebuild.parameter, (_Saved(whole), tensor.requires_grad, hooks)
+    return torch._utils._rebuild_tensor_v2, arguments
+
+
+def _on_host(tensor: Any) -> Tensor:
+    """Return a copy on the host whose storage is marked; the same storage for tensors of one buffer, tied weights.
+
+    It is found again while who saves still holds it, and the device has not been asked for anything since.
+    """
+    stream = tensor._handle.stream
+    key = (id(stream), tensor._handle.number, stream.records, tensor._metadata)
+    with _lock:
+        storage = _saved.get(key)
+    if storage is not None:
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, shape, strides)
+    host: Tensor = tensor.detach().cpu()
+    storage = host.untyped_storage()
+    with _lock:
+        _marks[storage] = str(tensor.device)
+        if host.stride() == tensor.stride() and stream.records == key[2]:
+            _saved[key] = storage
+    return host
+
+
+class _Saved:
+    """Something that is saved as a call."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class _Rebuild:
+    parameter = staticmethod(torch._utils._rebuild_parameter)
+
+
+def _tag(storage: Any) -> str | None:
+    return _marks.get(storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage)
+
+
+def _restore(storage: Any, location: str) -> Any:
+    if not location.startswith("vgpu"):
+        return None
+    device = torch.device(location)
+    if not context.device_count():
+        raise RuntimeError(
+            f"Attempting to deserialize object on {location}, but no pool is open. Open one with onebox.open(), or use "
+            "torch.load with map_location=torch.device('cpu') to map your storages to the CPU."
+        )
+    with _lock:
+        _marks[storage] = str(context.queue_of(device).device)
+    return storage
+
+
+def _rebuilt(storage: Any, storage_offset: int, size: Any, stride: Any) -> Tensor:
+    tensor: Tensor = _rebuild_tensor(storage, storage_offset, size, stride)
+    location = _marks.get(storage._untyped_storage)
+    if location is None:
+        return tensor
+    awaited: list[tuple[Tensor, Tensor]] | None = getattr(_loading, "awaited", None)
+    if awaited is None:
+        return tensor.to(location)
+    made = torch.empty_like(tensor, device=location)
+    awaited.append((made, tensor))
+    return made
+
+
+def _filled_afterwards(load: Any) -> Any:
+    """Let what loads files of the older format fill the tensors at its end: they come first there, elements later."""
+
+    @functools.wraps(load)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        awaited: list[tuple[Tensor, Tensor]] = []
+        _loading.awaited = awaited
+        try:
+            loaded = load(*args, **kwargs)
+        finally:
+            del _loading.awaited
+        with torch.no_grad():
+            for made, host in awaited:
+                made.copy_(host)
+        return loaded
+
+    return run
+
+
+def register() -> None:
+    """Let ``torch.save`` and ``torch.load`` know virtual tensors."""
+    torch.serialization.register_package(PRIORITY, _tag, _restore)
+    torch._utils._rebuild_tensor = _rebuilt
+    serialization: Any = torch.serialization
+    serialization._legacy_load = _filled_afterwards(serialization._legacy_load)
+    ForkingPickler.register(VirtualTensor, _not_sent)
+
+
+def _not_sent(tensor: VirtualTensor) -> Any:
+    """Refuse to send a tensor to another process, where it would arrive as one of the host."""
+    raise NotImplementedError(
+        f"a tensor of {tensor.device} cannot be sent to another process: the devices are this one's alone; "
+        "send tensor.cpu()"
+    )

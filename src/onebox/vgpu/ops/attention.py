@@ -1,0 +1,114 @@
+"""``scaled_dot_product_attention`` by the kernel that the worker's own PyTorch would take.
+
+PyTorch knows fused kernels for its own devices only, and gives all others plain operators. Here the worker is asked,
+once for each kind of arguments, and its kernel is called, whose gradient PyTorch knows on any device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.dispatch.dispatch import special
+from onebox.vgpu.dispatch.synchronous import run_synchronously
+from onebox.vgpu.runtime.command_queue import CommandQueue
+
+aten = torch.ops.aten
+
+MATH, FLASH, EFFICIENT = 0, 1, 2
+"""Plain operators, and two fused kernels, as PyTorch numbers them (``torch.nn.attention.SDPBackend``)."""
+
+_choices: weakref.WeakKeyDictionary[CommandQueue, dict[Any, int]] = weakref.WeakKeyDictionary()
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Let PyTorch find it, above autograd, which would take the operator apart."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
+    _libraries.append(library)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what ``torch.nn.functional.scaled_dot_product_attention`` does, whose arguments these are."""
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    choice = choose(given, {"scale": scale, "enable_gqa": enable_gqa})
+    return attend_by(choice, *given, scale=scale, enable_gqa=enable_gqa)
+
+
+def attend_by(
+    choice: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the same by a given kernel."""
+    if choice == FLASH:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+        result: Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return result
+    if choice == EFFICIENT:
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        return efficient(query, key, value, None, learns, dropout_p, is_causal, scale=scale)[0]
+    plain = aten.scaled_dot_product_attention.default
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    given = (query, key, value, attn_mask, dropout_p, is_causal)
+    return plain._op_dk(composite, *given, scale=scale, enable_gqa=enable_gqa)
+
+
+@special(aten.scaled_dot_product_attention.default)
+def _whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Attention where autograd is off, and operators come whole."""
+    return attend(*args, **kwargs)
+
+
+def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of the kernel for such arguments; the worker is asked the first time."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    if len(virtual) != len(tensors) or any(mask.requires_grad for mask in virtual[3:]):
+        return MATH
+    stream = virtual[0]._handle.stream
+    if any(tensor._handle.stream is not stream for tensor in virtual):
+        return MATH
+    known = _choices.setdefault(stream, {})
+    key = tuple(value._metadata if isinstance(value, VirtualTensor) else value for value in (*args, *kwargs.values()))
+    if key not in known:
+        floats = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
+        choice = run_synchronously(stream, aten._fused_sdp_choice.default, args, kwargs, virtual, floats)
+        known[key] = _usable(choice, stream, virtual)
+    choice = known[key]
+    if choice == FLASH and not torch.backends.cuda.flash_sdp_enabled():
+        return MATH
+    return MATH if choice == EFFICIENT and not torch.backends.cuda.mem_efficient_sdp_enabled() else choice
+
+
+def _usable(choice: int, stream: CommandQueue, tensors: list[VirtualTensor]) -> int:
+    """Return the kernel that is called for a choice; on a GPU it is one fused kernel for all of them."""
+    if stream.pool.devices[stream.worker].kind != "cuda":
+        return choice if choice == FLASH else MATH
+    even = all(tensor.shape[-1] % 8 == 0 for tensor in tensors)  # what that kernel asks for
+    return EFFICIENT if choice != MATH and even and len(tensors) == 3 else MATH

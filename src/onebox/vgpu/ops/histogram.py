@@ -1,0 +1,51 @@
+"""``torch.histc`` of integers: scripts use it on GPUs, where PyTorch has it; its kernel for CPUs takes floats only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.dispatch.dispatch import launch, special
+
+aten = torch.ops.aten
+
+
+@special(aten.histc.default)
+def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = args[0]
+    stream = tensor._handle.stream
+    floating = tensor.is_floating_point() or tensor.dtype == torch.bool  # which no device takes
+    if floating or stream.pool.devices[stream.worker].kind == "cuda":
+        made: Tensor = launch(stream, aten.histc.default, *args, **kwargs)
+        return made
+    return _of_integers(*args, **kwargs)
+
+
+def _of_integers(tensor: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Count integers in bins of equal width, as PyTorch's kernel for GPUs does: exactly, in integers.
+
+    Args:
+        tensor: Integers of any shape.
+        bins: How many bins.
+        min: Where the first begins; together with ``max`` at the same place for the smallest and largest element.
+        max: Where the last ends; what lies there is counted in it.
+    """
+    if bins <= 0:
+        raise RuntimeError("bins must be > 0")
+    if min > max:
+        raise RuntimeError("max must be larger than min")
+    wide = tensor.flatten().to(torch.int64)
+    low, high = int(min), int(max)
+    if low == high and wide.numel():
+        low, high = int(wide.min()), int(wide.max())
+    if low == high:
+        low, high = low - 1, high + 1
+    places = ((wide - low) * bins).div(high - low, rounding_mode="floor").clamp(max=bins - 1)
+    places = torch.where((wide < low) | (wide > high), bins, places)
+    counts = torch.zeros(bins + 1, dtype=tensor.dtype, device=tensor.device)
+    return counts.index_add_(0, places, torch.ones_like(places, dtype=tensor.dtype))[:bins].clone()
+
+
+__all__: list[str] = []

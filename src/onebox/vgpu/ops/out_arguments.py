@@ -1,0 +1,51 @@
+"""Operators with ``out=`` whose results PyTorch forgets where a tensor has a class of its own.
+
+``torch.linalg.matrix_rank`` takes another way for such tensors, on which ``out`` is not written. Here it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from onebox.vgpu.dispatch.dispatch import special
+
+_rank = torch.ops.aten.linalg_matrix_rank
+
+_FORGETFUL: dict[OpOverload, OpOverload] = {
+    _rank.out: _rank.default,
+    _rank.out_tol_tensor: _rank.tol_tensor,
+    _rank.atol_rtol_float_out: _rank.atol_rtol_float,
+    _rank.atol_rtol_tensor_out: _rank.atol_rtol_tensor,
+}
+"""Overloads with ``out``, and for each the one that returns a new tensor."""
+
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Let PyTorch find them, above autograd, which would take the operators apart."""
+    library = torch.library.Library("aten", "IMPL")
+    for function, plain in _FORGETFUL.items():
+        library.impl(function, _into(plain), "AutogradPrivateUse1")
+        special(function)(_whole(_into(plain)))
+    _libraries.append(library)
+
+
+def _whole(function: Callable[..., Tensor]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return what runs it where autograd is off, and operators come whole."""
+    return lambda args, kwargs: function(*args, **kwargs)
+
+
+def _into(plain: OpOverload) -> Callable[..., Tensor]:
+    def run(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        made = plain(*args, **kwargs)
+        if out.shape != made.shape:
+            out.resize_(made.shape)
+        return out.copy_(made)
+
+    return run

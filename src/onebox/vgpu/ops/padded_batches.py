@@ -1,0 +1,66 @@
+"""Padded batches in ``nn.TransformerEncoder``, which in eval mode makes nested tensors of them.
+
+No worker holds nested tensors, and none is needed: what goes through the layers is the padded batch with its mask, and
+what comes out has zeros where the padding is, as PyTorch's has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.dispatch.dispatch import launch, special
+
+aten = torch.ops.aten
+
+
+@special(aten._nested_tensor_from_mask_left_aligned.default)
+def _is_left_aligned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether in each row of a mask all elements come before all padding; waits for the mask's values."""
+    _, mask = args
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())
+
+
+@special(aten._nested_tensor_from_mask.default)
+def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return a padded batch that knows its padding, in the place of a nested tensor."""
+    rows, mask = args[:2]
+    return _knowing(rows.clone(), mask.logical_not())
+
+
+@special(aten._transformer_encoder_layer_fwd.default)
+def _through_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run a layer; a batch that knows its padding is masked by it."""
+    rows = args[0]
+    stream = rows._handle.stream
+    padding = getattr(rows, "_padding", None)
+    if padding is None:
+        plain: Tensor = launch(stream, aten._transformer_encoder_layer_fwd.default, *args, **kwargs)
+        return plain
+    by_key = 1  # the kind of mask that PyTorch calls src_key_padding_mask
+    return _knowing(launch(stream, aten._transformer_encoder_layer_fwd.default, *args[:18], padding, by_key), padding)
+
+
+@special(aten.to_padded_tensor.default)
+def _padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return a batch with its padding filled."""
+    rows, value = args[:2]
+    padding = getattr(rows, "_padding", None)
+    if padding is None:
+        raise NotImplementedError(
+            "virtual devices have no nested tensors, which nn.TransformerEncoder makes of padded batches in eval mode "
+            "where its layers have hooks or are not plain ones; make it with enable_nested_tensor=False"
+        )
+    made: Tensor = rows.masked_fill(padding.unsqueeze(-1), value)
+    return made
+
+
+def _knowing(rows: Any, padding: Tensor) -> Tensor:
+    made: Tensor = rows
+    made._padding = padding  # type: ignore[attr-defined]
+    return made
+
+
+__all__: list[str] = []

@@ -1,0 +1,58 @@
+"""Operators that are given the lengths of sequences, which stay on the host: PyTorch wants them there, GPU or not.
+
+Packed sequences (``torch.nn.utils.rnn``) put the steps of all sequences one behind the other, sorted by time. Which
+element goes where depends on the lengths alone, so that the client finds out, and the worker gathers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.vgpu.core.tensor import VirtualTensor
+from onebox.vgpu.dispatch.copies import upload
+from onebox.vgpu.dispatch.dispatch import special
+
+aten = torch.ops.aten
+
+
+@special(aten._pack_padded_sequence.default)
+def _pack(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the elements of padded sequences, packed, and how many there are at each time; the latter on the host."""
+    padded, lengths, batch_first = args
+    if isinstance(lengths, VirtualTensor):
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, but got "
+            f"{lengths.dim()}D {lengths.device} {str(lengths.dtype).removeprefix('torch.').capitalize()} tensor"
+        )
+    first, second = padded.shape[:2]
+    numbers = torch.arange(first * second).view(first, second, 1)
+    order, batch_sizes = aten._pack_padded_sequence.default(numbers, lengths, batch_first)
+    places = upload(order.view(-1), padded._handle.stream)
+    return padded.reshape(first * second, *padded.shape[2:]).index_select(0, places), batch_sizes
+
+
+def _with_lengths_there(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *more: Any, **named: Any
+) -> Any:
+    """Run a CTC loss whose lengths may be on the host: of a class of tensors like ours, PyTorch wants them together."""
+    device = log_probs.device
+    together = (log_probs, targets.to(device), input_lengths.to(device), target_lengths.to(device))
+    return aten.ctc_loss.Tensor.decompose(*together, *more, **named)
+
+
+@special(aten.ctc_loss.Tensor)
+def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _with_lengths_there(*args, **kwargs)
+
+
+def register() -> None:
+    """Let operators that are made of others find their lengths on the device."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("ctc_loss.Tensor", _with_lengths_there, "AutogradPrivateUse1")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []

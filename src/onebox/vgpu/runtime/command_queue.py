@@ -1,0 +1,343 @@
+"""A stream: what one virtual device has been asked to do and has not been sent yet.
+
+Operators are recorded and sent in batches, without waiting: after :data:`CALLS` of them, when somebody asks for a
+value, after an optimizer's step, and when nothing has come for :data:`IDLE_S`. A batch that has come before is a block
+on the worker and is called by number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from onebox.pool import Pool
+from onebox.pool.client.loop import WorkerReply
+from onebox.vgpu.core.tensor import Handle
+from onebox.vgpu.dispatch.op_cache import CachedOp
+from onebox.vgpu.runtime.request_channel import RequestChannel
+from onebox.vgpu.runtime.trace_cache import Batcher, Record
+from onebox.vgpu.signals import shielded
+from onebox.wire import FREE, KernelSpec, TensorSpec, dtype_name
+from onebox.wire.protocol.eager import DefaultType, Perform
+from onebox.wire.protocol.instructions import Call, Free, Get
+from onebox.wire.protocol.requests import Define, Instruction
+from onebox.wire.protocol.responses import OperatorResult, Tensors
+
+CALLS = 64
+"""Calls of a batch: few enough that a worker starts early, many enough that a message costs little."""
+
+SOON = 8
+"""Calls of the first batch after the client has waited: the worker has nothing else to do; each next batch has twice as
+many. In this way boundaries depend on the script alone, and batches repeat."""
+
+BYTES = 256 << 10
+"""Bytes of new tensors after which a batch is sent, so that they are on their way while the client goes on."""
+
+IDLE_S = 0.001
+"""How long a record may wait for the next."""
+
+CACHED_OPS = 1 << 16
+"""The most kinds of calls that are remembered."""
+
+FIRST_SEED = 67280421310721
+"""The seed of random numbers before anybody sets one; PyTorch's own value."""
+
+FIRST = 1 << 30
+"""The first number of a buffer; those of :meth:`onebox.pool.Pool.new_number` are lower."""
+
+RETURNS = 1 << 20
+"""Numbers that are set aside for the returns of one operator."""
+
+_probe = [object()]
+_ALONE = sys.getrefcount(_probe[0])
+"""What is counted for an object that only a list holds."""
+
+
+class CommandQueue:
+    """The operators of one device, in the order in which the script issued them.
+
+    Args:
+        pool: The pool.
+        worker: The number of the device in it.
+        ring: Called when a batch begins, so that an idle one is sent.
+    """
+
+    def __init__(self, pool: Pool, worker: int, ring: Any) -> None:
+        self.pool = pool
+        self.worker = worker
+        self.device = torch.device("vgpu", worker)
+        self.recipes: dict[Any, CachedOp] = {}
+        self.dead: deque[int] = deque()
+        self.ended: deque[int] = deque()  # generators whose objects have gone
+        self.sent = RequestChannel(pool, worker)
+        self.lock = self.sent.lock
+        self.records = 0
+        self.synchronous = False
+        self.seed = FIRST_SEED
+        self._ring = ring
+        self._next = FIRST
+        self._size = CALLS
+        self._first: list[tuple[Instruction, Sequence[Any]]] = []  # what must be there before the calls, with frames
+        self._frame_bytes = 0
+        self._calls: list[Record] = []
+        self._rooms: set[int] = set()  # kernels that only make room
+        self._room = 0  # the buffer that the last operator of all made room for, or none
+        self._batches = Batcher(pool.new_number)
+
+    # ---- recording
+
+    @shielded
+    def record(self, recipe: CachedOp, inputs: list[int], floats: list[float]) -> int:
+        """Take a call and return the number of the first of its outputs."""
+        with self.lock:
+            calls = self._calls
+            if not calls:
+                self._ring(self)
+            if self.dead:
+                self._bury()
+            if not recipe.number:
+                self._define(recipe)
+            first = self._next
+            self._next = first + recipe.keeps
+            calls.append((recipe.number, inputs, first, recipe.keeps, floats))
+            self._room = first if recipe.number in self._rooms else 0
+            self.records += 1
+            full = len(calls) >= self._size or self.synchronous
+        if full:
+            self.flush(wait=self.synchronous)
+        return first
+
+    def _bury(self) -> None:
+        """Let the buffers end whose tensors have gone, ahead of all else where no call is recorded."""
+        if not self._calls:
+            self._first.append((Free(tuple(self.dead.popleft() for _ in range(len(self.dead)))), ()))
+        while self.dead:
+            try:
+                number = self.dead.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._calls.append((FREE, number, 0, 0, ()))
+
+    def _define(self, recipe: CachedOp) -> None:
+        """Send a kernel before its first call."""
+        number = self.pool.new_number()
+        self._first.append((Define(number, recipe.kernel), ()))
+        self._batches.define(number, recipe.inputs, recipe.keeps)
+        recipe.number = number
+        if recipe.kernel.name.startswith("aten.empty"):
+            self._rooms.add(number)
+
+    @shielded
+    def call(self, program: int, handles: list[Handle], outputs: int) -> int:
+        """Run a stored program behind what is recorded, and return the number of the first of its outputs.
+
+        Args:
+            program: Its number.
+            handles: The buffers that it reads. One that nobody but this list holds ends with the call, so that the
+                worker can use its memory as soon as it has been read for the last time.
+            outputs: How many it makes.
+        """
+        with self.lock:
+            first = self._next
+            self._next += outputs
+            self._room = 0
+            takes = tuple(at for at in range(len(handles)) if sys.getrefcount(handles[at]) == _ALONE)
+            made = tuple(range(first, self._next))
+            numbers = tuple(handle.number for handle in handles)
+            asked = [self._post([Call(program, numbers, made, takes)], (), kept=not self.synchronous)]
+        if self.synchronous:
+            self.sent.answer(asked.pop())
+        else:
+            self.sent.pace()
+        return first
+
+    @shielded
+    def new_number(self) -> int:
+        """Return the number of a buffer that something else than a call fills."""
+        with self.lock:
+            number = self._next
+            self._next += 1
+            return number
+
+    @shielded
+    def before(self, instruction: Instruction, frames: Sequence[Any] = ()) -> None:
+        """Let an instruction go ahead of the calls that are recorded; it fills buffers that none of them knows.
+
+        What has gone by now ends before it, where that is possible or worth a message, so that it leaves room.
+        """
+        with self.lock:
+            if self.dead and self._calls and sum(len(frame) for frame in frames) > BYTES:
+                self._post((), (), kept=True)
+            elif self.dead and not self._calls:
+                self._bury()
+            if not self._calls and not self._first:
+                self._ring(self)
+            self._first.append((instruction, frames))
+            self._frame_bytes += sum(len(frame) for frame in frames)
+            full = self._frame_bytes > BYTES
+        if full:
+            self.flush()
+
+    def fresh(self, number: int) -> bool:
+        """Tell whether a buffer is mere room that nothing has used, and may be filled from the client.
+
+        The call that made the room is taken back where it has not been sent; where the idle thread was faster, what
+        fills the buffer takes the room's place.
+        """
+        with self.lock:
+            if self._room != number:
+                return False
+            self._room = 0
+            if self._calls and self._calls[-1][2] == number:
+                self._calls.pop()
+            return True
+
+    # ---- sending
+
+    @shielded
+    def flush(
+        self, last: Sequence[Instruction] = (), frames: Sequence[Any] = (), *, wait: bool = False, pace: bool = True
+    ) -> WorkerReply | None:
+        """Send what is recorded.
+
+        Args:
+            last: Instructions that come after it.
+            frames: Tensors that they bring.
+            wait: Whether to wait for the worker to have done it all, and return its answer.
+            pace: Whether to wait where the worker is too far behind; not for who holds a lock.
+
+        Raises:
+            OneboxError: The worker or the pool is gone; with ``wait``, what the instructions failed of.
+        """
+        if wait:
+            return self.sent.answer(self._post(last, frames, kept=False))
+        self._post(last, frames, kept=True)
+        if pace:
+            self.sent.pace()
+        return None
+
+    def _post(self, last: Sequence[Instruction], frames: Sequence[Any], *, kept: bool) -> Future[WorkerReply] | None:
+        """Send what is recorded and, behind it, some instructions; return what the worker will answer.
+
+        A question goes in a message of its own: what fails of the rest is not its answer.
+
+        Args:
+            last: The instructions.
+            frames: Tensors that they bring.
+            kept: Whether it counts among those that the client is ahead by; then it is not sent if there is nothing.
+        """
+        with self.lock:
+            if self.dead:
+                self._bury()
+            if self.ended:
+                gone = tuple(self.ended.popleft() for _ in range(len(self.ended)))
+                last = [*last, Free((), gone)]
+            sent: list[Future[WorkerReply]] = []
+            self._hand_over(last, frames, kept, sent)
+            return sent[-1] if sent else None
+
+    def _hand_over(
+        self, last: Sequence[Instruction], frames: Sequence[Any], kept: bool, sent: list[Future[WorkerReply]]
+    ) -> None:
+        """Send; called with the lock. What the worker will answer is added to ``sent``."""
+        recorded: list[Instruction] = [instruction for instruction, _ in self._first]
+        carried = [frame for _, brought in self._first for frame in brought]
+        if self._calls:
+            self._size = min(2 * self._size, CALLS)
+            recorded += self._batches.instructions(self._calls)
+        self._first, self._frame_bytes, self._calls = [], 0, []
+        if kept or not last:
+            if not kept or recorded or last:
+                sent.append(self.sent.message([*recorded, *last], [*carried, *frames], kept=kept))
+            return
+        if recorded:
+            sent.append(self.sent.message(recorded, carried, kept=True))
+        self._size = min(SOON, CALLS)
+        sent.append(self.sent.message(last, frames, kept=False))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a random number generator of this device, as PyTorch gives it."""
+        return 16 if self.pool.devices[self.worker].kind == "cuda" else torch.Generator().get_state().numel()
+
+    # ---- waiting
+
+    @shielded
+    def perform(self, kernel: KernelSpec, inputs: list[int], floats: list[float]) -> tuple[OperatorResult, int]:
+        """Run an operator and wait for what it returned; also return the number of the first return.
+
+        Raises:
+            OneboxError: It failed.
+        """
+        with self.lock:
+            first = self._next
+            self._next += RETURNS
+            self._room = 0
+            asked = [self._post([Perform(kernel, tuple(inputs), tuple(floats), first)], (), kept=False)]
+        answer = self.sent.answer(asked.pop())
+        (made,) = (result for result in answer.results if isinstance(result, OperatorResult))
+        return made, first
+
+    @shielded
+    def read(self, number: int) -> tuple[TensorSpec, Any]:
+        """Return what a buffer holds, as a frame.
+
+        Raises:
+            OneboxError: It is void, or the worker is gone.
+        """
+        answer = self.flush([Get((number,))], wait=True)
+        assert answer is not None
+        (tensors,) = (result for result in answer.results if isinstance(result, Tensors))
+        return tensors.specs[0], answer.frames[0]
+
+    @shielded
+    def synchronize(self) -> None:
+        """Wait until the worker has done all that was recorded.
+
+        Raises:
+            OneboxError: It is gone; or something has failed since the last wait, which nobody has asked for yet.
+        """
+        self.flush(wait=True)
+        self.sent.raise_failed()
+
+    def idle(self) -> bool:
+        """Tell whether the worker has done all that was recorded; sends what has not been sent."""
+        self.flush()
+        return self.sent.reached(self.mark())
+
+    def mark(self) -> int:
+        """Send what is recorded and return the number of the last message, for :meth:`RequestChannel.reached`."""
+        self.flush()
+        return self.sent.messages
+
+    def remember(self, key: Any, recipe: CachedOp) -> None:
+        """Keep a recipe for the next call of its kind; with too many of them, forget all."""
+        with self.lock:
+            if len(self.recipes) >= CACHED_OPS:
+                self._forget()
+            self.recipes[key] = recipe
+
+    def _forget(self) -> None:
+        """Forget all recipes, here and on the worker."""
+        numbers = tuple(known.number for known in self.recipes.values() if known.number)
+        self.flush([Free((), numbers)])
+        for known in self.recipes.values():
+            known.number = 0
+        self.recipes.clear()
+
+    @shielded
+    def follow(self, dtype: torch.dtype) -> None:
+        """Let the worker have a default element type, on which what operators return depends."""
+        with self.lock:
+            self._forget()
+            self.flush([DefaultType(dtype_name(dtype))])  # type: ignore[arg-type]
+
+    @shielded
+    def handle(self, number: int) -> Handle:
+        """Return the owner of a buffer."""
+        return Handle(self, number)

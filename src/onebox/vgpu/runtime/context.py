@@ -1,0 +1,245 @@
+"""The box: the pool whose devices are ``vgpu:0 … vgpu:N-1``, with a stream for each."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from onebox.errors import OneboxError, PoolError, UsageError
+from onebox.pool import Pool
+from onebox.vgpu.runtime import current_device as unnumbered
+from onebox.vgpu.runtime.command_queue import IDLE_S, CommandQueue
+
+Device = torch.device | str | int | None
+"""A device, in any way that PyTorch takes."""
+
+
+class IdleFlusher:
+    """The thread that sends what a stream has recorded when nothing more comes."""
+
+    def __init__(self) -> None:
+        self._rung: deque[CommandQueue] = deque()
+        self._bell = threading.Event()
+        self._pause = (
+            threading.Event()
+        )  # never set: a wait on it is a sleep that the end of the process does not hold up
+        self._thread: threading.Thread | None = None
+        self._over = False
+        self._lock = threading.Lock()
+
+    def ring(self, stream: CommandQueue) -> None:
+        """Note that a stream has begun a batch."""
+        self._rung.append(stream)
+        if not self._bell.is_set():
+            self._bell.set()
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="onebox-idle", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """End the thread: a daemon that the interpreter stops amid its own end can take the process down."""
+        self._over = True
+        self._bell.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while True:
+            self._bell.wait()
+            self._bell.clear()
+            if self._over:
+                return
+            while self._rung:
+                seen = {stream: stream.records for stream in self._taken()}
+                self._pause.wait(IDLE_S)
+                for stream, records in seen.items():
+                    if stream.records != records:
+                        self._rung.append(stream)
+                        continue
+                    with contextlib.suppress(OneboxError):  # whoever uses the device next is told
+                        stream.flush(pace=False)  # one that is far ahead must not hold up the others
+
+    def _taken(self) -> list[CommandQueue]:
+        taken = []
+        while self._rung:
+            taken.append(self._rung.popleft())
+        return taken
+
+
+class DeviceContext:
+    """The virtual devices of one pool.
+
+    Args:
+        pool: The pool; whoever opened it closes it.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.owner = os.getpid()
+        self.transfers = threading.RLock()
+        self.streams = tuple(CommandQueue(pool, worker, idle.ring) for worker in range(len(pool)))
+        for stream in self.streams:
+            stream.sent.others = [each.sent for each in self.streams]
+        self._group = 0
+        if torch.get_default_dtype() is not torch.float32:
+            for stream in self.streams:
+                stream.follow(torch.get_default_dtype())
+
+    def group(self) -> int:
+        """Return the group of all devices, in which tensors go from worker to worker; formed when first needed.
+
+        A worker that cannot send what it should, because an operator has failed, leaves the group, so that nobody waits
+        there for it. Then it is formed anew.
+
+        Raises:
+            OneboxError: It could not be formed.
+        """
+        everybody = range(len(self.pool))
+        with self.transfers:
+            if self._group and not self.pool.is_whole(self._group):
+                self.pool.leave_group(self._group, everybody)
+                self._group = 0
+            if not self._group:
+                self._group = self.pool.form_group(everybody, "workers")
+                for stream in self.streams:
+                    stream.sent.waits += 1
+            return self._group
+
+
+def _after_fork() -> None:
+    """Make the locks of a forked process free; another thread of its parent may have held them."""
+    for box in _open_contexts.values():
+        box.transfers = threading.RLock()
+        for stream in box.streams:
+            stream.lock = stream.sent.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+idle = IdleFlusher()
+atexit.register(idle.end)
+_contexts: list[weakref.ref[DeviceContext]] = []
+_open_contexts: dict[int, DeviceContext] = {}
+_local = threading.local()
+
+
+def attach(pool: Pool) -> DeviceContext:
+    """Let the devices of a pool be ``vgpu:0 …`` from now on, until it is closed or another one is attached.
+
+    One that was attached before keeps its tensors.
+    """
+    made = _open_contexts.get(id(pool))
+    if made is None:
+        made = _open_contexts[id(pool)] = DeviceContext(pool)
+        pool.closing.append(lambda: _open_contexts.pop(id(pool), None))
+    _contexts[:] = [each for each in _contexts if each() is not made]
+    _contexts.append(weakref.ref(made))
+    return made
+
+
+def current_context() -> DeviceContext:
+    """Return the box of the pool that was opened last and is still open.
+
+    Raises:
+        PoolError: There is none, or this is a forked process.
+    """
+    while _contexts:
+        found = _contexts[-1]()
+        if found is not None and id(found.pool) in _open_contexts:
+            if found.owner != os.getpid():
+                raise PoolError("a forked process cannot use the virtual devices of its parent")
+            return found
+        _contexts.pop()
+    raise PoolError("there are no virtual devices; open a pool first: onebox.open()")
+
+
+def device_count() -> int:
+    """Return how many virtual devices there are."""
+    try:
+        return len(current_context().streams)
+    except PoolError:
+        return 0
+
+
+def current_device() -> int:
+    """Return the number of this thread's current device."""
+    return getattr(_local, "device", 0)
+
+
+def set_current_device(number: int) -> None:
+    """Set this thread's current device.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    queue_of(torch.device("vgpu", number))
+    if number:
+        unnumbered.register(current_device)
+    _local.device = number
+
+
+def keep_to_device(number: int) -> None:
+    """Let this thread be like a process that has one device: it is the current one, and the one that it seeds."""
+    set_current_device(number)
+    _local.alone = True
+
+
+def seeded_queues() -> tuple[CommandQueue, ...]:
+    """Return the streams of the devices that this thread seeds when it seeds all."""
+    if getattr(_local, "alone", False):
+        return (queue_of(torch.device("vgpu")),)
+    return current_context().streams
+
+
+called = "vgpu"
+"""What scripts call the devices; ``cuda`` while that is what they say."""
+
+
+def queue_of(device: torch.device) -> CommandQueue:
+    """Return the stream of a device; of the current one where it has no number.
+
+    Raises:
+        UsageError: There is no such device.
+        PoolError: There are none.
+    """
+    streams = current_context().streams
+    number = current_device() if device.index is None else device.index
+    if not 0 <= number < len(streams):
+        there = f"{called}:0 to {called}:{len(streams) - 1}"
+        raise UsageError(f"there is no device {called}:{number}; the pool has {there}")
+    return streams[number]
+
+
+def place(device: Device) -> CommandQueue:
+    """Return the stream of a device, given in any way that PyTorch takes."""
+    if device is None:
+        return queue_of(torch.device("vgpu"))
+    if isinstance(device, int):
+        return queue_of(torch.device("vgpu", device if device >= 0 else current_device()))
+    place = torch.device(device)
+    if place.type != "vgpu":
+        raise ValueError(f"Expected a vgpu device, but got: {device}")
+    return queue_of(place)
+
+
+def context_of(stream: CommandQueue) -> DeviceContext:
+    """Return the box that a stream is of.
+
+    Raises:
+        PoolError: Its pool is closed.
+    """
+    found = _open_contexts.get(id(stream.pool))
+    if found is None:
+        raise PoolError("the pool is closed; open another with onebox.open()")
+    return found

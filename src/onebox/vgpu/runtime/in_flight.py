@@ -1,0 +1,88 @@
+"""What a client has sent and a worker has not done yet: how far ahead the client is, and what failed unread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+from onebox.errors import OperatorError
+from onebox.pool.client.loop import WorkerReply
+from onebox.pool.errors import CAUSE_S
+
+MESSAGES = 256
+"""Messages that the client may be ahead of a worker, so that what is queued stays bounded: enough for a channel with a
+round trip of 60 ms to a device that does 1,000 steps a second, of four messages each."""
+
+BYTES = 256 << 20
+"""Bytes of uploads that may be on their way."""
+
+_LOOK_S = 0.002
+"""How often to look for what failed on another device."""
+
+
+class InFlight:
+    """The messages on their way to one worker, which answers in order; for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[Future[WorkerReply], int]] = deque()
+        self._size_bytes = 0
+        self._failed: BaseException | None = None
+
+    def __len__(self) -> int:
+        """How many have not been answered."""
+        self._look()
+        return len(self._messages)
+
+    def add(self, message: Future[WorkerReply], size_bytes: int) -> None:
+        """Take note of a message and of the bytes that it brings."""
+        self._messages.append((message, size_bytes))
+        self._size_bytes += size_bytes
+
+    def too_far(self) -> Future[WorkerReply] | None:
+        """Return the oldest message where there is too much on its way, so that it is waited for."""
+        self._look()
+        if len(self._messages) > MESSAGES or self._size_bytes > BYTES:
+            return self._messages[0][0]
+        return None
+
+    def failed(self) -> BaseException | None:
+        """Return what the first message failed of that nobody has been told of."""
+        self._look()
+        return self._failed
+
+    def told(self) -> None:
+        """Take note that somebody has been told of what has failed so far."""
+        self._look()
+        self._failed = None
+
+    def _look(self) -> None:
+        while self._messages and self._messages[0][0].done():
+            message, size_bytes = self._messages.popleft()
+            self._size_bytes -= size_bytes
+            self._failed = self._failed or message.exception()
+
+
+def first_failure(others: Sequence[tuple[AbstractContextManager[Any], InFlight]]) -> OperatorError | None:
+    """Return what failed on another device, where one says only that something does not come from there.
+
+    The other one may say so a moment later, up to :data:`~onebox.pool.errors.CAUSE_S`.
+
+    Args:
+        others: The messages on their way to the other devices, each with its lock.
+    """
+    end_s, busy = time.monotonic() + CAUSE_S, True
+    while busy and time.monotonic() < end_s:
+        busy = False
+        for lock, ahead in others:
+            with lock:
+                busy = busy or len(ahead) > 0
+                found = ahead.failed()
+                if isinstance(found, OperatorError):
+                    ahead.told()
+                    return found
+        time.sleep(_LOOK_S if busy else 0)
+    return None

@@ -1,0 +1,181 @@
+"""How recorded calls are coded for the wire, and which sequences of calls have been seen before.
+
+Pure: numbers in, numbers out. A record is ``(kernel, inputs, first, keeps, floats)``: the kernel's number, the buffers
+that it reads, the first of the consecutive numbers of what it keeps and how many they are, and its floating-point
+numbers; or ``(FREE, number, 0, 0, ())``. All of it is in one record, so that Ctrl-C cannot come in between.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from onebox.wire import FREE, BlockSpec
+from onebox.wire.protocol.eager import Operate, Replay
+from onebox.wire.protocol.instructions import Free
+from onebox.wire.protocol.requests import Define, Instruction
+
+Record = tuple[int, Any, int, int, Sequence[float]]
+
+SHORTEST = 4
+"""Calls of the shortest sequence that is worth a block of its own."""
+
+BLOCKS = 4096
+"""The most sequences that are remembered; the one that has not been used for longest goes first."""
+
+
+class EncodedTrace(NamedTuple):
+    """A sequence of calls, independent of what its buffers are called.
+
+    Args:
+        code: The calls: inputs of the sequence as ``-1 - i``, what its calls keep as ``0, 1 ...``, in order.
+        inputs: The buffers that are there before.
+        outputs: For each output that is there afterwards, its position among all, and its number.
+        strays: Buffers that end in the sequence without being used in it.
+    """
+
+    code: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[tuple[int, int], ...]
+    strays: tuple[int, ...]
+
+
+def encode_trace(records: Sequence[Record]) -> EncodedTrace:
+    """Return the code of a sequence of calls."""
+    slots: dict[int, int] = {}
+    code: list[int] = []
+    inputs: list[int] = []
+    strays: list[int] = []
+    made = 0
+    alive: dict[int, int] = {}
+    for kernel, reads, first, count, _ in records:
+        if kernel == FREE:
+            slot = slots.pop(reads, None)
+            if slot is None:
+                strays.append(reads)
+            else:
+                code.append(FREE)
+                code.append(slot)
+                alive.pop(reads, None)
+            continue
+        code.append(kernel)
+        for number in reads:
+            slot = slots.get(number)
+            if slot is None:
+                inputs.append(number)
+                slots[number] = slot = -len(inputs)
+            code.append(slot)
+        for number in range(first, first + count):
+            slots[number] = alive[number] = made
+            code.append(made)
+            made += 1
+    return EncodedTrace(
+        tuple(code), tuple(inputs), tuple((slot, number) for number, slot in alive.items()), tuple(strays)
+    )
+
+
+def block_of(coding: EncodedTrace, keeps: dict[int, int], reads: dict[int, int], floats: int) -> BlockSpec:
+    """Return a sequence of calls as a block.
+
+    Args:
+        coding: The sequence.
+        keeps: From a kernel's number to how many outputs it keeps.
+        reads: From a kernel's number to how many inputs it has.
+        floats: How many floating-point numbers all calls bring.
+    """
+    count = len(coding.inputs)
+    calls: list[int] = []
+    position = 0
+    while position < len(coding.code):
+        kernel = coding.code[position]
+        width = 1 if kernel == FREE else keeps[kernel] + reads[kernel]
+        slots = coding.code[position + 1 : position + 1 + width]
+        calls.append(kernel)
+        calls += [-1 - slot if slot < 0 else count + slot for slot in slots]
+        position += 1 + width
+    return BlockSpec(tuple(calls), count, tuple(count + slot for slot, _ in coding.outputs), floats)
+
+
+def plain(records: Sequence[Record]) -> tuple[int, ...]:
+    """Return the calls with the numbers of their buffers, for ``Operate``."""
+    code: list[int] = []
+    for kernel, reads, first, count, _ in records:
+        code.append(kernel)
+        if kernel == FREE:
+            code.append(reads)
+        else:
+            code += reads
+            code += range(first, first + count)
+    return tuple(code)
+
+
+class TraceCache:
+    """Which sequences have been seen, and the numbers of those that are blocks.
+
+    Args:
+        size: The most that are remembered.
+    """
+
+    def __init__(self, size: int = BLOCKS) -> None:
+        self._size = size
+        self._entries: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+
+    def look(self, key: tuple[Any, ...]) -> int | None:
+        """Note that a sequence has come; return its block's number, 0 where it has come before without being one."""
+        found = self._entries.get(key)
+        if found is None:
+            self._entries[key] = 0
+        else:
+            self._entries.move_to_end(key)
+        return found
+
+    def define(self, key: tuple[Any, ...], number: int) -> None:
+        """Note that a sequence is a block from now on."""
+        self._entries[key] = number
+
+    def shed(self) -> list[int]:
+        """Forget what is too much, and return the blocks among it."""
+        gone = []
+        while len(self._entries) > self._size:
+            _, number = self._entries.popitem(last=False)
+            if number:
+                gone.append(number)
+        return gone
+
+
+class Batcher:
+    """Makes instructions of recorded calls: single calls, or a block where such a sequence has come before.
+
+    Args:
+        new_number: Returns a number that no definition has.
+    """
+
+    def __init__(self, new_number: Callable[[], int]) -> None:
+        self.book = TraceCache()
+        self._new_number = new_number
+        self._reads_of: dict[int, int] = {}
+        self._keeps_of: dict[int, int] = {}
+
+    def define(self, number: int, reads: int, keeps: int) -> None:
+        """Take note of a kernel: how many inputs it has, and how many outputs a call keeps."""
+        self._reads_of[number], self._keeps_of[number] = reads, keeps
+
+    def instructions(self, calls: Sequence[Record]) -> list[Instruction]:
+        """Return the instructions for calls."""
+        floats = tuple([number for call in calls for number in call[4]])
+        if len(calls) < SHORTEST:
+            return [Operate(plain(calls), floats)]
+        coding = encode_trace(calls)
+        key = (coding.code, tuple(slot for slot, _ in coding.outputs))
+        block = self.book.look(key)
+        if block is None:
+            gone = self.book.shed()
+            return [Operate(plain(calls), floats), *([Free((), tuple(gone))] if gone else [])]
+        made: list[Instruction] = [Free(coding.strays)] if coding.strays else []
+        if not block:
+            block = self._new_number()
+            self.book.define(key, block)
+            made.append(Define(block, block_of(coding, self._keeps_of, self._reads_of, len(floats))))
+        made.append(Replay(block, coding.inputs, tuple(number for _, number in coding.outputs), floats))
+        return made

@@ -1,0 +1,170 @@
+"""Signal handlers wait where an exception must not come: Ctrl-C ends a cell or a script, and breaks nothing.
+
+Python runs a handler between any two steps of the main thread, and an exception of the handler, ``KeyboardInterrupt``
+above all, comes out there. In the middle of a message to a worker that would leave client and worker with different
+views of what there is; where a tensor is collected Python drops the exception, and Ctrl-C with it. And autograd asks
+PyTorch's guard for devices in Python what device it is for, whenever it records an operator or runs a node, in places
+of C++ that may not fail: the process would abort (pybind11 looks the guard's method up with ``PyObject_Str``, which
+runs handlers; of Ctrl-Cs in a tight loop one in three came there).
+
+So, once virtual devices are open, ``signal.signal`` wraps handlers. One that comes in a :func:`shielded` function, or
+in what that calls, comes again a moment later. What waits for a worker lets it through (:func:`interruptible`).
+(True of torch 2.11 to 2.13 and pybind11 3; tests/process/vgpu/test_signals.py.)
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+AGAIN_S = 0.002
+"""A signal that comes at a wrong moment comes again after this time."""
+
+PATIENCE_S = 3.0
+"""A signal that has waited so long is let through even so: something hangs, and somebody wants to end it."""
+
+
+class DeviceGuardState:
+    """Whether C++ is asking the guard of the device."""
+
+    entered = False
+    """Set by the guard's first function and reset by its last; C++ holds the interpreter's lock all the while."""
+
+
+_shielded: set[Any] = set()
+_interruptible: set[Any] = set()
+"""The functions, as a frame names them: by their code."""
+
+_waiting: dict[int, float] = {}
+"""Signals that are to come again, and since when."""
+
+_coming: set[int] = set()
+"""Signals whose handlers are about to be called; those that come meanwhile are one with them."""
+
+_sending = threading.RLock()
+"""Held by who sends a signal again, or lets it come no more."""
+
+
+def shielded(function: _F) -> _F:
+    """Decorator: handlers wait until the function has returned."""
+    _shielded.add(function.__code__)
+    return function
+
+
+def interruptible(function: _F) -> _F:
+    """Decorator: handlers run in the function, also where a shielded one has called it."""
+    _interruptible.add(function.__code__)
+    return function
+
+
+def deliver_signals() -> None:
+    """Let the signals come that wait; for an interruptible function, which may be too short to be met by chance."""
+    for number in tuple(_waiting):
+        signal.raise_signal(number)
+
+
+def _must_wait(frame: FrameType | None) -> bool:
+    """Tell whether a signal that interrupted a frame came where no handler may run."""
+    while frame is not None:
+        if frame.f_code in _shielded:
+            return True
+        if frame.f_code in _interruptible:
+            return False
+        frame = frame.f_back
+    return False
+
+
+class _Patient:
+    """A handler that waits."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> Any:
+        if number in _coming:
+            return None
+        frame = _users_frame(frame)
+        since_s = _waiting.get(number)
+        patient = since_s is None or time.monotonic() - since_s < PATIENCE_S
+        if DeviceGuardState.entered or (patient and _must_wait(frame)):
+            if since_s is None:
+                _waiting[number] = time.monotonic()
+                _thread.start_new_thread(_come_again, (number,))
+            return None
+        if since_s is not None and not _no_more(number):
+            return None  # it came again meanwhile, and that has called the handler
+        return self.handler(number, frame)
+
+
+def _come_again(number: int) -> None:
+    waits = True
+    while waits:
+        time.sleep(AGAIN_S)
+        with _sending:
+            waits = number in _waiting
+            if waits:
+                signal.raise_signal(number)
+
+
+def _no_more(number: int) -> bool:
+    """Let a signal that has waited come no more, also where it has just come again and its handler was not called.
+
+    Returns False if it waits no longer.
+    """
+    _coming.add(number)
+    try:
+        with _sending:
+            if _waiting.pop(number, None) is None:
+                return False
+        signal.raise_signal(number)  # calls the handlers of all that have come, of which another one may raise
+    finally:
+        _coming.remove(number)
+    return True
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that was interrupted, or the one that has called this module."""
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def _theirs(handler: Any) -> Any:
+    """Return a handler as its owner knows it."""
+    return handler.handler if isinstance(handler, _Patient) else handler
+
+
+def register() -> None:
+    """Wrap the handlers that there are, and let ``signal.signal`` wrap those that come; ``getsignal`` unwraps them.
+
+    Python sets handlers in the main thread only. Where another thread opens the devices, those that there are stay as
+    they are.
+    """
+    really_set, really_get = signal.signal, signal.getsignal
+
+    @functools.wraps(really_set)
+    def set_(number: int, handler: Any, /) -> Any:
+        patient = handler if isinstance(handler, int) or not callable(handler) else _Patient(_theirs(handler))
+        return _theirs(really_set(number, patient))
+
+    @functools.wraps(really_get)
+    def get(number: int, /) -> Any:
+        return _theirs(really_get(number))
+
+    signal.signal, signal.getsignal = set_, get  # type: ignore[assignment]  # their overloads for enums
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals():
+            handler = really_get(number)
+            if callable(handler) and not isinstance(handler, int):
+                really_set(number, _Patient(handler))
+
+
+__all__ = ["DeviceGuardState", "deliver_signals", "interruptible", "register", "shielded"]

@@ -1,0 +1,162 @@
+"""One sum or gather over the ranks of a group on one host, and what letters for such, and for broadcasts, are for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.comm.shm.arena import MemoryBlock
+from onebox.worker.comm.shm.layout import ShmMessage
+from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
+
+Purpose = Literal["a sum", "a sum for one rank", "a broadcast"]
+_PURPOSES = get_args(Purpose)
+
+
+def code_of(purpose: Purpose, meant: int) -> int:
+    """Return what a letter is for that is for no gather; that of a gather is the dimension.
+
+    Args:
+        purpose: What kind of thing.
+        meant: A number of 32 bits for what the rank means; the others' letters must say the same.
+    """
+    return -1 - (_PURPOSES.index(purpose) << 32 | meant)
+
+
+def flat_spec(specs: Sequence[TensorSpec]) -> TensorSpec:
+    """Return what tensors of one type are end to end."""
+    return TensorSpec(specs[0].dtype, (sum(math.prod(spec.shape) for spec in specs),))
+
+
+def is_gather(code: int) -> bool:
+    """Tell whether a letter is for a gather."""
+    return code >= 0
+
+
+class ShmCollective:
+    """What the ranks let each other have for one sum or gather.
+
+    Args:
+        order: Its number among the group's.
+        rank: This rank.
+        own: What this rank lets the others have.
+        block: Where its elements are; ``None`` where it has none.
+        inboxes: From each rank.
+        expected: What the other ranks let this one have.
+        drop: Called with the block when this rank has read it.
+    """
+
+    def __init__(
+        self,
+        order: int,
+        rank: int,
+        own: ShmMessage,
+        block: MemoryBlock | None,
+        inboxes: Sequence[ShmReceiver],
+        expected: dict[int, PendingReceive],
+        drop: Callable[[MemoryBlock], None],
+    ) -> None:
+        self.end_ns = 0
+        self._order = order
+        self._rank = rank
+        self._own = own
+        self._block = block
+        self._inboxes = inboxes
+        self._expected = expected
+        self._drop = drop
+
+    def letters(self, wait: Callable[[PendingReceive], ShmMessage]) -> list[ShmMessage]:
+        """Return what all ranks have, in their order."""
+        size = len(self._expected) + 1
+        return [self._own if rank == self._rank else wait(self._expected[rank]) for rank in range(size)]
+
+    def sum(self, letters: Sequence[ShmMessage]) -> Tensor:
+        """Return the sum, added up in the order of the ranks.
+
+        Raises:
+            WireError: Another rank had something else.
+        """
+        self._agree(letters, [letter.spec for letter in letters])
+        if self._block is None:
+            return torch.empty(self._own.spec.shape, dtype=DTYPES[self._own.spec.dtype], device="meta")
+        parts = self._parts(letters)
+        total = parts[0] + parts[1] if len(parts) > 1 else parts[0].clone()
+        for part in parts[2:]:
+            total += part
+        return total
+
+    def join(self, letters: Sequence[ShmMessage], dim: int, spec: TensorSpec) -> Tensor:
+        """Return the parts of all ranks together.
+
+        Args:
+            letters: Of all ranks.
+            dim: The dimension along which they are put together.
+            spec: What is to come of it.
+
+        Raises:
+            WireError: Another rank had something else, or something else comes of it.
+        """
+        self._agree(letters, [_without(letter.spec, dim) for letter in letters])
+        own = self._own.spec
+        joint = sum(letter.spec.shape[dim] for letter in letters)
+        made = TensorSpec(own.dtype, (*own.shape[:dim], joint, *own.shape[dim + 1 :]))
+        if made != spec:
+            raise WireError(f"{made} comes of a gather along dimension {dim} where {spec} was to come")
+        if self._block is None:
+            return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+        parts = self._parts(letters)
+        return torch.cat([part.view(letter.spec.shape) for part, letter in zip(parts, letters, strict=True)], dim)
+
+    def give_back(self) -> None:
+        """Let go of everybody's memory. Idempotent."""
+        for expected in self._expected.values():
+            expected.give_back()
+        block, self._block = self._block, None
+        if block is not None:
+            self._drop(block)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+    def _agree(self, letters: Sequence[ShmMessage], specs: Sequence[TensorSpec]) -> None:
+        mine = specs[self._rank]
+        for rank, (letter, spec) in enumerate(zip(letters, specs, strict=True)):
+            if letter.code != self._own.code or spec != mine:
+                raise disagreement(self._order, self._rank, self._own, rank, letter)
+
+    def _parts(self, letters: Sequence[ShmMessage]) -> list[Tensor]:
+        return [inbox.part(letter) for inbox, letter in zip(self._inboxes, letters, strict=True)]
+
+
+def _without(spec: TensorSpec, dim: int) -> TensorSpec:
+    """Return a specification with the size of one dimension left out."""
+    return TensorSpec(spec.dtype, (*spec.shape[:dim], -1, *spec.shape[dim + 1 :]))
+
+
+def disagreement(order: int, rank: int, own: ShmMessage, peer: int, letter: ShmMessage) -> WireError:
+    """Return the error that says that a rank came for something else than this one.
+
+    Args:
+        order: The number of the collective among the group's.
+        rank: This rank.
+        own: What it came for.
+        peer: The other rank.
+        letter: What that one came for.
+    """
+    other = _name(letter) if _name(letter) != _name(own) else "one of tensors of other sizes, or another rank"
+    return WireError(
+        f"the ranks disagree on collective {order} of the group: rank {rank} came for {_name(own)}, rank {peer} for "
+        f"{other}"
+    )
+
+
+def _name(letter: ShmMessage) -> str:
+    code = letter.code
+    kind = f"a gather along dimension {code}" if is_gather(code) else _PURPOSES[(-1 - code >> 32) % len(_PURPOSES)]
+    return f"{kind} of {letter.spec}"

@@ -1,0 +1,95 @@
+"""Letters whose elements an accelerator copies: posted when they are there, read before they are given back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onebox.wire import TensorSpec
+from onebox.worker.comm.shm.arena import MemoryBlock
+from onebox.worker.comm.shm.gpu_copy import ShmCopier, ShmCopy
+from onebox.worker.comm.shm.layout import ShmMessage
+from onebox.worker.comm.shm.receiver import PendingReceive
+from onebox.worker.comm.shm.segment import RankLost, SharedMemory
+from onebox.worker.comm.shm.sender import BlockRegion, ShmSender
+
+_CLOSE_S = 30.0
+"""How long a worker that leaves waits for what it has begun to send: for the accelerator to come to it."""
+
+
+class _Waiting(NamedTuple):
+    done: ShmCopy
+    peer: int
+    channel: int
+    block: MemoryBlock
+    spec: TensorSpec | None  # none where more parts of it come
+
+
+class GpuShmSender:
+    """Sends and receives for a device that copies while its worker goes on.
+
+    A thread waits for copies and posts them, in the order in which they were begun, so that the worker may wait for
+    others meanwhile, who wait for them.
+
+    Args:
+        outbox: The letters that this rank writes.
+        carrier: Copies.
+    """
+
+    def __init__(self, outbox: ShmSender, carrier: ShmCopier) -> None:
+        self._outbox = outbox
+        self._carrier = carrier
+        self._failure = ""
+        self._reading: deque[tuple[ShmCopy, PendingReceive]] = deque()
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._post, name="onebox-post", daemon=True)
+        self._thread.start()
+
+    def send(self, tensor: Tensor, peer: int, channel: int, place: BlockRegion) -> BlockRegion:
+        """Begin to send a tensor, or a part of one; return its place, with the block that it comes to be in.
+
+        Raises:
+            PeerLost: One before could not be copied; the group has been left.
+        """
+        self.settle()
+        if self._failure:
+            raise RankLost(f"the group has been left: {self._failure}")
+        block = place.block or self._outbox.take(place.whole.size_bytes)
+        done = self._carrier.out(tensor, self._outbox.memory, block.offset, place.start, place.whole.size_bytes)
+        self._queue.put(_Waiting(done, peer, channel, block, place.whole if place.last else None))
+        return place._replace(block=block)
+
+    def receive(self, expected: PendingReceive, letter: ShmMessage, memory: SharedMemory) -> Tensor:
+        """Return a tensor of the device with the elements of a letter, which is given back when they are there."""
+        made, done = self._carrier.into(memory, letter.offset, letter.spec)
+        self._reading.append((done, expected))
+        return made
+
+    def settle(self) -> None:
+        """Give back what has been read."""
+        while self._reading and self._reading[0][0].over():
+            self._reading.popleft()[1].give_back()
+
+    def close(self) -> None:
+        """Post what was sent, wait for what is being read, and let go of all memory. Idempotent."""
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+        self._carrier.release()
+        while self._reading:
+            self._reading.popleft()[1].give_back()
+
+    def _post(self) -> None:
+        while (waiting := self._queue.get()) is not None:
+            try:
+                waiting.done.wait()
+            except Exception as error:  # everybody hears of it: peers because the group is left, this worker next time
+                self._failure = str(error) or type(error).__name__
+                self._outbox.leave()
+                return
+            if waiting.spec is not None:
+                self._outbox.post(waiting.peer, waiting.channel, waiting.block, waiting.spec)
+            del waiting

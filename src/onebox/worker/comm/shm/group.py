@@ -1,0 +1,344 @@
+"""Groups of the workers of one host, through shared memory: no sockets, and one wait at the end.
+
+A rank lets the others have its tensors by copying them into memory that they map (see
+:mod:`onebox.worker.comm.shm.layout`). Large ones stay there while they are used, and are not copied again
+(``benchmarks/transfers.py``); an accelerator copies to and from there by itself (see
+:mod:`onebox.worker.comm.shm.gpu_sender`).
+
+For a sum each rank adds up all parts itself, in the order of the ranks, so that every rank gets the same bits: for n
+ranks a bucket of S bytes costs each rank one copy and one sum of n parts; Gloo over loopback copies it through the
+kernel twice in each direction (``benchmarks/scaling.py``). For a sum for one rank only that one adds up, in the same
+order; of a broadcast all readers read one block.
+
+Devices that do not compute have tensors without elements (torch's ``meta`` device): they send what the tensors are, and
+get tensors without elements, at the same times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire.protocol.groups import FormGroup
+from onebox.wire.protocol.responses import Joined
+from onebox.worker.comm.agreement import collective_fingerprint
+from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
+from onebox.worker.comm.shm.arena import MemoryBlock
+from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
+from onebox.worker.comm.shm.gpu_copy import ShmCopier
+from onebox.worker.comm.shm.gpu_sender import GpuShmSender
+from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
+from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
+from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
+from onebox.worker.comm.shm.segment import RankLost, sleep_until, wake_on_time
+from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
+from onebox.worker.programs.interpreter import WorkerProgress
+
+_COLLECTIVES = -1 << 62
+"""The channel of sums, gathers and broadcasts."""
+
+
+class ShmGroup:
+    """A group of this worker and others of its host, or the part of a group that is there.
+
+    Args:
+        form: This worker's place in it.
+        met: The memories of the ranks that are there. Only with those of all ranks there are sums and gathers.
+        device: Where tensors live; ``meta`` for a worker that does not compute.
+        progress: Marked during waits.
+        wires: What is under way on this worker's emulated links.
+        carrier: Copies for a device whose tensors are not in the host's memory.
+    """
+
+    def __init__(
+        self,
+        form: FormGroup,
+        met: ShmPeers,
+        device: torch.device,
+        progress: WorkerProgress,
+        wires: EmulatedLinks,
+        carrier: ShmCopier | None = None,
+    ) -> None:
+        self._rank = form.rank
+        self._size = form.size
+        self._timeout_s = form.timeout_s
+        self._device = device
+        self._progress = progress
+        self._wires = wires
+        self._links = {link.peer: link.link for link in form.links}
+        wires.lay(form.links)
+        self._watches = met.watches
+        self._apart = met.apart
+        self._order = 0
+        self._timed = 0  # collectives whose end on the ring is known
+        self._running: WeakValueDictionary[int, ShmCollective] = WeakValueDictionary()
+        self._interrupted = False
+        self._begun: dict[
+            tuple[int, int], BlockRegion
+        ] = {}  # the last part of what is not complete yet, by rank and channel
+        self._outbox: ShmSender | None = ShmSender(met.memories[self._rank], self._size, paged=met.paged)
+        self._poster = None if carrier is None else GpuShmSender(self._outbox, carrier)
+        ranks = sorted(met.memories)
+        self._inboxes = {rank: ShmReceiver(met.memories[rank], rank, self._rank, self._watch) for rank in ranks}
+        self._ring = EmulatedRing() if met.emulated else None
+        wake_on_time()
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self._rank
+
+    @property
+    def joined(self) -> Joined:
+        """With whom memory is shared."""
+        return Joined(tuple(self._inboxes), self._apart)
+
+    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
+        """Let a rank have a copy of a tensor; return when it is there, in monotonic nanoseconds.
+
+        An accelerator's is there when its copy is made, which is not known here. Parts of one come to be in one block,
+        which the reader gets with the last of them.
+
+        Raises:
+            WireError: It is not the part that is due.
+        """
+        outbox = self._member(peer)
+        begin_ns = time.monotonic_ns()
+        spec = spec_of(tensor)
+        place = region_of(spec, within, self._begun.pop((peer, channel), None))
+        check_dimensions(place.whole)
+        if self._poster is not None:
+            place = self._poster.send(tensor, peer, channel, place)
+        elif not tensor.is_meta:
+            place = outbox.write_part(tensor, place)
+        if not place.last:
+            self._begun[peer, channel] = place
+        due_ns = begin_ns
+        if peer in self._links:
+            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns)
+        if self._poster is not None or not place.last:
+            return due_ns
+        return outbox.post(peer, channel, place.block, place.whole, at_ns=due_ns)
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Start to receive a tensor from a rank; it comes whole, in whatever parts it is sent."""
+        check_rows(spec, rows)
+
+        def check(letter: ShmMessage) -> None:
+            if letter.spec != spec:
+                raise WireError(f"rank {peer} sent {letter.spec} on channel {channel}, where {spec} was to come")
+
+        return self._expect(peer, channel, check)
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        specs = [spec_of(tensor) for tensor in tensors]
+        code = code_of("a sum", collective_fingerprint(self._order, specs))
+        return self._start(tensors, flat_spec(specs), code, lambda collective, letters: collective.sum(letters))
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank: the others send it theirs, each by the way that it has."""
+        self._member(root)
+        specs = [spec_of(tensor) for tensor in tensors]
+        code = code_of("a sum for one rank", collective_fingerprint(self._order, specs, root))
+        if root != self._rank:
+            self._order += 1
+            return self._hand_on(tensors, flat_spec(specs), code, [root])
+        combine = lambda collective, letters: collective.sum(letters)  # noqa: E731
+        return self._start(tensors, flat_spec(specs), code, combine, alone=True)
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank to the others, to each by the way that there is."""
+        self._member(root)
+        code, spec = code_of("a broadcast", collective_fingerprint(self._order, specs, root)), flat_spec(specs)
+        order, self._order = self._order + 1, self._order + 1
+        if root == self._rank:
+            return self._hand_on(tensors, spec, code, self._peers)
+        own = ShmMessage(0, code, -1, 0, spec)
+
+        def check(letter: ShmMessage) -> None:
+            if (letter.code, letter.spec) != (code, spec):
+                raise disagreement(order, self._rank, own, root, letter)
+
+        return self._expect(root, _COLLECTIVES, check)
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension."""
+        own = spec_of(tensor)
+        check_dimensions(own)
+        if not 0 <= dim < len(own.shape):
+            raise WireError(f"{own} has no dimension {dim} to be gathered along")
+        return self._start([tensor], own, dim, lambda collective, letters: collective.join(letters, dim, spec))
+
+    def close(self) -> None:
+        """Leave the group and let go of its memory. Idempotent."""
+        if self._outbox is not None:
+            if self._poster is not None:
+                with self._progress.wait():
+                    self._poster.close()
+                self._poster = None
+            self._outbox.leave()
+            self._outbox = None
+            self._begun.clear()
+            for inbox in self._inboxes.values():
+                inbox.close()
+
+    def retimed(self) -> None:
+        """Let all ranks know that this one's links are of other speeds; collectives under way may go by either."""
+        if self._outbox is not None:
+            note_speed(self._outbox.memory, len(self._links), self._wires.slowest([*self._links.values()]))
+
+    def interrupt(self) -> None:
+        """Let nobody wait here any longer; callable from any thread, and heard of within :data:`SLICE_S`."""
+        self._interrupted = True
+
+    def _made(self, expected: PendingReceive, letter: ShmMessage, peer: int) -> Tensor:
+        """Return the tensor of a letter, which is given back when its elements are not needed any more."""
+        if self._poster is not None and letter.offset >= 0:
+            memory = self._inboxes[peer].memory
+            assert memory is not None
+            return self._poster.receive(expected, letter, memory)
+        if self._device.type != "meta":
+            return expected.take(letter)
+        expected.give_back()
+        return torch.empty(letter.spec.shape, dtype=DTYPES[letter.spec.dtype], device="meta")
+
+    def _expect(self, peer: int, channel: int, check: Callable[[ShmMessage], None]) -> Finish:
+        """Expect the next letter of a channel, which is checked when it has come."""
+        self._member(peer)
+        expected = self._inboxes[peer].expect(channel)
+
+        def finish() -> ReceivedTensor:
+            try:
+                letter = self._wait(expected)
+                check(letter)
+                made = self._made(expected, letter, peer)
+            except BaseException:
+                expected.give_back()
+                raise
+            self._sleep_until(letter.at_ns)
+            return ReceivedTensor(made, letter.at_ns)
+
+        return finish
+
+    # ---- collectives
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def _write(self, tensors: Sequence[Tensor], spec: TensorSpec) -> MemoryBlock | None:
+        """Return a block with tensors end to end; ``None`` where they have no elements."""
+        if tensors[0].is_meta:
+            return None
+        host = tensors if self._poster is None else [tensor.cpu() for tensor in tensors]
+        return self._member(self._rank).write(host, spec.size_bytes)
+
+    def _hand_on(self, tensors: Sequence[Tensor], spec: TensorSpec, code: int, peers: Sequence[int]) -> int:
+        """Let some ranks have tensors, one flat tensor for each; return when the last of them has it."""
+        outbox = self._member(self._rank)
+        begin_ns = ends_ns = time.monotonic_ns()
+        block = self._write(tensors, spec) if peers else None
+        for peer in peers:
+            due_ns = self._wires.send(self._links[peer], spec.size_bytes, begin_ns) if peer in self._links else 0
+            ends_ns = max(ends_ns, outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=due_ns))
+        return ends_ns
+
+    def _start(
+        self,
+        tensors: Sequence[Tensor],
+        spec: TensorSpec,
+        code: int,
+        combine: Callable[[ShmCollective, list[ShmMessage]], Tensor],
+        *,
+        alone: bool = False,
+    ) -> Finish:
+        """Start a collective of which something comes to this rank; to all others, too, unless it is for it alone."""
+        outbox = self._member(self._rank)
+        self._order += 1
+        order = self._order
+        block = self._write(tensors, spec)
+        if block is not None:
+            block.readers += 1  # this rank
+        now_ns = time.monotonic_ns()
+        for peer in [] if alone else self._peers:
+            outbox.post(peer, _COLLECTIVES, block, spec, code=code, at_ns=now_ns)
+        own = ShmMessage(0, code, -1 if block is None else block.offset, now_ns, spec)
+        expected = {peer: self._inboxes[peer].expect(_COLLECTIVES) for peer in self._peers}
+        inboxes = [self._inboxes[rank] for rank in range(self._size)]
+        collective = ShmCollective(order, self._rank, own, block, inboxes, expected, self._drop)
+        if self._ring is not None and not alone:
+            self._running[order] = collective
+
+        def finish() -> ReceivedTensor:
+            try:
+                letters = collective.letters(self._wait)
+                made = combine(collective, letters)
+                self._time(order)
+            finally:
+                collective.give_back()
+            self._sleep_until(max(letter.at_ns for letter in letters) if alone else collective.end_ns)
+            made = made if self._poster is None else made.to(self._device)
+            return ReceivedTensor(made, time.monotonic_ns())
+
+        return finish
+
+    def _time(self, order: int) -> None:
+        """Let the ring run all collectives up to one, whose letters have come."""
+        while self._ring is not None and self._timed < order:
+            self._timed += 1
+            collective = self._running.get(self._timed)
+            if collective is not None:
+                letters = collective.letters(self._wait)
+                memories = [self._inboxes[rank].memory for rank in range(self._size)]
+                speeds = [speed_in(memory) for memory in memories if memory is not None]
+                collective.end_ns = self._ring.run([letter.at_ns for letter in letters], speeds, *_load(letters))
+
+    def _drop(self, block: MemoryBlock) -> None:
+        if self._outbox is not None:
+            self._outbox.drop(block)
+
+    # ---- waits
+
+    def _member(self, peer: int) -> ShmSender:
+        if self._outbox is None:
+            raise RankLost("the group has been left")
+        if peer not in self._inboxes:
+            raise WireError(f"rank {peer} of a group of {self._size}; allowed are 0 to {self._size - 1}")
+        return self._outbox
+
+    def _wait(self, expected: PendingReceive) -> ShmMessage:
+        letter = expected.find()
+        if letter is None:
+            with self._progress.wait():
+                letter = expected.wait()
+        return letter
+
+    def _sleep_until(self, end_ns: int) -> None:
+        if end_ns > time.monotonic_ns():
+            with self._progress.wait():
+                sleep_until(end_ns)
+
+    def _watch(self, rank: int, begin_s: float) -> None:
+        """Raise if a rank that is waited for cannot come any more."""
+        watch = self._watches.get(rank)
+        if watch is not None and watch.ended():
+            raise RankLost(f"rank {rank} has ended: process {watch.process} is gone")
+        if self._interrupted:
+            raise RankLost(f"rank {rank} is waited for no longer: the group is given up")
+        if time.monotonic() > begin_s + self._timeout_s:
+            raise RankLost(f"rank {rank} did not come within {self._timeout_s:.0f} s")
+
+
+def _load(letters: Sequence[ShmMessage]) -> tuple[int, int]:
+    """Return how often a collective's bytes go round the ring, and how many of them there are."""
+    if is_gather(letters[0].code):
+        return 1, sum(letter.spec.size_bytes for letter in letters)
+    return 2, letters[0].spec.size_bytes

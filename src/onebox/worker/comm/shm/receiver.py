@@ -1,0 +1,267 @@
+"""The letters that a rank reads; how they lie in their writer's memory is said in
+:mod:`onebox.worker.comm.shm.layout`."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.comm.shm.layout import (
+    CELL_BYTES,
+    FIRST_CELLS,
+    HEADER,
+    LEFT,
+    NEXT_RETURNED,
+    NUMBER,
+    RETURNED,
+    SENT,
+    TYPE_NAMES,
+    ShmMessage,
+    lane_start,
+)
+from onebox.worker.comm.shm.segment import SLICE_S, RankLost, SharedMemory
+
+_LENT_FROM_BYTES = 64 << 10
+"""Tensors of so many bytes stay where they came: to copy fewer costs less than to look after them."""
+
+_LENT_SHARE = 4
+"""No more than one part in so many of the writer's span is lent at a time; what comes beyond that is copied."""
+
+
+class _Channel:
+    """The letters of one channel that have come, by their order."""
+
+    __slots__ = ("asked", "came", "forgotten", "letters")
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.came = 0
+        self.letters: dict[int, ShmMessage] = {}
+        self.forgotten: set[int] = set()
+
+
+Watch = Callable[[int, float], None]
+"""Called with a rank that is waited for, and since when in seconds; raises :class:`RankLost` if it cannot come."""
+
+
+class ShmReceiver:
+    """The letters from one rank to another, at their reader.
+
+    Args:
+        memory: The writer's.
+        writer: Its rank.
+        reader: The reader's rank.
+        watch: Called now and then during a wait.
+    """
+
+    def __init__(self, memory: SharedMemory, writer: int, reader: int, watch: Watch) -> None:
+        self.memory: SharedMemory | None = memory
+        self.writer = writer
+        self._watch = watch
+        start = lane_start(reader)
+        self._word = start // 8
+        self._seen = 0
+        self._returned = 0
+        self._cell = start + FIRST_CELLS
+        self._tail = self._cell + CELL_BYTES
+        self._lent_bytes = 0
+        self._over: deque[ShmMessage] = deque()  # lent ones that are read no more; whichever thread has found that out
+        self._channels: dict[int, _Channel] = defaultdict(_Channel)
+
+    def expect(self, channel: int) -> PendingReceive:
+        """Return the wait for the next letter of a channel that nobody has asked for."""
+        self.settle()
+        found = self._channels[channel]
+        found.asked += 1
+        return PendingReceive(self, channel, found.asked)
+
+    def find(self, channel: int, order: int) -> ShmMessage | None:
+        """Return a letter if it has come."""
+        letters = self._channels[channel].letters
+        if order not in letters:
+            self._look()
+        return letters.get(order)
+
+    def wait(self, channel: int, order: int) -> ShmMessage:
+        """Wait for a letter.
+
+        Raises:
+            PeerLost: It will not come.
+        """
+        memory = self._open()
+        begin_s = time.monotonic()
+        next_s = begin_s + SLICE_S
+        while (letter := self.find(channel, order)) is None:
+            left = memory.words[LEFT]
+            if memory.words[self._word + SENT] != self._seen:
+                continue
+            if left:
+                raise RankLost(f"rank {self.writer} has left the group")
+            if memory.sleep(self._word + SENT, self._seen) or time.monotonic() > next_s:
+                next_s = time.monotonic() + SLICE_S  # also while letters of other channels come
+                try:
+                    self._watch(self.writer, begin_s)
+                except RankLost:
+                    if self.find(channel, order) is None:  # what it sent before it ended still counts
+                        raise
+        return letter
+
+    def part(self, letter: ShmMessage) -> Tensor:
+        """Return the elements of a letter, flat, in the writer's memory; valid until it is returned."""
+        spec, dtype = letter.spec, DTYPES[letter.spec.dtype]
+        if letter.offset < 0:
+            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
+        count = prod(spec.shape)
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._open().map, dtype=dtype, count=count, offset=letter.offset)
+
+    def copy(self, letter: ShmMessage) -> Tensor:
+        """Return a tensor with the elements of a letter."""
+        spec = letter.spec
+        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        if letter.offset < 0:
+            raise WireError(f"rank {self.writer} does not compute: its {spec} has no elements")
+        ctypes.memmove(made.data_ptr(), self._open().address + letter.offset, made.nbytes)
+        return made
+
+    def lend(self, channel: int, order: int, letter: ShmMessage) -> Tensor | None:
+        """Return the elements of a letter where they are: the reader's alone, given back when it forgets them.
+
+        Nobody else reads or writes them until then, and they outlast the writer.
+
+        Returns:
+            The tensor; ``None`` where a copy is cheaper, or too much is lent.
+        """
+        memory, size_bytes = self._open(), letter.spec.size_bytes
+        room_bytes = len(memory.map) // _LENT_SHARE - self._lent_bytes
+        if letter.offset < 0 or not _LENT_FROM_BYTES <= size_bytes <= room_bytes:
+            return None
+        view = (ctypes.c_char * size_bytes).from_buffer(memory.map, letter.offset)
+        weakref.finalize(view, _end, memory, self._over, letter).atexit = False
+        self._lent_bytes += size_bytes
+        self._forget(channel, order)
+        return torch.frombuffer(view, dtype=DTYPES[letter.spec.dtype]).view(letter.spec.shape)
+
+    def settle(self) -> None:
+        """Give back what was lent and is read no more."""
+        while self._over:
+            letter = self._over.popleft()
+            self._lent_bytes -= letter.spec.size_bytes
+            if self.memory is not None:
+                self._return(self.memory, letter.cell)
+
+    def give_back(self, channel: int, order: int) -> None:
+        """Let the writer use the memory of a letter again; one that has not come yet is given back when it does."""
+        letter = self._forget(channel, order)
+        if letter is None:
+            self._channels[channel].forgotten.add(order)
+        elif self.memory is not None:
+            self._return(self.memory, letter.cell)
+
+    def _forget(self, channel: int, order: int) -> ShmMessage | None:
+        """Take a letter out of its channel."""
+        found = self._channels[channel]
+        letter = found.letters.pop(order, None)
+        if letter is not None and found.asked == found.came and not found.letters and not found.forgotten:
+            del self._channels[channel]  # counting may begin again
+        return letter
+
+    def close(self) -> None:
+        """Let go of the writer's memory."""
+        self.memory = None
+        self._channels.clear()
+
+    def _open(self) -> SharedMemory:
+        if self.memory is None:
+            raise RankLost("the group has been left")
+        return self.memory
+
+    def _look(self) -> None:
+        """Take note of the letters that have come."""
+        memory = self._open()
+        sent = memory.words[self._word + SENT]
+        while self._seen < sent:
+            self._seen += 1
+            cell = self._cell
+            self._cell, _, channel, code, offset, at_ns, dtype, dimensions, _, _, *shape = HEADER.unpack_from(
+                memory.map, cell
+            )
+            found = self._channels[channel]
+            found.came += 1
+            if found.came in found.forgotten:
+                found.forgotten.discard(found.came)
+                self._return(memory, cell)
+                if found.asked == found.came and not found.letters and not found.forgotten:
+                    del self._channels[channel]
+            else:
+                spec = TensorSpec(TYPE_NAMES[dtype], tuple(shape[:dimensions]))
+                found.letters[found.came] = ShmMessage(cell, code, offset, at_ns, spec)
+
+    def _return(self, memory: SharedMemory, cell: int) -> None:
+        NUMBER.pack_into(memory.map, self._tail + NEXT_RETURNED, cell)
+        self._tail = cell
+        self._returned += 1
+        memory.words[self._word + RETURNED] = self._returned
+
+
+class PendingReceive:
+    """A letter that somebody has asked for; whoever forgets it gives it back."""
+
+    __slots__ = ("_channel", "_done", "_inbox", "_order")
+
+    def __init__(self, inbox: ShmReceiver, channel: int, order: int) -> None:
+        self._inbox = inbox
+        self._channel = channel
+        self._order = order
+        self._done = False
+
+    def find(self) -> ShmMessage | None:
+        """Return the letter if it has come."""
+        return self._inbox.find(self._channel, self._order)
+
+    def wait(self) -> ShmMessage:
+        """Wait for the letter.
+
+        Raises:
+            PeerLost: It will not come.
+        """
+        return self._inbox.wait(self._channel, self._order)
+
+    def part(self, letter: ShmMessage) -> Tensor:
+        """Return its elements, flat, in the writer's memory; valid until it is given back."""
+        return self._inbox.part(letter)
+
+    def take(self, letter: ShmMessage) -> Tensor:
+        """Return a tensor with its elements, which is the reader's own."""
+        lent = self._inbox.lend(self._channel, self._order, letter)
+        if lent is None:
+            return self._inbox.copy(letter)
+        self._done = True
+        return lent
+
+    def give_back(self) -> None:
+        """Let the writer use its memory again. Idempotent."""
+        if not self._done:
+            self._done = True
+            self._inbox.give_back(self._channel, self._order)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+def _end(memory: SharedMemory, over: deque[ShmMessage], letter: ShmMessage) -> None:
+    """Take note, in whatever thread, that a lent letter is read no more; where its writer has left, let go of it."""
+    if memory.words[LEFT]:
+        memory.discard(letter.offset, letter.spec.size_bytes)
+    else:
+        over.append(letter)

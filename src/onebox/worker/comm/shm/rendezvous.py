@@ -1,0 +1,169 @@
+"""Who of a group's ranks shares memory with whom: each tells where it is, those of one place try, and all agree.
+
+It takes two rounds over the group's key-value store, which lives at the client. In the first, every rank says where it
+is and how its memory is called; those that are in one place then hand each other descriptors. In the second, every rank
+says whose memory it has got. Two ranks share memory if each has that of the other; what hinders them is said.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import Struct
+
+from onebox.errors import WireError
+from onebox.wire.protocol.groups import FormGroup
+from onebox.worker.comm.api import KeyValueStore
+from onebox.worker.comm.emulated_links import LinkSpeed
+from onebox.worker.comm.shm.descriptors import DescriptorExchange
+from onebox.worker.comm.shm.domain import shm_domain
+from onebox.worker.comm.shm.layout import FREE, LEFT
+from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, ProcessWatch, RankLost, SharedMemory
+
+PATIENCE_S = 10.0
+"""How long a descriptor may take to come from a rank of which it is known that it is there."""
+
+_SPEED = Struct("=q2d")
+"""How many emulated links a rank has, and the slowest of them; in the free words of its control page."""
+
+
+@dataclass(frozen=True)
+class ShmPeers:
+    """What a rank has of those that it shares memory with.
+
+    Args:
+        memories: Its own memory and theirs, by their ranks.
+        watches: Tell whether their processes are still there.
+        paged: Whether the driver of an accelerator knows some of the memory by its pages.
+        apart: The ranks that are in this one's place and do not share memory with it, and why.
+    """
+
+    memories: Mapping[int, SharedMemory]
+    watches: Mapping[int, ProcessWatch]
+    paged: bool = False
+    apart: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any of them has emulated links."""
+        return any(_SPEED.unpack_from(memory.map, 8 * FREE)[0] for memory in self.memories.values())
+
+
+def speed_in(memory: SharedMemory) -> LinkSpeed:
+    """Return the speed of a rank's slowest link, from its memory."""
+    return LinkSpeed(*_SPEED.unpack_from(memory.map, 8 * FREE)[1:])
+
+
+def note_speed(memory: SharedMemory, links: int, speed: LinkSpeed) -> None:
+    """Let all ranks read how many emulated links this one has, and the speed of the slowest, in its memory."""
+    _SPEED.pack_into(memory.map, 8 * FREE, links, speed.latency_ns, speed.ns_per_byte)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """Where a rank is, the kind of its device, and its memory: process, bytes, inode, name of its
+    :class:`DescriptorExchange`."""
+
+    place: str
+    kind: str
+    process: int
+    size: int
+    inode: int
+    post: str
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.kind}:{self.process}:{self.size}:{self.inode}:{self.post}"
+
+    @classmethod
+    def of(cls, text: bytes) -> _Card:
+        """Read what a rank has said.
+
+        Raises:
+            WireError: It is no such card.
+        """
+        try:
+            place, kind, process, size, inode, post = text.decode("ascii").split(":")
+            bytes.fromhex(post)
+            card = cls(place, kind, int(process), int(size), int(inode), post)
+        except ValueError:
+            raise WireError(f"a rank's memory is named {text[:80]!r}, which is no name of one") from None
+        if not LEAST_BYTES <= card.size <= SPAN_BYTES or card.size % 8 or not post:
+            raise WireError(f"a memory of {card.size} bytes; allowed are {LEAST_BYTES} to {SPAN_BYTES}")
+        return card
+
+
+def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> ShmPeers:
+    """Find out who shares memory with this rank, which may be nobody.
+
+    Args:
+        form: This worker's place in the group.
+        keys: The group's key-value store.
+        kind: The kind of its device, as torch calls it.
+
+    Raises:
+        PeerLost: Another rank has ended, or did not come.
+        WireError: Another rank says what it should not.
+    """
+    own = SharedMemory.make()
+    note_speed(own, len(form.links), LinkSpeed.slowest([LinkSpeed.of(link) for link in form.links]))
+    memories = {form.rank: own}
+    try:
+        near, came = _exchange(form, keys, own, kind)
+        try:
+            for rank in list(came):
+                memories[rank] = SharedMemory.of(came.pop(rank), near[rank].size)
+        finally:
+            for descriptor in came.values():
+                os.close(descriptor)
+        keys.set(f"shares/{form.rank}", ",".join(map(str, memories)))
+        agreed = {rank for rank in near if form.rank in _ranks(keys.get(f"shares/{rank}"))}
+    except BaseException:
+        own.publish(LEFT, 1)
+        raise
+    finally:
+        own.seal()
+    together = agreed & memories.keys()
+    return ShmPeers(
+        {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
+        {rank: ProcessWatch(near[rank].process) for rank in together},
+        "cuda" in {kind, *(near[rank].kind for rank in together)},
+        tuple(
+            (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
+            for rank in sorted(near.keys() - together)
+        ),
+    )
+
+
+def _exchange(
+    form: FormGroup, keys: KeyValueStore, own: SharedMemory, kind: str
+) -> tuple[dict[int, _Card], dict[int, int]]:
+    """Return the ranks that are in this one's place, and the descriptors that came from them."""
+    post = DescriptorExchange()
+    try:
+        card = _Card(shm_domain(), kind, os.getpid(), len(own.map), own.inode, post.name)
+        keys.set(f"memory/{form.rank}", str(card))
+        others = [rank for rank in range(form.size) if rank != form.rank]
+        cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
+        near = {rank: other for rank, other in cards.items() if other.place == card.place}
+        watches = {rank: ProcessWatch(other.process) for rank, other in near.items()}
+        names = {rank: other.post for rank, other in near.items()}
+        inodes = {rank: other.inode for rank, other in near.items()}
+        end_s = time.monotonic() + min(PATIENCE_S, form.timeout_s)
+
+        def waiting(rank: int) -> bool:
+            if watches[rank].ended():
+                raise RankLost(f"rank {rank} has ended: process {watches[rank].process} is gone")
+            return time.monotonic() < end_s
+
+        return near, post.exchange(own.descriptor, names, inodes, waiting)
+    finally:
+        post.close()
+
+
+def _ranks(text: bytes) -> set[int]:
+    try:
+        return {int(word) for word in text.decode("ascii").split(",")}
+    except ValueError:
+        raise WireError(f"a rank shares memory with {text[:80]!r}, which are no ranks") from None

@@ -1,0 +1,210 @@
+"""The letters that a rank writes; how they lie in its memory is said in :mod:`onebox.worker.comm.shm.layout`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import TensorSpec
+from onebox.worker.comm.api import RowRange
+from onebox.worker.comm.shm.arena import ALIGN, Arena, MemoryBlock
+from onebox.worker.comm.shm.layout import (
+    CELL_BYTES,
+    CHUNK_CELLS,
+    FIRST_CELLS,
+    HEADERS,
+    LEFT,
+    NEXT_RETURNED,
+    NUMBER,
+    RETURNED,
+    SENT,
+    TYPE_CODES,
+    lane_start,
+)
+from onebox.worker.comm.shm.segment import SharedMemory
+
+
+class BlockRegion(NamedTuple):
+    """Where a tensor, or a part of one, is in the block that its reader gets.
+
+    Args:
+        whole: What the reader gets.
+        start: Its first byte in the block.
+        end: The byte behind its last one.
+        block: The block, where there is one already.
+    """
+
+    whole: TensorSpec
+    start: int
+    end: int
+    block: MemoryBlock | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether the whole is complete with it."""
+        return self.end == self.whole.size_bytes
+
+
+def region_of(spec: TensorSpec, within: RowRange | None, before: BlockRegion | None) -> BlockRegion:
+    """Return where a tensor is to be.
+
+    Args:
+        spec: What it is.
+        within: What it is a part of, if it is one.
+        before: The part before it, of what is not complete yet.
+
+    Raises:
+        WireError: It is not the part that is due.
+    """
+    if within is None and before is None:
+        return BlockRegion(spec, 0, spec.size_bytes)
+    whole, first = within or RowRange(spec, 0)
+    due = before or BlockRegion(whole, 0, 0)
+    rows = spec.shape[0] if spec.shape else 0
+    fits = rows > 0 and spec == TensorSpec(whole.dtype, (rows, *whole.shape[1:])) and rows + first <= whole.shape[0]
+    if not fits or due.whole != whole or due.end != first * (spec.size_bytes // max(1, rows)):
+        raise WireError(f"{spec} is sent as the part of {whole} from row {first} on, where byte {due.end} is due")
+    return BlockRegion(whole, due.end, due.end + spec.size_bytes, due.block)
+
+
+class _Lane:
+    """The way from one rank to another, at its writer."""
+
+    __slots__ = ("cell", "held", "returned", "sent", "tail", "word")
+
+    def __init__(self, peer: int) -> None:
+        start = lane_start(peer)
+        self.word = start // 8
+        self.sent = 0
+        self.returned = 0
+        self.cell = start + FIRST_CELLS  # of the next letter
+        self.tail = self.cell + CELL_BYTES  # last returned
+        self.held: dict[int, MemoryBlock | None] = {}
+
+
+class ShmSender:
+    """The letters that a rank has written; several threads may use it.
+
+    Args:
+        memory: Its own.
+        size: How many ranks there are.
+        paged: Whether blocks begin at pages, and keep them until the rank leaves.
+    """
+
+    def __init__(self, memory: SharedMemory, size: int, *, paged: bool = False) -> None:
+        self.memory = memory
+        self._lanes = [_Lane(peer) for peer in range(size)]
+        align = mmap.PAGESIZE if paged else ALIGN
+        self._arena = Arena(lane_start(size), len(memory.map), memory.discard, align=align, keep=paged)
+        self._cells: list[int] = []
+        self._lock = threading.RLock()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of blocks that some reader is not done with."""
+        with self._lock:
+            self._collect()
+            return self._arena.used_bytes
+
+    def take(self, size_bytes: int) -> MemoryBlock:
+        """Return a block, to be posted once it has been written to; it is held until its readers have returned it."""
+        with self._lock:
+            self._collect()
+            return self._arena.take(size_bytes)
+
+    def write(self, tensors: Sequence[Tensor], size_bytes: int) -> MemoryBlock:
+        """Copy tensors of one type into a block, one behind the other; it is held until each reader has returned it."""
+        block = self.take(size_bytes)
+        offset = block.offset
+        for tensor in tensors:
+            self._copy(tensor, offset)
+            offset += tensor.nbytes
+        return block
+
+    def write_part(self, tensor: Tensor, place: BlockRegion) -> BlockRegion:
+        """Copy a tensor to its place; return that with its block, which is a new one for the first of several parts.
+
+        The block is held until its reader has returned it.
+        """
+        block = place.block or self.take(place.whole.size_bytes)
+        self._copy(tensor, block.offset + place.start)
+        return place._replace(block=block)
+
+    def _copy(self, tensor: Tensor, offset: int) -> None:
+        memory = self.memory
+        if tensor.is_contiguous():
+            ctypes.memmove(memory.address + offset, tensor.data_ptr(), tensor.nbytes)
+        else:
+            target = memory.bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor)
+
+    def post(
+        self, peer: int, channel: int, block: MemoryBlock | None, spec: TensorSpec, *, code: int = 0, at_ns: int = 0
+    ) -> int:
+        """Let a reader have a block; return when it is there.
+
+        Args:
+            peer: The reader.
+            channel: Letters of one channel are read in order.
+            block: Elements; ``None`` for a letter without.
+            spec: What it is; see :func:`check_dimensions`.
+            code: For the reader.
+            at_ns: When it is there, if later than now.
+        """
+        memory, lane, shape = self.memory, self._lanes[peer], spec.shape
+        with self._lock:
+            cell, lane.cell = lane.cell, self._cell()
+            if block is not None:
+                block.readers += 1
+            lane.held[cell] = block
+            at_ns = max(at_ns, time.monotonic_ns())
+            offset = -1 if block is None else block.offset
+            dtype = TYPE_CODES[spec.dtype]
+            HEADERS[len(shape)].pack_into(
+                memory.map, cell, lane.cell, 0, channel, code, offset, at_ns, dtype, len(shape), 0, 0, *shape
+            )
+            lane.sent += 1
+            memory.publish(lane.word + SENT, lane.sent)
+        return at_ns
+
+    def drop(self, block: MemoryBlock) -> None:
+        """Note that one of its readers is done with a block."""
+        with self._lock:
+            block.readers -= 1
+            if not block.readers:
+                self._arena.give(block)
+
+    def leave(self) -> None:
+        """Tell all readers that nothing more will come; only what they have not read, or still use, stays in memory."""
+        self.memory.publish(LEFT, 1)
+        for lane in self._lanes:
+            self.memory.wake(lane.word + SENT)
+        with self._lock:
+            self._collect()
+            self._arena.empty()
+
+    def _cell(self) -> int:
+        if not self._cells:
+            start = self._arena.take(CELL_BYTES * CHUNK_CELLS).offset
+            self._cells = [start + number * CELL_BYTES for number in range(CHUNK_CELLS)]
+        return self._cells.pop()
+
+    def _collect(self) -> None:
+        """Take back what readers have returned."""
+        memory = self.memory
+        for lane in self._lanes:
+            returned = memory.words[lane.word + RETURNED]
+            while lane.returned < returned:
+                lane.returned += 1
+                self._cells.append(lane.tail)
+                (lane.tail,) = NUMBER.unpack_from(memory.map, lane.tail + NEXT_RETURNED)
+                block = lane.held.pop(lane.tail)
+                if block is not None:
+                    self.drop(block)

@@ -1,0 +1,295 @@
+"""Groups by torch.distributed: Gloo among hosts and where accelerators are mixed with CPUs, NCCL among GPUs."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from math import prod
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, TensorSpec, spec_of
+from onebox.wire.protocol.groups import FormGroup
+from onebox.wire.protocol.responses import Joined
+from onebox.worker.comm.agreement import (
+    FINGERPRINT_ELEMENTS,
+    check_fingerprints,
+    collective_fingerprint,
+    fingerprint_elements,
+)
+from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.shm.segment import RankLost
+from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.system.network_interfaces import bind_nccl
+
+_CLOSE_S = 5.0
+"""How long a worker that leaves waits for what it has sent to be taken."""
+
+_HEAD_BYTES = 16
+
+_COLLECT, _BROADCAST = 1, 2  # what is meant, other than a sum for all
+
+
+class TorchDistGroup:
+    """A group with no global state in ``torch.distributed``.
+
+    Args:
+        form: This worker's place in it.
+        store: For the rendezvous.
+        device: Where tensors live.
+        progress: Marked during waits.
+    """
+
+    def __init__(self, form: FormGroup, store: dist.Store, device: torch.device, progress: WorkerProgress) -> None:
+        if device.type == "meta":
+            raise RankLost("a worker that does not compute can only be in a group of one host's CPU and sim devices")
+        self.rank = form.rank
+        self._store = store
+        self._device = device
+        self._progress = progress
+        self._size = form.size
+        self._order = 0
+        self._agreed: set[int] = set()
+        self._outgoing = _Outgoing(form.backend == "gloo")
+        self._staged = torch.device("cpu") if form.backend == "gloo" else device
+        timeout = timedelta(seconds=form.timeout_s)
+        self._group: Any
+        if form.backend == "nccl":
+            bind_nccl(form.address)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, form.rank, form.size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=form.address)]
+            options._timeout = timeout
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(store, form.rank, form.size, options)
+
+    @property
+    def joined(self) -> Joined:
+        """Nobody shares memory."""
+        return Joined()
+
+    def reduce(self, tensors: Sequence[Tensor]) -> Finish:
+        """Start to sum tensors of one type over the ranks, as one flat tensor."""
+        specs = [spec_of(tensor) for tensor in tensors]
+        meant = self._meant(specs)
+        flat = self._flat(tensors, meant)
+        work = self._guard(lambda: self._group.allreduce([flat]))
+        return self._finish([work], self._checked(flat, specs, meant, self._size))
+
+    def collect(self, tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to sum tensors of one type for one rank."""
+        self._check_root(root)
+        specs = [spec_of(tensor) for tensor in tensors]
+        meant = self._meant(specs, _COLLECT, root)
+        flat = self._flat(tensors, meant)
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        work = self._guard(lambda: self._group.reduce([flat], options))
+        if self.rank == root:
+            return self._finish([work], self._checked(flat, specs, meant, self._size))
+        self._outgoing.add(work, flat)
+        return time.monotonic_ns()
+
+    def broadcast(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], root: int) -> Begun:
+        """Start to hand tensors of one type from one rank to the others."""
+        self._check_root(root)
+        meant = self._meant(specs, _BROADCAST, root)
+        if self.rank == root:
+            flat = self._flat(tensors, meant)
+        else:
+            dtype = DTYPES[specs[0].dtype]
+            count = sum(prod(spec.shape) for spec in specs) * (2 if dtype.is_complex else 1) + FINGERPRINT_ELEMENTS
+            flat = torch.empty(count, dtype=dtype.to_real(), device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        work = self._guard(lambda: self._group.broadcast([flat], options))
+        if self.rank != root:
+            return self._finish([work], self._checked(flat, specs, meant, 1))
+        self._outgoing.add(work, flat)
+        return time.monotonic_ns()
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self._size:
+            raise WireError(f"rank {root} of a group of {self._size}; allowed are 0 to {self._size - 1}")
+
+    def _meant(self, specs: Sequence[TensorSpec], *more: int) -> tuple[int, int]:
+        """Return the number of the next collective, and what this rank means by it."""
+        order, self._order = self._order, self._order + 1
+        return order, collective_fingerprint(order, specs, *more)
+
+    def _flat(self, tensors: Sequence[Tensor], meant: tuple[int, int]) -> Tensor:
+        """Return tensors as one of real numbers, with marks of what is meant at its end."""
+        parts = [_real(tensor).reshape(-1) for tensor in tensors]
+        return torch.cat([*parts, fingerprint_elements(meant[1], parts[0].dtype, self._size).to(parts[0].device)])
+
+    def _checked(
+        self, flat: Tensor, specs: Sequence[TensorSpec], meant: tuple[int, int], times: int
+    ) -> Callable[[], Tensor]:
+        """Return what returns the elements that came, when all ranks have meant the same; ``times`` the marks came."""
+        kind = collective_fingerprint(times, specs)
+        known = flat.is_cuda and kind in self._agreed  # to look at it makes the host wait for the GPU: once for each
+        self._agreed.add(kind)
+
+        def made() -> Tensor:
+            if not known:
+                check_fingerprints(flat[-FINGERPRINT_ELEMENTS:], meant[1], self._size, meant[0], times=times)
+            elements = flat[:-FINGERPRINT_ELEMENTS]
+            return elements if elements.dtype is DTYPES[specs[0].dtype] else torch.view_as_complex(elements.view(-1, 2))
+
+        return made
+
+    def gather(self, tensor: Tensor, spec: TensorSpec, dim: int) -> Finish:
+        """Start to put the ranks' tensors together along a dimension.
+
+        Nobody knows the sizes of the others' parts beforehand, so each rank sends its size and room for the whole.
+
+        Raises:
+            WireError: The tensor cannot be a part of the whole; or later, another rank came for something else.
+        """
+        order, self._order = self._order, self._order + 1
+        own = spec_of(tensor)
+        if not 0 <= dim < len(own.shape) or own.size_bytes > spec.size_bytes:
+            raise WireError(f"{own} cannot be gathered along dimension {dim} to {spec}")
+        meant = crc32(f"gather {order} {spec} {dim}".encode())
+        mine = torch.zeros(_HEAD_BYTES + spec.size_bytes, dtype=torch.uint8, device=self._staged)
+        mine[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([own.shape[dim], meant]))
+        mine[_HEAD_BYTES : _HEAD_BYTES + own.size_bytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self._size)]
+        work = self._guard(lambda: self._group.allgather([parts], [mine]))
+        return self._finish([work], lambda: _join(parts, own, spec, dim, meant).to(self._device))
+
+    def send(self, tensor: Tensor, peer: int, channel: int, within: RowRange | None = None) -> int:
+        """Start to send a tensor to a rank, as it is now: eager operators may write to it before it has gone.
+
+        A part of one goes as any tensor; the reader knows the parts.
+        """
+        dense = tensor.to(self._staged).contiguous()
+        if dense.data_ptr() == tensor.data_ptr():
+            dense = dense.clone()
+        self._outgoing.add(self._guard(lambda: self._group.send([_real(dense)], peer, channel)), dense)
+        return time.monotonic_ns()
+
+    def receive(self, spec: TensorSpec, peer: int, channel: int, rows: Sequence[int] = ()) -> Finish:
+        """Start to receive a tensor from a rank; its parts come to be in their places.
+
+        Raises:
+            WireError: The parts are not the whole.
+        """
+        check_rows(spec, rows)
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=self._staged)
+        parts = tensor.split(list(rows)) if rows else [tensor]
+        works = [self._guard(functools.partial(self._group.recv, [_real(part)], peer, channel)) for part in parts]
+        return self._finish(works, lambda: tensor.to(self._device))
+
+    def interrupt(self) -> None:
+        """Nothing: waits end when the group's sockets are shut down (:mod:`onebox.worker.system.tcp_connections`)."""
+
+    def close(self) -> None:
+        """Leave the group when what was sent has been taken, or after a while; peers that wait then fail at once."""
+        if self._group is None:
+            return
+        with self._progress.wait():
+            self._outgoing.drain(_CLOSE_S)
+        if hasattr(self._group, "abort"):
+            self._group.abort()
+        self._outgoing.close()
+        self._group = None
+
+    def _finish(self, works: Sequence[Any], made: Callable[[], Tensor]) -> Finish:
+        def finish() -> ReceivedTensor:
+            with self._progress.wait():
+                for work in works:
+                    self._guard(work.wait)
+            return ReceivedTensor(made(), time.monotonic_ns())
+
+        return finish
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        if self._group is None:
+            raise RankLost("the group has been left")
+        try:
+            return call()
+        except RuntimeError as error:
+            raise RankLost(str(error).splitlines()[0]) from error
+
+
+class _Outgoing:
+    """Tensors that are being sent, each kept until it has gone.
+
+    A send by Gloo does not tell that it is done unless somebody waits for it, and a wait with a bound tears the group
+    down when the time is over; so a thread waits for them, in order.
+
+    Args:
+        threaded: Whether it takes a thread to know.
+    """
+
+    def __init__(self, threaded: bool) -> None:
+        self._kept: list[tuple[Any, Tensor]] = []
+        self._queue: queue.SimpleQueue[tuple[Any, Tensor] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="onebox-sent", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        """Keep a tensor until its sending is done."""
+        if self._thread is not None:
+            self._queue.put((work, tensor))
+        else:
+            self._kept = [(other, kept) for other, kept in self._kept if not other.is_completed()]
+            self._kept.append((work, tensor))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all is sent, for so long at most."""
+        end_s = time.monotonic() + timeout_s
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        while self._kept and time.monotonic() < end_s:
+            self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Let go of everything, after what was under way has been aborted."""
+        self._kept.clear()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _wait(self) -> None:
+        while (item := self._queue.get()) is not None:
+            with suppress(RuntimeError):
+                item[0].wait()
+            del item
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor as libraries take it that know no complex numbers: real and imaginary parts side by side."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _join(parts: Sequence[Tensor], own: TensorSpec, spec: TensorSpec, dim: int, meant: int) -> Tensor:
+    """Return the parts of all ranks together; each comes behind its size along the dimension and what is meant."""
+    tensors = []
+    for rank, part in enumerate(parts):
+        size, means = part[:_HEAD_BYTES].view(torch.int64).tolist()
+        if means != meant:
+            raise WireError(f"rank {rank} came for another gather than that of {spec} along dimension {dim}")
+        shape = (*own.shape[:dim], size, *own.shape[dim + 1 :])
+        elements = part[_HEAD_BYTES : _HEAD_BYTES + TensorSpec(own.dtype, shape).size_bytes]
+        tensors.append(elements.view(DTYPES[own.dtype]).view(shape))
+    made = torch.cat(tensors, dim)
+    if spec_of(made) != spec:
+        raise WireError(f"{spec_of(made)} comes of a gather along dimension {dim} where {spec} was to come")
+    return made

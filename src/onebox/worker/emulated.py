@@ -1,0 +1,260 @@
+"""The ``sim`` device: it computes nothing, sleeps for the time that a cost model says, and hands on shapes.
+
+Its tensors are on PyTorch's device ``meta``: they have an element type, a shape and a storage of so many bytes, and no
+elements. Programs are checked, memory is accounted for and quotas hold as on a CPU, so that plans and the engine itself
+can be tried at the size of a model that would not fit here. What is measured on it is always labelled emulated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from onebox.cost import owners
+from onebox.errors import UsageError, WireError
+from onebox.wire import DTYPES, TensorSpec, check_elements, spec_of, specs_by_slot
+from onebox.wire.protocol.instructions import Options
+from onebox.wire.protocol.requests import OptimizerSpec, StoredProgram
+from onebox.wire.protocol.responses import InstructionSets
+from onebox.worker.comm.shm.segment import wake_on_time
+from onebox.worker.device import ComputeDevice, check_cost, wait_until
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.optimizer.native import KERNEL_OPTIONS, NativeOptimizer
+from onebox.worker.programs.interpreter import CompiledProgram, Seed, WorkerProgress
+
+PRODUCT = "computes nothing"
+"""What stands in the place of a product name."""
+
+MEMORY_BYTES = 16 << 30
+"""Memory of a ``sim`` device where the pool sets no quota: that of a common accelerator."""
+
+_META = torch.device("meta")
+
+_SLICE_NS = 100_000
+"""The least that the kernel gives."""
+
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # a system call that libc has no function for
+
+
+class NoValues(Exception):
+    """Elements were asked for of a tensor that has none."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(
+            f"{spec} on a sim device has no values: the device computes nothing; allowed are questions about times, "
+            "memory and digests of shapes"
+        )
+
+
+class EmulatedDevice(ComputeDevice):
+    """A device that computes nothing.
+
+    Args:
+        speed: What the costs of programs and optimizer steps are divided by.
+
+    Raises:
+        UsageError: The speed is none.
+    """
+
+    def __init__(self, speed: float = 1.0) -> None:
+        if not 0 < speed < math.inf:
+            raise UsageError(f"sim at speed {speed}: allowed is any number above 0")
+        self.name = "sim"
+        self.device = _META
+        self.threads = 1
+        self.speed = speed
+        self.emulated = True
+        self._memory_bytes = MEMORY_BYTES
+        self.own_generator = torch.Generator()
+        wake_on_time()
+        wake_promptly()
+        torch.set_num_threads(1)
+
+    def load(self, stored: StoredProgram) -> CompiledProgram:
+        """Check a program as every worker does, and make ready what stands in for it."""
+        check_cost(stored.cost_s)
+        return EmulatedProgram(stored)
+
+    def optimizer(
+        self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory
+    ) -> NativeOptimizer:
+        """Make an optimizer that has a state and no values."""
+        check_cost(spec.cost_s)
+        return EmulatedOptimizer(spec, parameters, state, host)
+
+    def instructions(self) -> InstructionSets:
+        """Return none: nothing is computed."""
+        return InstructionSets()
+
+    def seed(self, run: int, step: int, micro_batch: int, position: int) -> None:
+        """Do nothing: no random number is drawn."""
+
+    def new_generator(self, seed: int) -> torch.Generator:
+        """Return a generator that has a state, and of which nothing is drawn."""
+        return torch.Generator().manual_seed(seed)
+
+    def pace(self, start_ns: int, cost_s: float, progress: WorkerProgress) -> None:
+        """Sleep until work that began at a time, and costs so much at speed 1, would be done."""
+        if cost_s:
+            wait_until(start_ns + math.ceil(cost_s / self.speed * 1e9), progress)
+
+    def retime(self, speed: float) -> None:
+        """Be of another speed from now on."""
+        if not 0 < speed < math.inf:
+            raise WireError(f"sim at speed {speed}: allowed is any number above 0")
+        self.speed = speed
+
+    def fill(self, spec: TensorSpec, frame: memoryview | bytes) -> Tensor:
+        """Return a tensor of a specification, leaving the elements of a fitting frame alone."""
+        check_elements(spec, frame)
+        return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=_META)
+
+    def read(self, tensor: Tensor) -> memoryview:
+        """Raise :class:`NoValues`."""
+        raise NoValues(spec_of(tensor))
+
+    def scalar(self, tensor: Tensor) -> float:
+        """Return not-a-number for a tensor of one element."""
+        if tensor.numel() != 1:
+            raise ValueError(f"{spec_of(tensor)} is no single value")
+        return math.nan
+
+    def digest(self, tensors: list[Tensor]) -> bytes:
+        """Return one hash over the types and shapes of tensors."""
+        text = "\n".join(str(spec_of(tensor)) for tensor in tensors)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def product_name(self) -> str:
+        """Return what stands in the place of a product name."""
+        return PRODUCT
+
+    def make(self) -> tuple[tuple[int, int], int, bool]:
+        """Return what :meth:`onebox.worker.device.ComputeDevice.make` returns of what is no GPU."""
+        return (0, 0), 0, False
+
+    def memory_bytes(self) -> int:
+        """Return the memory that it stands for."""
+        return self._memory_bytes
+
+    def quota_bytes(self, asked_bytes: int) -> int:
+        """Stand for what was asked for, if something was, and return it: beyond it an accelerator would fail too."""
+        self._memory_bytes = asked_bytes or self._memory_bytes
+        return self._memory_bytes
+
+
+def wake_promptly() -> None:
+    """Ask the kernel for short slices, so that this thread runs as soon as it wakes although others compute.
+
+    One that asks for less at a time has the earlier deadline (Linux from 6.12; before, or where it is not allowed,
+    nothing happens). With both cores of a machine busy, 1 sleep in 100 ended 4 ms late or more, with short slices 1 ms;
+    half of them ended within 0.02 ms either way.
+    """
+    if _SCHED_SETATTR is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = struct.pack("=IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, _SLICE_NS, 0, 0)  # sched_setattr(2)
+    ctypes.CDLL(None).syscall(_SCHED_SETATTR, 0, attributes, 0)
+
+
+class EmulatedProgram(CompiledProgram):
+    """A program that is not run: its outputs are made from what the program says of them.
+
+    An output that would be a view shares a storage with what it views, so that memory is counted as where it is run.
+
+    Args:
+        stored: The program and its cost.
+
+    Raises:
+        WireError: As for a program that is run.
+    """
+
+    def __init__(self, stored: StoredProgram) -> None:
+        super().__init__(stored.program, _META, stored.layouts)
+        program = stored.program
+        self.cost_s = stored.cost_s
+        specs, owner = specs_by_slot(program), owners(program)
+        made = [slot for slot in dict.fromkeys(program.outputs) if slot >= len(program.inputs)]
+        self._own = [_plan(slot, specs[slot]) for slot in made if owner[slot] == slot]
+        bases = dict.fromkeys(owner[slot] for slot in made if owner[slot] != slot)
+        self._bases = [_plan(slot, specs[slot]) for slot in bases if slot >= len(program.inputs)]
+        self._views = [(*_plan(slot, specs[slot]), owner[slot]) for slot in made if owner[slot] != slot]
+
+    def run(self, inputs: list[Tensor], seed: Seed, progress: WorkerProgress) -> list[Tensor]:
+        """Return tensors as the program would; nothing is computed, and no time passes."""
+        self.check_inputs(inputs)
+        progress.executed += len(self.program.operators)
+        values = dict(enumerate(inputs))
+        inputs.clear()
+        for slot, dtype, shape in self._own:
+            values[slot] = torch.empty(shape, dtype=dtype, device=_META)
+        for slot, dtype, shape in self._bases:
+            if slot not in values:
+                values[slot] = torch.empty(shape, dtype=dtype, device=_META)
+        for slot, dtype, shape, base in self._views:
+            storage = values[base].untyped_storage()
+            # A step of 0 keeps any shape, such as an expanded one, inside the storage.
+            values[slot] = torch.empty(0, dtype=dtype, device=_META).set_(storage, 0, shape, (0,) * len(shape))
+        return [values[slot] for slot in self.program.outputs]
+
+
+def _plan(slot: int, spec: TensorSpec) -> tuple[int, torch.dtype, tuple[int, ...]]:
+    return slot, DTYPES[spec.dtype], spec.shape
+
+
+class EmulatedOptimizer(NativeOptimizer):
+    """An optimizer whose state takes the bytes that it would take, and whose steps do nothing.
+
+    The state is made by a first step of the real class, over tensors without elements.
+    """
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        max_norm: float,
+        norm: Tensor | None = None,
+        *,
+        members: Sequence[int] = (),
+        late: bool = False,
+    ) -> float | None:
+        """Make the state in the first step; return not-a-number where a norm is asked for."""
+        chosen = self.chosen(members)
+        late = late and self.remembers(chosen)
+        if not {(index, late) for index in chosen} <= self._counted:
+            with _AnyValue():
+                super().step(gradients, 0.0, members=members, late=late)
+        elif len(gradients) != len(chosen):
+            raise WireError(f"{len(gradients)} gradients for {len(chosen)} parameters")
+        return None if max_norm <= 0 and norm is None else math.nan
+
+    def expect(self, index: int, into: Tensor) -> None:
+        """Do nothing: there are no values."""
+
+    def _expected(self, index: int) -> Tensor | None:
+        """Return what takes the bytes of an update."""
+        return self.parameters[index].clone()
+
+    def _options(self, options: Options) -> dict[str, Any]:
+        """Return options without the choice of a kernel: there is none for tensors without elements."""
+        return {key: value for key, value in super()._options(options).items() if key not in KERNEL_OPTIONS}
+
+    def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:
+        group.update({key: False for key in ("fused", "foreach") if key in group})
+
+
+class _AnyValue(TorchFunctionMode):
+    """Lets optimizers read numbers from tensors without elements: each is 1."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.item and args[0].device == _META:
+            return 1.0
+        return func(*args, **(kwargs or {}))

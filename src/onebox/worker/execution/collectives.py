@@ -1,0 +1,109 @@
+"""What a worker exchanges with other workers: sent, received, summed, gathered, broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from onebox.errors import WireError
+from onebox.wire import TensorSpec, spec_of
+from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
+from onebox.worker.comm.api import Finish, RowRange
+from onebox.worker.comm.formation import PendingBucket
+from onebox.worker.comm.manager import GroupManager
+from onebox.worker.memory.buffers import BufferStore
+from onebox.worker.trace import Trace
+
+Resolve = Callable[[int], int]
+"""From a reference to a buffer's number."""
+
+Communication = Send | Receive | Reduce | Gather | Broadcast
+"""What it carries out."""
+
+
+class CollectiveExecutor:
+    """Carries out ``Send``, ``Receive``, ``Reduce``, ``Gather`` and ``Broadcast``.
+
+    Args:
+        store: The buffers.
+        groups: The groups that this worker is in.
+        before_update: Called before elements are to come into buffers that are there, so that what may still be read
+            from there is copied first.
+    """
+
+    def __init__(self, store: BufferStore, groups: GroupManager, before_update: Callable[[], None]) -> None:
+        self._store = store
+        self._groups = groups
+        self._before_update = before_update
+
+    def run(self, what: Communication, resolve: Resolve, trace: Trace) -> None:
+        """Begin an exchange; who reads what comes of it waits for that.
+
+        Args:
+            what: Which.
+            resolve: Finds the numbers of its buffers.
+            trace: Told when it begins, and when its end is known.
+
+        Raises:
+            Poisoned: What it would hand on is void.
+            PeerLost: This worker is not in the group any more.
+            QuotaExceeded: There is no room for what it would bring.
+        """
+        match what:
+            case Send():
+                tensor = self._store.get(resolve(what.buffer))
+                trace.ready()
+                within = None if what.whole is None else RowRange(what.whole, what.first)
+                trace.until(self._groups.get(what.group).send(tensor, what.peer, what.channel, within))
+            case Receive():
+                finish = self._groups.get(what.group).receive(what.spec, what.peer, what.channel, what.rows)
+                self._promise(resolve(what.buffer), what.spec, finish, trace)
+            case Reduce():
+                self._reduce(what, resolve, trace)
+            case Broadcast():
+                self._broadcast(what, resolve, trace)
+            case Gather():
+                tensor = self._store.get(resolve(what.buffer))
+                trace.ready()
+                finish = self._groups.get(what.group).gather(tensor, what.spec, what.dim)
+                self._promise(resolve(what.into), what.spec, finish, trace)
+
+    def _reduce(self, reduce: Reduce, resolve: Resolve, trace: Trace) -> None:
+        numbers = [resolve(reference) for reference in reduce.buffers]
+        tensors = [self._store.get(number) for number in numbers]
+        trace.ready()
+        shapes = [tensor.shape for tensor in tensors]
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        group = self._groups.get(reduce.group)
+        begun = group.reduce(tensors) if reduce.root < 0 else group.collect(tensors, reduce.root)
+        del tensors
+        if isinstance(begun, int):
+            trace.until(begun)
+            for number in numbers:
+                self._store.forget(number)
+        else:
+            self._store.promise(numbers, PendingBucket(numbers, shapes, size_bytes, begun, trace.later()))
+
+    def _broadcast(self, broadcast: Broadcast, resolve: Resolve, trace: Trace) -> None:
+        numbers = [resolve(reference) for reference in broadcast.buffers]
+        group = self._groups.get(broadcast.group)
+        mine = group.rank == broadcast.root
+        there = [self._store.get(number) for number in numbers] if mine or not broadcast.specs else []
+        trace.ready()
+        specs = broadcast.specs or tuple(spec_of(tensor) for tensor in there)
+        if len(specs) != len(numbers):
+            raise WireError(f"{len(specs)} specifications for the {len(numbers)} buffers of a broadcast")
+        begun = group.broadcast(specs, there if mine else (), broadcast.root)
+        if isinstance(begun, int):
+            trace.until(begun)
+            return
+        if there:
+            self._before_update()
+        shapes, size_bytes = [torch.Size(spec.shape) for spec in specs], sum(spec.size_bytes for spec in specs)
+        self._store.promise(numbers, PendingBucket(numbers, shapes, size_bytes, begun, trace.later(), there))
+
+    def _promise(self, number: int, spec: TensorSpec, finish: Finish, trace: Trace) -> None:
+        """Let a buffer be filled when somebody asks for it."""
+        shape = torch.Size(spec.shape)
+        self._store.promise([number], PendingBucket([number], [shape], spec.size_bytes, finish, trace.later()))

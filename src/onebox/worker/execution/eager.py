@@ -1,0 +1,392 @@
+"""Eager operators on a worker: single calls, stored blocks of calls, and random number generators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, FREE, BlockSpec, Complex, GeneratorSpec, KernelSpec, Strided, TensorSpec, spec_of
+from onebox.wire.protocol.eager import DefaultType, EagerWork, KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.responses import OperatorResult, Result, WorkerFailure
+from onebox.worker.device import ComputeDevice
+from onebox.worker.emulated import NoValues
+from onebox.worker.execution.errors import describe_failure
+from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
+from onebox.worker.programs.blocks import CompiledBlock, Void
+from onebox.worker.programs.interpreter import OperatorFailed, WorkerProgress, describe
+from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+
+
+class VoidKernel:
+    """A kernel that could not be made ready: its calls can be told apart, and void what they would write.
+
+    Args:
+        kernel: What it was to be.
+        failure: Why it is not.
+    """
+
+    def __init__(self, kernel: KernelSpec, failure: WorkerFailure) -> None:
+        self.failure = failure
+        self.name = kernel.name
+        self.inputs = max(0, kernel.inputs)
+        self.floats = max(0, kernel.floats)
+        self.outputs = sum(out is not None for out in kernel.outs)
+        self.writes = tuple(index for index in written_inputs(kernel) if index < self.inputs)
+
+
+class EagerExecutor:
+    """Executes eager operators over the buffers of a worker.
+
+    Args:
+        device: Where they run.
+        store: The buffers.
+        definitions: By number; kernels, blocks and generators are found there.
+        progress: Counted up with each operator.
+        report: Called with each failure.
+    """
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        store: BufferStore,
+        definitions: dict[int, Any],
+        progress: WorkerProgress,
+        report: Callable[[WorkerFailure], None],
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._definitions = definitions
+        self._progress = progress
+        self._report = report
+
+    def define(
+        self, number: int, what: KernelSpec | BlockSpec | GeneratorSpec
+    ) -> CompiledKernel | CompiledBlock | torch.Generator:
+        """Make a definition ready.
+
+        Raises:
+            WireError: It is none that this worker can run.
+            Poisoned: It is a block, and one of its kernels is void.
+        """
+        if number == FREE:
+            raise WireError(f"{FREE} is the number of no definition: in calls it ends a buffer")
+        if isinstance(what, KernelSpec):
+            return CompiledKernel(what, self._device.device, self.generator)
+        if isinstance(what, BlockSpec):
+            return CompiledBlock(what, self._kernel)
+        return self._device.new_generator(what.seed)
+
+    def generator(self, number: int) -> torch.Generator:
+        """Return a random number generator; 0 is the device's own.
+
+        Raises:
+            Poisoned: It could not be defined.
+            WireError: There is none.
+        """
+        found = self._definitions.get(number) if number else self._device.own_generator
+        if isinstance(found, WorkerFailure):
+            raise Poisoned(found)
+        if not isinstance(found, torch.Generator):
+            raise WireError(f"definition {number} is not there, or no generator")
+        return found
+
+    def run(self, instruction: EagerWork) -> list[Result]:
+        """Execute an instruction and return its answers; see the methods that it calls for what they raise."""
+        if isinstance(instruction, Operate):
+            self.operate(instruction.calls, instruction.floats)
+        elif isinstance(instruction, Replay):
+            self.replay(instruction)
+        elif isinstance(instruction, Perform):
+            return [self.perform(instruction)]
+        elif isinstance(instruction, KeepGenerator):
+            self._keep_generator(instruction)
+        elif isinstance(instruction, DefaultType):
+            torch.set_default_dtype(DTYPES[instruction.dtype])
+        else:
+            self._set_generator(instruction)
+        return []
+
+    def _set_generator(self, instruction: SetGenerator) -> None:
+        """Give a generator a seed, or a state that was kept."""
+        generator = self.generator(instruction.generator)
+        if instruction.seed is not None:
+            generator.manual_seed(instruction.seed)
+            return
+        state = self._store.get(instruction.buffer)
+        if state.device.type != "meta":  # a device without values draws none
+            generator.set_state(state.cpu())
+
+    def _keep_generator(self, instruction: KeepGenerator) -> None:
+        state = self.generator(instruction.generator).get_state()
+        self._store.put(instruction.buffer, state.to(self._device.device))
+
+    # ---- calls
+
+    def operate(self, calls: Sequence[int], floats: Sequence[float]) -> bool:
+        """Run operators one after the other; return whether all of them could.
+
+        Raises:
+            WireError: The calls are none.
+        """
+        definitions, forget = self._definitions, self._store.forget
+        at = drawn = 0
+        end, whole = len(calls), True
+        while at < end:
+            number = calls[at]
+            if number == FREE and at + 1 < end:
+                forget(calls[at + 1])
+                at += 2
+                continue
+            kernel = definitions.get(number)
+            if type(kernel) is not CompiledKernel and type(kernel) is not VoidKernel:
+                raise WireError(f"a call of definition {number}, which is not there, or no kernel")
+            middle = at + 1 + kernel.inputs
+            stop, last = middle + kernel.outputs, drawn + kernel.floats
+            if stop > end or last > len(floats):
+                raise WireError(f"a call of {kernel.name} is cut short")
+            if isinstance(kernel, VoidKernel):
+                self._void(kernel, calls[at + 1 : middle], calls[middle:stop], kernel.failure)
+                whole = False
+            elif not self._call(kernel, calls[at + 1 : middle], calls[middle:stop], floats[drawn:last]):
+                whole = False
+            at, drawn = stop, last
+        if drawn != len(floats):
+            raise WireError(f"{len(floats)} numbers came for calls that take {drawn}")
+        return whole
+
+    def _call(
+        self, kernel: CompiledKernel, inputs: Sequence[int], outputs: Sequence[int], floats: Sequence[float]
+    ) -> bool:
+        """Run one operator; return whether it could."""
+        progress, store = self._progress, self._store
+        progress.executed += 1
+        progress.doing = kernel.name
+        values: list[Any] = []
+        try:
+            values += store.many(inputs)
+            if floats:
+                values += floats
+            if kernel.constants:
+                values += kernel.constants
+            result = kernel.run(*kernel.pick(values))
+            if outputs:
+                for number, tensor in zip(outputs, kernel.kept(result), strict=True):
+                    store.put(number, tensor)
+            if kernel.resizes:
+                self._recount(kernel, inputs)
+            return True
+        except Poisoned as error:
+            self._void(kernel, inputs, outputs, error.failure)
+        except Exception as error:
+            self._void(kernel, inputs, outputs, self._explain(error, kernel, values))
+        return False
+
+    def _void(
+        self, kernel: CompiledKernel | VoidKernel, inputs: Sequence[int], outputs: Sequence[int], failure: WorkerFailure
+    ) -> None:
+        self._store.void(outputs, failure)
+        for index in kernel.writes:
+            self._store.spoil(inputs[index], failure)
+
+    def _explain(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> WorkerFailure:
+        """Report what an operator raised, and return it as a failure."""
+        if not isinstance(error, WireError):
+            error = self._blamed(error, kernel, arguments)
+        failure = describe_failure(error, kernel.name)
+        self._report(failure)
+        return failure
+
+    def _blamed(self, error: Exception, kernel: CompiledKernel, arguments: Sequence[Any]) -> Exception:
+        """Return an exception that says which operator raised, or that it needs values where there are none."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        if kernel.needs_values and self._device.device.type == "meta":
+            return NoValues(spec_of(tensors[0]) if tensors else TensorSpec("float32", ()))
+        failed = OperatorFailed(kernel.name, describe(tensors))
+        failed.__cause__ = error
+        return failed
+
+    # ---- one operator whose results nobody knows
+
+    def perform(self, instruction: Perform) -> OperatorResult:
+        """Run one operator and return what it made; where it fails its arguments are as it left them.
+
+        Raises:
+            Poisoned: An input is void.
+            NoValues: It would return what depends on values, on a device without them.
+            OperatorFailed: It failed.
+            WireError: The instruction is wrong.
+        """
+        if instruction.kernel.outs:
+            raise WireError(f"{instruction.kernel.name} is performed: its outputs are told, not given")
+        kernel = CompiledKernel(instruction.kernel, self._device.device, self.generator)
+        inputs, floats = instruction.inputs, instruction.floats
+        if len(inputs) != kernel.inputs or len(floats) != kernel.floats:
+            raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
+        store, progress = self._store, self._progress
+        tensors = store.many(inputs)
+        progress.executed += 1
+        progress.doing = kernel.name
+        try:
+            made = kernel.run(*kernel.pick([*tensors, *floats, *kernel.constants]))
+            results = flatten(made) if kernel.returns else []
+            for number, result in enumerate(results, instruction.first):
+                if isinstance(result, Tensor):
+                    store.put(number, result)
+            self._recount(kernel, inputs)
+            return OperatorResult(tuple(map(_told, results)), tuple(map(strided_of, tensors)))
+        except Exception as error:
+            with contextlib.suppress(QuotaExceeded):
+                self._recount(kernel, inputs)
+            raise self._blamed(error, kernel, tensors) from error
+
+    def _recount(self, kernel: CompiledKernel, inputs: Sequence[int]) -> None:
+        """Count the inputs whose storages a kernel may have changed."""
+        for index in kernel.resizes:
+            self._store.recount(inputs[index])
+
+    # ---- blocks
+
+    def replay(self, replay: Replay) -> None:
+        """Run a stored block; its first run is counted operator by operator, later ones as a whole.
+
+        Raises:
+            Poisoned: The block is void.
+            WireError: There is no such block, or it has other inputs, outputs or numbers.
+        """
+        compiled, store = self._block(replay.block), self._store
+        block, inputs = compiled.block, replay.inputs
+        if (len(inputs), len(replay.outputs), len(replay.floats)) != (block.inputs, len(block.outputs), block.floats):
+            raise WireError(f"block {replay.block} has other inputs, outputs or numbers than its replay")
+        if len(set(inputs)) != len(inputs):
+            raise WireError(f"a replay of block {replay.block} brings a buffer twice")
+        if compiled.peak_bytes < 0:
+            whole, peak_bytes = store.peak_of(lambda: self._replay_counted(compiled, replay))
+            compiled.peak_bytes = peak_bytes if whole else -1
+            return
+        try:
+            store.reserve(compiled.peak_bytes)
+            tensors = store.many(inputs)
+        except (QuotaExceeded, Poisoned, WireError):
+            self._replay_counted(compiled, replay)  # which finds out at which operator
+            return
+        registers = compiled.run(
+            tensors,
+            replay.floats,
+            self._progress,
+            lambda slot: store.forget(inputs[slot]),
+            self._explain,
+            store.spoil_storage,
+        )
+        for slot in compiled.resizes:
+            store.recount(inputs[slot])
+        for number, slot in zip(replay.outputs, block.outputs, strict=True):
+            self._keep(number, registers[slot])
+
+    def _replay_counted(self, compiled: CompiledBlock, replay: Replay) -> bool:
+        """Run a block as single calls, whose slots are buffers of negative numbers; return whether all went well."""
+        store, given, count = self._store, replay.inputs, len(replay.inputs)
+
+        def number(slot: int) -> int:
+            return given[slot] if slot < count else -1 - slot
+
+        whole = True
+        for slot in compiled.begins:
+            store.forget(number(slot))
+        for step in compiled.steps:
+            numbers = replay.floats[step.floats : step.floats + step.kernel.floats]
+            outputs = [number(slot) for slot in range(step.first, step.stop)]
+            whole = self._call(step.kernel, [number(slot) for slot in step.slots], outputs, numbers) and whole
+            for slot in step.dies:
+                store.forget(number(slot))
+        kept = [self._held(number(slot)) for slot in compiled.block.outputs]
+        for target, value in zip(replay.outputs, kept, strict=True):
+            self._keep(target, value)
+        for step in compiled.steps:
+            for slot in range(step.first, step.stop):
+                store.forget(number(slot))
+        return whole
+
+    def _held(self, number: int) -> Any:
+        try:
+            return self._store.get(number)
+        except Poisoned as error:
+            return Void(error.failure)
+
+    def _keep(self, number: int, value: Any) -> None:
+        if isinstance(value, Void):
+            self._store.void([number], value.failure)
+        else:
+            self._store.put(number, value)
+
+    # ---- what cannot run
+
+    def skip(self, instruction: Operate | Replay | Perform, failure: WorkerFailure) -> None:
+        """Void what an instruction would have written, and end what it would have ended.
+
+        Of an operator whose failure the client hears at once the arguments stay what they are, as in PyTorch.
+        """
+        store = self._store
+        if isinstance(instruction, Operate):
+            self._skip_calls(instruction.calls, failure)
+        elif isinstance(instruction, Perform):
+            store.void([instruction.first], failure)
+        else:
+            found, given = self._definitions.get(instruction.block), instruction.inputs
+            freed, written = found.skip(failure) if isinstance(found, CompiledBlock) else ([], list(range(len(given))))
+            for slot in written:
+                if slot < len(given):
+                    store.spoil(given[slot], failure)
+            for slot in freed:
+                if slot < len(given):
+                    store.forget(given[slot])
+            store.void(instruction.outputs, failure)
+
+    def _skip_calls(self, calls: Sequence[int], failure: WorkerFailure) -> None:
+        at = 0
+        while at + 1 < len(calls):
+            kernel = self._definitions.get(calls[at])
+            if calls[at] == FREE:
+                self._store.forget(calls[at + 1])
+                at += 2
+            elif isinstance(kernel, CompiledKernel | VoidKernel):
+                middle = at + 1 + kernel.inputs
+                stop = middle + kernel.outputs
+                if stop <= len(calls):
+                    self._void(kernel, calls[at + 1 : middle], calls[middle:stop], failure)
+                at = stop
+            else:
+                return
+
+    # ---- definitions
+
+    def _kernel(self, number: int) -> CompiledKernel:
+        found = self._definitions.get(number)
+        if isinstance(found, VoidKernel):
+            raise Poisoned(found.failure)
+        if not isinstance(found, CompiledKernel):
+            raise WireError(f"a call of definition {number}, which is not there, or no kernel")
+        return found
+
+    def _block(self, number: int) -> CompiledBlock:
+        found = self._definitions.get(number)
+        if isinstance(found, WorkerFailure):
+            raise Poisoned(found)
+        if not isinstance(found, CompiledBlock):
+            raise WireError(f"definition {number} is not there, or no block")
+        return found
+
+
+def _told(result: Any) -> Strided | Complex | bool | int | float | None:
+    """Return what an operator returned, for the wire."""
+    if isinstance(result, Tensor):
+        return strided_of(result)
+    if isinstance(result, complex):
+        return Complex(result.real, result.imag)
+    if result is None or isinstance(result, bool | int | float):
+        return result
+    raise TypeError(f"it returned a {type(result).__name__}, which does not travel")

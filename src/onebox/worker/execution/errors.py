@@ -1,0 +1,87 @@
+"""What a failure is called: from exceptions of any library to what the client is told."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import torch
+from msgspec.structs import replace
+
+from onebox.errors import UsageError, WireError
+from onebox.sizes import parse_size
+from onebox.wire.protocol.responses import WorkerFailure
+from onebox.worker.comm.formation import RankLost
+from onebox.worker.emulated import NoValues
+from onebox.worker.memory.buffers import QuotaExceeded
+from onebox.worker.programs.interpreter import OperatorFailed
+from onebox.worker.system.network_interfaces import NoAddress
+
+
+def describe_failure(error: Exception, doing: str, place: tuple[int, int] | None = None) -> WorkerFailure:
+    """Turn an exception into a failure for the client.
+
+    Args:
+        error: What was raised.
+        doing: The instruction.
+        place: The routine, and which of its instructions it is; ``None`` outside of routines.
+    """
+    failure = _explain(error, doing)
+    if failure.kind == "memory":
+        cause = error.__cause__ if isinstance(error, OperatorFailed) else None
+        asked_bytes, used_bytes, allowed_bytes = memory_figures(cause or error)
+        failure = replace(failure, asked_bytes=asked_bytes, used_bytes=used_bytes, allowed_bytes=allowed_bytes)
+    return replace(failure, routine=place[0], place=place[1]) if place else failure
+
+
+def _explain(error: Exception, doing: str) -> WorkerFailure:
+    if isinstance(error, StopIteration):
+        return WorkerFailure("protocol", doing, "the message has fewer frames than it needs")
+    if isinstance(error, RankLost):
+        return WorkerFailure("peer", doing, str(error))
+    if isinstance(error, NoAddress):
+        return WorkerFailure("address", doing, str(error))
+    if isinstance(error, NoValues):
+        return WorkerFailure("values", doing, str(error))
+    if isinstance(error, OperatorFailed):
+        cause = error.__cause__ or error
+        return WorkerFailure(_kind(cause), error.operator, _first_lines(cause), error.shapes, type(cause).__name__)
+    if isinstance(error, WireError | ValueError):
+        return WorkerFailure("protocol", doing, _first_lines(error))
+    return WorkerFailure(_kind(error), doing, _first_lines(error), "", type(error).__name__)
+
+
+def _kind(error: BaseException) -> Literal["memory", "operator", "peer"]:
+    if isinstance(error, RankLost):
+        return "peer"
+    memory = isinstance(error, QuotaExceeded | torch.OutOfMemoryError | MemoryError)
+    return "memory" if memory or "DefaultCPUAllocator" in str(error) else "operator"
+
+
+def _first_lines(error: BaseException, lines: int = 4) -> str:
+    text = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return "\n".join(text[:lines])
+
+
+_SIZES = {
+    "asked": re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)"),
+    "used": re.compile(r"Of the allocated memory ([\d.]+ \w+) is allocated by PyTorch"),
+    "allowed": re.compile(r"([\d.]+ \w+) allowed;"),
+    "capacity": re.compile(r"total capacity of ([\d.]+ \w+)"),
+}
+"""What the allocators of PyTorch 2.11 to 2.13 say when they have no memory: c10's ``CUDACachingAllocator.cpp``, which
+rounds, and ``alloc_cpu.cpp``."""
+
+
+def memory_figures(error: BaseException) -> tuple[int, int, int]:
+    """Return the bytes that were asked for, in use and allowed when memory was lacking; 0 for what is not known."""
+    if isinstance(error, QuotaExceeded):
+        return error.asked_bytes, error.used_bytes, error.allowed_bytes
+    found = {}
+    for name, pattern in _SIZES.items():
+        match = pattern.search(str(error))
+        try:
+            found[name] = parse_size(name, match[1].removesuffix("bytes")) if match else 0
+        except UsageError:
+            found[name] = 0
+    return found["asked"], found["used"], found["allowed"] or found["capacity"]

@@ -1,0 +1,402 @@
+"""The machine of a worker: it executes instructions, in order, over its buffers and definitions."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, get_args
+
+from onebox.errors import WireError
+from onebox.wire import BlockSpec, GeneratorSpec, KernelSpec, TensorSpec, from_frame, rows_of, spec_of, unpack
+from onebox.wire.protocol.eager import EagerWork, Operate, Perform, Replay
+from onebox.wire.protocol.groups import FormGroup, LeaveGroup, Retime
+from onebox.wire.protocol.instructions import (
+    Ask,
+    Branch,
+    Broadcast,
+    Call,
+    Evict,
+    Free,
+    Gather,
+    Get,
+    Offload,
+    OptimizerStep,
+    Prefetch,
+    Reduce,
+    Rename,
+    Send,
+)
+from onebox.wire.protocol.references import references
+from onebox.wire.protocol.requests import Define, Instruction, OptimizerSpec, Put, Routine, Run, StoredProgram
+from onebox.wire.protocol.responses import Digest, OptimizerState, Result, Scalars, Tensors, WorkerFailure
+from onebox.wire.protocol.snapshots import Lay, Read, Recall, Remembered, SlotInstruction, Snapshot
+from onebox.worker.comm.formation import ClientChannel
+from onebox.worker.comm.manager import GroupManager, groups_of
+from onebox.worker.device import ComputeDevice
+from onebox.worker.execution.collectives import CollectiveExecutor, Communication, Resolve
+from onebox.worker.execution.eager import EagerExecutor, VoidKernel
+from onebox.worker.execution.effects import frame_count, writes
+from onebox.worker.execution.errors import describe_failure
+from onebox.worker.execution.optimizer_steps import OptimizerSteps
+from onebox.worker.execution.program_calls import ProgramCalls
+from onebox.worker.faults import FaultInjector
+from onebox.worker.memory.buffers import BufferStore, Poisoned
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.memory.offload import Offloader
+from onebox.worker.optimizer.deferred import DeferredOptimizer
+from onebox.worker.optimizer.native import NativeOptimizer
+from onebox.worker.programs.interpreter import CompiledProgram, WorkerProgress
+from onebox.worker.snapshots.service import SnapshotService
+from onebox.worker.trace import Trace
+
+_Kind = TypeVar("_Kind")
+Report = Callable[[WorkerFailure], None]
+
+_ANSWERED = (Get, Ask, Perform, Snapshot, Read, Lay, Remembered)
+"""Instructions whose answer somebody waits for; where there can be none, the failure is the answer."""
+
+
+class Executor:
+    """Executes instructions.
+
+    Args:
+        device: Where tensors live.
+        channel: To the client, for groups.
+        report: Called with each failure, at once and before groups are left.
+        quota_bytes: The most bytes that buffers may take; 0 for no limit.
+        faults: Faults to inject, for tests.
+    """
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        channel: ClientChannel,
+        report: Report,
+        *,
+        quota_bytes: int = 0,
+        faults: FaultInjector,
+    ) -> None:
+        self.progress = WorkerProgress()
+        self.store = BufferStore(quota_bytes)
+        self.host = HostMemory(quota_bytes)
+        self.frames_out: list[Any] = []
+        self.times_ns: list[int] = []
+        self.used_bytes: list[int] = []
+        self._device = device
+        self._channel = channel
+        self._report = report
+        self._faults = faults
+        self._definitions: dict[int, Any] = {}
+        self._eager = EagerExecutor(device, self.store, self._definitions, self.progress, report)
+        self._groups = GroupManager(channel, device.device, self.progress)
+        self._owed: dict[int, tuple[int, ...]] = {}  # groups of the routines that could not be defined
+        self._keeper = SnapshotService(device.device, self.store, self.host, self._groups, self._definition, faults)
+        self._traffic = CollectiveExecutor(self.store, self._groups, self._before_update)
+        self._offloader = Offloader(device.device, self.store, self.host, faults, self.progress)
+        self._updates = OptimizerSteps(
+            device, self.store, self._offloader, self._definition, self._before_update, self.progress
+        )
+        self._calls = ProgramCalls(device, self.store, self._updates.versions, self.progress)
+        self._trace = Trace()
+        self._run = Run(0)
+        self._place: tuple[int, int] | None = None  # the routine that runs, and which of its instructions
+
+    def execute(self, instruction: Instruction, frames: Iterator[Any]) -> list[Result]:
+        """Execute one instruction; what fails voids the buffers that it would have written and is reported.
+
+        Args:
+            instruction: What to do.
+            frames: Elements of the tensors that instructions of this message bring.
+
+        Returns:
+            Its answers.
+
+        Raises:
+            Poisoned: It would answer with a buffer that is void; the failure says why.
+            WireError: It is not an instruction for a machine.
+        """
+        if isinstance(instruction, Run):
+            return self._run_routine(instruction)
+        own = iter(list(itertools.islice(frames, frame_count(instruction))))
+        return self._guarded(instruction, own, _same)
+
+    def interrupt(self, group: int) -> None:
+        """Let what is under way wait no longer for peers of a group; callable from any thread."""
+        self._groups.interrupt(group)
+
+    def close(self) -> None:
+        """Leave all groups, and end what is under way."""
+        self._groups.close()
+        self._offloader.close()
+        self._keeper.close()
+
+    # ---- running
+
+    def _run_routine(self, run: Run) -> list[Result]:
+        routine = self._definitions.get(run.routine)
+        if not isinstance(routine, Routine) or len(run.bindings) < routine.bindings:
+            return self._cannot_run(run, routine)
+        bindings = run.bindings
+
+        def resolve(reference: int) -> int:
+            return reference if reference >= 0 else bindings[-1 - reference]
+
+        self._run = run
+        self._updates.begin(run, routine.steps, self._definitions)
+        self._trace = trace = Trace(self.store if run.trace else None)
+        self.times_ns, self.used_bytes = trace.times_ns, trace.used_bytes
+        results: list[Result] = []
+        nothing: Iterator[Any] = iter(())
+        poisoned: Poisoned | None = None
+        for number, step in enumerate(routine.steps):
+            self._place = run.routine, number
+            trace.begin()
+            try:
+                results += self._guarded(step, nothing, resolve)
+            except Poisoned as error:
+                poisoned = poisoned or error  # what comes behind it, such as freeing buffers, is still done
+            trace.end()
+        self._place = None
+        if poisoned is not None:
+            raise poisoned
+        return results
+
+    def _cannot_run(self, run: Run, routine: object) -> list[Result]:
+        """Report a routine that cannot run, and leave the groups in which others would wait for it."""
+        groups = self._groups.numbers
+        failure = WorkerFailure("protocol", "run", f"routine {run.routine} is not there or lacks bindings")
+        if isinstance(routine, WorkerFailure):
+            failure, groups = routine, self._owed.get(run.routine, groups)
+        elif isinstance(routine, Routine):
+            groups = groups_of(routine)
+        self._report(failure)
+        for number in groups:
+            self._groups.abandon(number, failure)
+        return []
+
+    def _guarded(self, instruction: Instruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        """Execute an instruction; turn what it raises into void buffers and a report."""
+        progress = self.progress
+        progress.executed += 1
+        progress.doing = type(instruction).__name__.lower()
+        try:
+            self._faults.before(progress)
+            return self._handlers[type(instruction)](self, instruction, frames, resolve)
+        except Poisoned as error:
+            self._void(instruction, error.failure, resolve)
+            if isinstance(instruction, _ANSWERED):
+                raise
+            return []
+        except Exception as error:
+            failure = describe_failure(error, progress.doing, self._place)
+            self._void(instruction, failure, resolve)
+            self._report(failure)
+            if isinstance(instruction, _ANSWERED):
+                raise Poisoned(failure) from error
+            return []
+
+    def _void(self, instruction: Instruction, failure: WorkerFailure, resolve: Resolve) -> None:
+        """Void what an instruction would have written; a worker that cannot contribute leaves the group."""
+        if isinstance(instruction, Call):
+            for position in instruction.takes:
+                if 0 <= position < len(instruction.inputs):
+                    self.store.forget(resolve(instruction.inputs[position]))
+        if isinstance(instruction, Operate | Replay | Perform):
+            self._eager.skip(instruction, failure)
+        if isinstance(instruction, OptimizerStep):
+            optimizer = self._definitions.get(instruction.optimizer)
+            self.store.void(
+                optimizer.numbers if isinstance(optimizer, NativeOptimizer | DeferredOptimizer) else (), failure
+            )
+        self.store.void([resolve(reference) for reference in writes(instruction)], failure)
+        if isinstance(instruction, Define):
+            self._undefine(instruction.number)
+            what = instruction.what
+            self._definitions[instruction.number] = (
+                VoidKernel(what, failure) if isinstance(what, KernelSpec) else failure
+            )
+            if isinstance(what, Routine):
+                self._owed[instruction.number] = groups_of(what)
+        if isinstance(instruction, Reduce | Gather | Broadcast | Send | FormGroup):
+            self._report(failure)
+            self._groups.abandon(instruction.group, failure)
+
+    # ---- one method an instruction
+
+    def _define(self, define: Define, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        what, successor = define.what, None
+        if isinstance(what, OptimizerSpec) and what.succeeds:
+            there = define.number in self._definitions
+            successor = DeferredOptimizer(what, self._definition(define.number, NativeOptimizer) if there else None)
+        self._undefine(define.number)
+        if isinstance(what, StoredProgram):
+            self._definitions[define.number] = self._device.load(what)
+        elif isinstance(what, Routine):
+            if any(reference < -what.bindings for step in what.steps for reference in references(step)):
+                raise WireError(f"a routine refers to more than its {what.bindings} bindings")
+            self._definitions[define.number] = what
+        elif isinstance(what, KernelSpec | BlockSpec | GeneratorSpec):
+            self._definitions[define.number] = self._eager.define(define.number, what)
+        else:
+            self._definitions[define.number] = optimizer = successor or self._optimizer(what, frames)
+            self.store.charge(optimizer.charged_bytes)
+        return []
+
+    def _undefine(self, number: int) -> None:
+        gone = self._definitions.pop(number, None)
+        self._owed.pop(number, None)
+        self._updates.end(number)
+        if isinstance(gone, NativeOptimizer | DeferredOptimizer):
+            self.store.charge(-gone.charged_bytes)
+            gone.close()
+        if isinstance(gone, Routine):
+            self._offloader.rest()
+
+    def _optimizer(self, spec: OptimizerSpec, frames: Iterator[Any]) -> NativeOptimizer:
+        state = [from_frame(one.value, next(frames)) for one in spec.state if isinstance(one.value, TensorSpec)]
+        return self._device.optimizer(spec, self.store.many(spec.parameters), state, self.host)
+
+    def _put(self, put: Put, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        packed = put.packed or ("",) * len(put.specs)
+        for number, spec, codec in zip(put.buffers, put.specs, packed, strict=True):
+            frame = next(frames)
+            if codec:
+                self.store.reserve(spec.size_bytes)  # before it takes memory
+                frame = unpack(codec, frame, spec.size_bytes)
+            made = self._device.fill(spec, frame)
+            if put.there:
+                self._updates.overwrite(number, made, self._definitions.values())
+            else:
+                self.store.put(number, made)
+        return []
+
+    def _call(self, call: Call, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        tape = self._definition(call.program, CompiledProgram)
+        self._calls.run(call, tape, resolve, self._run, self._trace)
+        return []
+
+    def _free(self, free: Free, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        for reference in free.buffers:
+            self.store.forget(resolve(reference))
+        for number in free.definitions:
+            self._undefine(number)
+        return []
+
+    def _get(self, get: Get, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        tensors = [rows_of(self.store.get(resolve(number)), get.first, get.rows) for number in get.buffers]
+        self.frames_out += [self._device.read(tensor) for tensor in tensors]
+        return [Tensors(tuple(spec_of(tensor) for tensor in tensors))]
+
+    def _keep(self, what: SlotInstruction, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if isinstance(what, Recall) and isinstance(later := self._definitions.get(what.optimizer), DeferredOptimizer):
+            later.said.append(what)
+            return []
+        return self._keeper.run(what, frames, self.frames_out)
+
+    def _ask(self, ask: Ask, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if ask.about in ("memory", "peak"):
+            return [self._keeper.memory(anew=ask.about == "peak")]
+        if ask.about == "slots":
+            return [self._keeper.filled(ask.buffers)]
+        if ask.about == "optimizer":
+            entries, tensors = self._definition(ask.buffers[0], NativeOptimizer).state()
+            self.frames_out += [self._device.read(tensor) for tensor in tensors]
+            return [OptimizerState(tuple(entries))]
+        tensors = [self.store.get(resolve(reference)) for reference in ask.buffers]
+        if ask.about == "digest":
+            return [Digest(self._device.digest(tensors))]
+        return [Scalars(tuple(self._device.scalar(tensor) for tensor in tensors))]
+
+    def _exchange(self, what: Communication, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._traffic.run(what, resolve, self._trace)
+        return []
+
+    def _move(self, what: Offload | Evict | Prefetch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._offloader.run(what, [resolve(reference) for reference in what.buffers], self._trace)
+        return []
+
+    def _optimize(self, step: OptimizerStep, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        return self._updates.step(step, resolve, self._run, self._trace)
+
+    def _branch(self, branch: Branch, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        later = self._definitions.get(branch.optimizer)
+        if branch.behind and isinstance(later, DeferredOptimizer) and resolve is _same:
+            self._updates.expect(branch, later.numbers)
+            later.said.append(branch)
+        else:
+            self._updates.branch(branch, resolve)
+        return []
+
+    def _rename(self, rename: Rename, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._updates.rename(rename, resolve)
+        return []
+
+    def _before_update(self) -> None:
+        """Part what may still be read from buffers that are about to be written to in place: answers, and copies."""
+        self.frames_out = [bytes(frame) for frame in self.frames_out]
+        self._keeper.before_update()
+        self._offloader.settle()
+
+    def _run_eager(self, what: EagerWork, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._before_update()
+        start_ns = time.monotonic_ns()
+        results = self._eager.run(what)
+        self._device.pace(start_ns, 0.0, self.progress)
+        return results
+
+    def _form(self, form: FormGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        return [self._groups.form(form)]
+
+    def _leave_group(self, leave: LeaveGroup, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        self._keeper.leave(leave.group)
+        self._groups.leave(leave.group)
+        return []
+
+    def _retime(self, retime: Retime, frames: Iterator[Any], resolve: Resolve) -> list[Result]:
+        if retime.speed:
+            self._device.retime(retime.speed)
+        self._groups.retime(retime.links)
+        return []
+
+    def _definition(self, number: int, kind: type[_Kind]) -> _Kind:
+        found = self._definitions.get(number)
+        if isinstance(found, WorkerFailure):
+            raise Poisoned(found)
+        if isinstance(found, DeferredOptimizer) and kind is NativeOptimizer:
+            found = self._succeed(number, found)
+        if not isinstance(found, kind):
+            raise WireError(f"definition {number} is not there, or no {kind.__name__}")
+        return found
+
+    def _succeed(self, number: int, successor: DeferredOptimizer) -> NativeOptimizer:
+        """Make an optimizer that was to be made when it is first needed."""
+        charged_bytes = successor.charged_bytes
+        self._definitions[number] = optimizer = successor.make(self.store.many, self._device.optimizer, self.host)
+        self.store.charge(optimizer.charged_bytes - charged_bytes)
+        for instruction in successor.said:
+            self._handlers[type(instruction)](self, instruction, iter(()), _same)
+        return optimizer
+
+    _handlers: dict[type[Any], Callable[..., list[Result]]] = {  # noqa: RUF012
+        Define: _define,
+        Put: _put,
+        Call: _call,
+        Free: _free,
+        Get: _get,
+        Ask: _ask,
+        **dict.fromkeys(get_args(Communication), _exchange),
+        **dict.fromkeys((Offload, Evict, Prefetch), _move),
+        OptimizerStep: _optimize,
+        Branch: _branch,
+        Rename: _rename,
+        **dict.fromkeys(get_args(EagerWork), _run_eager),
+        **dict.fromkeys(get_args(SlotInstruction), _keep),
+        FormGroup: _form,
+        LeaveGroup: _leave_group,
+        Retime: _retime,
+    }
+
+
+def _same(reference: int) -> int:
+    return reference

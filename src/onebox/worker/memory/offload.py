@@ -1,0 +1,306 @@
+"""Buffers that wait in the host's memory: copied there beside the work of the device, let go of, and brought back.
+
+What counts changes with the instructions only, never with how far the copies are: the device's bytes at ``Evict`` and
+``Prefetch``, the host's at ``Offload`` and ``Prefetch``. So the peaks of a step are the same whenever it is run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire.protocol.instructions import Evict, Offload, Prefetch
+from onebox.worker.faults import FaultInjector
+from onebox.worker.memory.async_copy import AsyncCopier, PendingCopy, copier_for
+from onebox.worker.memory.buffers import BufferStore
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.trace import Trace
+
+_SPARE = 2
+"""Blocks are kept for use again up to so many times the most that was in use at once: sizes come again each step, and
+new memory costs as much as a copy does (pages of the host have to be cleared, pinned ones locked)."""
+
+OnCopied = Callable[[int], None]
+
+
+class HostBlockPool:
+    """Memory of the host, in blocks that are used again.
+
+    Args:
+        mover: Makes new ones.
+        host: The account of the host's memory, which counts what is in use. What is kept for use again has to fit in
+            beside that, or goes.
+    """
+
+    def __init__(self, mover: AsyncCopier, host: HostMemory) -> None:
+        self._mover = mover
+        self._host = host
+        self._spare: deque[Tensor] = deque()  # the longest unused first
+        self._used_bytes = 0
+        self._most_bytes = 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is kept for use again."""
+        return sum(block.numel() for block in self._spare)
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return a block.
+
+        Raises:
+            QuotaExceeded: The host's memory has no room for it.
+        """
+        self._host.charge(size_bytes)
+        self._used_bytes += size_bytes
+        self._most_bytes = max(self._most_bytes, self._used_bytes)
+        found = next((block for block in reversed(self._spare) if block.numel() == size_bytes), None)
+        if found is not None:
+            self._spare = deque(block for block in self._spare if block is not found)
+            return found
+        room_bytes = self._host.limit_bytes - self._host.used_bytes
+        self.trim(min(room_bytes, _SPARE * self._most_bytes - self._used_bytes))
+        try:
+            return self._mover.block(size_bytes)
+        except Exception:
+            self._host.charge(-size_bytes)
+            self._used_bytes -= size_bytes
+            raise
+
+    def give(self, block: Tensor) -> None:
+        """Take a block back; a copy from it that is under way ends before the next one to it begins."""
+        self._host.charge(-block.numel())
+        self._used_bytes -= block.numel()
+        self._spare.append(block)
+
+    def trim(self, most_bytes: int = 0) -> None:
+        """Let go of spare blocks until they are at most so many bytes."""
+        spare_bytes = self.spare_bytes
+        while spare_bytes > max(0, most_bytes):
+            spare_bytes -= self._spare.popleft().numel()
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, flat: Tensor) -> Tensor:
+        """Return the tensor over the bytes of another storage."""
+        made = torch.empty(0, dtype=self.dtype, device=flat.device)
+        return made.set_(flat.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class _Copy:
+    """One storage in the host's memory, or on its way there; fulfils :class:`~onebox.worker.memory.buffers.HostCopies`.
+
+    Args:
+        blocks: Where its block comes from, and goes back to with the last of its buffers.
+        block: Its bytes.
+        moved: Tells when they are there.
+        views: The buffers that lie in it, by number.
+        done: Told when it was known to be there.
+    """
+
+    def __init__(
+        self, blocks: HostBlockPool, block: Tensor, moved: PendingCopy, views: dict[int, _View], done: OnCopied
+    ) -> None:
+        self.block = block
+        self.views = views
+        self._blocks = blocks
+        self._moved = moved
+        self._done = done
+
+    def wait(self) -> None:
+        """Wait until it is there."""
+        self._done(self._moved.wait())
+
+    def read(self, number: int) -> Tensor:
+        """Return a buffer as it lies in the host's memory, to be read there."""
+        self._moved.finish()
+        return self.views[number].over(self.block)
+
+    def drop(self, number: int) -> None:
+        """Forget a buffer; with the last one the block is free."""
+        del self.views[number]
+        if not self.views:
+            self._moved.order()
+            self._blocks.give(self.block)
+
+    def rename(self, into: Mapping[int, int]) -> None:
+        """Know buffers by other numbers."""
+        self.views = {into.get(number, number): view for number, view in self.views.items()}
+
+
+class _Returning:
+    """One storage on its way back; fulfils :class:`~onebox.worker.memory.buffers.PendingBuffers`."""
+
+    def __init__(self, flat: Tensor, moved: PendingCopy, views: dict[int, _View], done: OnCopied) -> None:
+        self.size_bytes = flat.numel()
+        self._flat: Tensor | None = flat
+        self._moved = moved
+        self._views = views
+        self._done = done
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait until it is there and return the buffers that lie in it."""
+        self._done(self._moved.wait())
+        assert self._flat is not None
+        return {number: view.over(self._flat) for number, view in self._views.items()}
+
+    def end(self) -> None:
+        """Let go of its memory, which a copy may still write to, before anything else gets it."""
+        self._moved.order()
+        self._flat = None
+
+
+class Offloader:
+    """Carries out ``Offload``, ``Evict`` and ``Prefetch``.
+
+    Args:
+        device: Where buffers live.
+        store: The buffers.
+        host: The account of the host's memory.
+        faults: Faults to inject, for tests.
+        progress: Told when the worker sleeps for a copy that is not made.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        store: BufferStore,
+        host: HostMemory,
+        faults: FaultInjector,
+        progress: WorkerProgress,
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._mover = copier_for(device, faults, progress)
+        self._blocks = HostBlockPool(self._mover, host)
+
+    def run(self, what: Offload | Evict | Prefetch, numbers: Sequence[int], trace: Trace) -> None:
+        """Carry out an instruction.
+
+        Args:
+            what: Which.
+            numbers: Its buffers.
+            trace: Told when a copy is made that it begins.
+
+        Raises:
+            Poisoned: One of them is void.
+            QuotaExceeded: The host, or the device, has no room for them.
+            WireError: One is not there, or not where it has to be.
+        """
+        numbers = tuple(dict.fromkeys(numbers))
+        match what:
+            case Offload():
+                self._offload(numbers, trace)
+            case Evict():
+                self._evict(numbers)
+            case Prefetch():
+                self._prefetch(numbers, trace)
+
+    def gradient(self, number: int) -> Tensor:
+        """Return a buffer for an optimizer on the host, from wherever it is.
+
+        Raises:
+            Poisoned: It is void.
+            WireError: It is not there.
+        """
+        away = self._store.away(number)
+        if away is None or self._store.here(number):
+            return self._store.get(number)
+        return self._copy(number).read(number)
+
+    def settle(self) -> None:
+        """Let what is written to in place wait for copies that may still read it."""
+        self._mover.settle()
+
+    def rest(self) -> None:
+        """Let go of memory that is kept for use again: what made use of it is gone."""
+        self._blocks.trim()
+
+    def close(self) -> None:
+        """End what copies."""
+        self._mover.close()
+        self._blocks.trim()
+
+    def _offload(self, numbers: Sequence[int], trace: Trace) -> None:
+        tensors = {number: self._store.get(number) for number in numbers}
+        trace.ready()
+        known = [number for number in numbers if self._store.away(number) is not None]
+        if known:
+            raise WireError(f"buffer {known[0]} is being copied to the host's memory already")
+        done = _last_of(trace.later())
+        groups: dict[int, dict[int, Tensor]] = {}
+        for number, tensor in tensors.items():
+            groups.setdefault(tensor.untyped_storage()._cdata, {})[number] = tensor
+        for group in groups.values():
+            flat = _bytes_of(next(iter(group.values())))
+            block = self._blocks.take(flat.numel())
+            views = {number: _View.of(tensor) for number, tensor in group.items()}
+            copy = _Copy(self._blocks, block, self._mover.move(flat, block), views, done)
+            for number in group:
+                self._store.lend(number, copy)
+
+    def _evict(self, numbers: Sequence[int]) -> None:
+        copies = []
+        for number in numbers:
+            self._store.get(number)  # a void one is heard of
+            copies.append(self._copy(number))
+        for copy in dict.fromkeys(copies):
+            copy.wait()
+        for number in numbers:
+            self._store.evict(number)
+
+    def _prefetch(self, numbers: Sequence[int], trace: Trace) -> None:
+        groups: dict[_Copy, dict[int, _View]] = {}
+        for number in numbers:
+            if self._store.here(number):
+                raise WireError(f"buffer {number} is on the device; only what was evicted can be prefetched")
+            copy = self._copy(number)
+            groups.setdefault(copy, {})[number] = copy.views[number]
+        done = _last_of(trace.later())
+        for copy, views in groups.items():
+            self._store.reserve(copy.block.numel())
+            flat = torch.empty(copy.block.numel(), dtype=torch.uint8, device=self._device)
+            returning = _Returning(flat, self._mover.move(copy.block, flat, back=True), views, done)
+            self._store.promise(views, returning)
+
+    def _copy(self, number: int) -> _Copy:
+        copy = self._store.away(number)
+        if copy is None:
+            self._store.get(number)  # which says what is wrong with it, if anything is
+            raise WireError(f"buffer {number} was not offloaded")
+        assert isinstance(copy, _Copy)
+        return copy
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return all bytes of the storage that a tensor lies in."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _last_of(done: OnCopied) -> OnCopied:
+    """Return what notes the latest of several times."""
+    latest = 0
+
+    def note(at_ns: int) -> None:
+        nonlocal latest
+        latest = max(latest, at_ns)
+        done(latest)
+
+    return note

@@ -1,0 +1,122 @@
+"""Masters: copies of a GPU's parameters in the host's memory, where an optimizer steps them.
+
+Gradients come to the host run by run, while the run before is stepped, and new values go back behind each. So what
+travels hides under the kernels of the CPU, and two runs of pinned memory are enough for the gradients of any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+RUN_BYTES = 32 << 20
+"""What is on its way, or scaled, at once: 1 to 3 ms of a PCIe link, so that the few kernels of a run cost nothing."""
+
+_ALIGN_BYTES = 64
+
+Apply = Callable[[Sequence[int], Sequence[Tensor]], None]
+"""Steps some parameters, given by their positions, with their gradients."""
+
+
+def runs(tensors: Sequence[Tensor], most_bytes: int = RUN_BYTES) -> list[range]:
+    """Divide tensors into runs of at most so many bytes; a larger one is a run of its own.
+
+    Example:
+        >>> runs([torch.zeros(2), torch.zeros(2), torch.zeros(9), torch.zeros(1)], 16)
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    found: list[range] = []
+    start, size_bytes = 0, 0
+    for index, tensor in enumerate(tensors):
+        if index > start and size_bytes + tensor.nbytes > most_bytes:
+            found.append(range(start, index))
+            start, size_bytes = index, 0
+        size_bytes += tensor.nbytes
+    return [*found, range(start, len(tensors))] if tensors else found
+
+
+class HostParameters:
+    """Copies of parameters, kept the same as these.
+
+    Args:
+        parameters: The parameters, on their device. Whoever else writes to one calls :meth:`refresh`.
+        run_bytes: What is on its way at once.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, run_bytes: int = RUN_BYTES) -> None:
+        device = parameters[0].device
+        pinned = device.type == "cuda"
+        self.parameters = list(parameters)
+        self._device = device
+        self._aside = torch.cuda.Stream(device) if pinned else None
+        self.tensors = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned).copy_(p) for p in parameters]
+        self._runs = runs(self.tensors, run_bytes)
+        self._starts: list[int] = []
+        longest = 0
+        for run in self._runs:
+            end = 0
+            for index in run:
+                self._starts.append(end)
+                end += -(-self.tensors[index].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            longest = max(longest, end)
+        self._landings = [torch.empty(longest, dtype=torch.uint8, pin_memory=pinned) for _ in self._runs[:2]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the copies, and of what gradients come to."""
+        return sum(tensor.nbytes for tensor in (*self.tensors, *self._landings))
+
+    def move(self, index: int, place: Tensor) -> None:
+        """Let a parameter lie elsewhere from its next step on, which writes all of it."""
+        self.parameters[index] = place
+
+    def refresh(self, index: int) -> None:
+        """Let a copy become what its parameter is, which has been written to."""
+        self.tensors[index].copy_(self.parameters[index])
+
+    def step(self, gradients: Mapping[int, Tensor], factor: Tensor | None, apply: Apply) -> None:
+        """Let copies be stepped, and their parameters become what they are then.
+
+        Args:
+            gradients: One for each parameter that is stepped, by its position, on the device.
+            factor: What to multiply them by; ``None`` for nothing.
+            apply: Steps a run of the copies, which are in :attr:`tensors`.
+        """
+        if factor is not None:
+            factor = factor.cpu()
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream(self._device))
+        stepped = [[index for index in run if index in gradients] for run in self._runs]
+        stepped = [run for run in stepped if run]
+        coming = self._bring(0, stepped[0], gradients) if stepped else ([], None)
+        for number, run in enumerate(stepped):
+            landed, arrived = coming
+            if number + 1 < len(stepped):  # into the landing whose gradients were stepped with last
+                coming = self._bring(number + 1, stepped[number + 1], gradients)
+            if arrived is not None:
+                arrived.synchronize()
+            if factor is not None:
+                for gradient in landed:
+                    gradient.mul_(factor.to(gradient.dtype))
+            apply(run, landed)
+            with torch.cuda.stream(self._aside):
+                for index in run:
+                    self.parameters[index].copy_(self.tensors[index], non_blocking=True)
+        if self._aside is not None:  # what reads the parameters, or writes where the gradients were, waits
+            torch.cuda.current_stream(self._device).wait_stream(self._aside)
+
+    def _bring(
+        self, number: int, run: Sequence[int], gradients: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Begin to bring a run of gradients to the host; return where they come to, and what tells that they have."""
+        landing = self._landings[number % 2]
+        landed = []
+        with torch.cuda.stream(self._aside):
+            for index in run:
+                gradient, start = gradients[index], self._starts[index]
+                place = landing[start : start + gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+                place.copy_(gradient, non_blocking=True)
+                landed.append(place)
+            return landed, None if self._aside is None else self._aside.record_event()

@@ -1,0 +1,404 @@
+"""The optimizer of a worker: classes of ``torch.optim`` by name, over buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire.protocol.instructions import Delay, Options
+from onebox.wire.protocol.requests import OptimizerSpec
+from onebox.wire.protocol.snapshots import StateEntry
+from onebox.wire.tensors import spec_of
+from onebox.worker.memory.host import HostMemory
+from onebox.worker.optimizer.delay_compensation import (
+    AHEAD,
+    LAST_UPDATE,
+    PREDICTS,
+    REMEMBERS,
+    correct,
+    expected_update,
+    extrapolated,
+    momentum_of,
+)
+from onebox.worker.optimizer.fused_kernels import is_exact
+from onebox.worker.optimizer.host_parameters import HostParameters, runs
+from onebox.worker.optimizer.optimizer_patch import without_compiler
+
+ALLOWED = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD",
+)  # fmt: skip
+"""Classes of ``torch.optim`` that workers run. Not LBFGS (it calls the model again) and not SparseAdam."""
+
+
+KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options that choose a kernel; they stay as they were decided when the optimizer was made."""
+
+T = TypeVar("T", bound=str)
+
+
+def for_each_group(value: T | tuple[T, ...], groups: int) -> tuple[T, ...]:
+    """Return something that is one for all parameter groups, or one of each, as one of each.
+
+    Raises:
+        WireError: There are not as many as groups.
+    """
+    found = value if isinstance(value, tuple) else (value,) * groups
+    if len(found) != groups:
+        raise WireError(f"{len(found)} for {groups} parameter groups; allowed is one for all, or one for each")
+    return found
+
+
+class NativeOptimizer:
+    """An optimizer that updates buffers in place, each parameter group by a class of its own where they differ.
+
+    One that steps on the host keeps its state there, and copies of parameters that are elsewhere; parameters that are
+    in the host's memory already, those of a CPU worker, are stepped where they are. Either way its steps have the bits
+    that they would have on a CPU.
+
+    Args:
+        spec: Classes, groups and options.
+        parameters: The buffers, in the order of ``spec.parameters``, each in one group.
+        state: Tensors for the entries of ``spec.state`` that have one, in order.
+        host: The account of the host's memory, for one that steps there.
+
+    Raises:
+        WireError: A class is not allowed or this torch has not got it, options are not its, or a parameter is not in
+            one group.
+        QuotaExceeded: The account has no room.
+    """
+
+    def __init__(
+        self, spec: OptimizerSpec, parameters: list[Tensor], state: list[Tensor], host: HostMemory | None = None
+    ) -> None:
+        self._names = for_each_group(spec.name, len(spec.groups))
+        _check(spec, self._names)
+        self.numbers = spec.parameters
+        self.cost_s = spec.cost_s
+        self._host = (host or HostMemory(0)) if spec.host else None
+        self._masters = self._copies(parameters) if spec.host and parameters else None
+        # Tensors of its own over the same memory: it knows its state by them, wherever they come to lie.
+        self.parameters = parameters = (
+            self._masters.tensors if self._masters else [parameter.detach() for parameter in parameters]
+        )
+        self.groups = self._made(spec)
+        """The options of each group, and its parameters."""
+        for name, group in zip(self._names, self.groups, strict=True):
+            self._choose_kernel(name, group)
+        self._parameter_bytes = max(1, sum(parameter.nbytes for parameter in parameters))
+        self.delays = tuple(map(self._checked, self._names, self.groups, for_each_group(spec.delay, len(spec.groups))))
+        """What is done about late gradients of each group."""
+        self._group_of = {index: place for place, (members, _) in enumerate(spec.groups) for index in members}
+        self._counted: set[tuple[int, bool]] = (
+            set()
+        )  # positions that have been stepped, and whether with late gradients
+        self._charged_bytes, self._host_bytes = 0, 0
+        self.remember(spec.state, state)
+
+    def remember(self, entries: Sequence[StateEntry], tensors: Iterable[Tensor]) -> None:
+        """Take over entries of a state, with the tensors of those that have one, in order."""
+        left = iter(tensors)
+        for entry in entries:
+            plain = isinstance(entry.value, bool | int | float | None)
+            value = entry.value if plain else self._place(entry, next(left))
+            self._remembered(entry.parameter)[entry.key] = value
+        self._count()
+
+    def _place(self, entry: StateEntry, tensor: Tensor) -> Tensor:
+        """Return a tensor of the state where the optimizer wants it: counters stay on the CPU unless kernels fuse."""
+        group = self.groups[self._group_of[entry.parameter]]
+        on_device = entry.key != "step" or group.get("fused") or group.get("capturable")
+        return tensor.to(self.parameters[entry.parameter].device) if on_device else tensor
+
+    def set_options(self, options: tuple[Options, ...]) -> None:
+        """Set options of each group, such as the learning rate of this step."""
+        for group, changed in zip(self.groups, options, strict=True):
+            group.update({key: value for key, value in self._options(changed).items() if key not in KERNEL_OPTIONS})
+
+    def step(
+        self,
+        gradients: Sequence[Tensor],
+        max_norm: float,
+        norm: Tensor | None = None,
+        *,
+        members: Sequence[int] = (),
+        late: bool = False,
+    ) -> float | None:
+        """Update parameters.
+
+        Args:
+            gradients: One for each parameter, or for each of ``members``, not written to.
+            max_norm: Where positive, the most that the joint 2-norm of the gradients may be.
+            norm: That norm, where it is of more gradients than these.
+            members: Positions of the parameters that are updated; empty for all.
+            late: Whether the gradients are treated as those of weights that are not the newest; see ``spec.delay``.
+
+        Returns:
+            The norm before scaling, where ``max_norm`` is positive.
+
+        Raises:
+            WireError: The gradients are not as many as the parameters, or there are no such parameters.
+        """
+        chosen = self.chosen(members)
+        if len(gradients) != len(chosen):
+            raise WireError(f"{len(gradients)} gradients for {len(chosen)} parameters")
+        factor = None
+        if max_norm > 0:
+            norm = torch.nn.utils.get_total_norm(gradients) if norm is None else norm
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        late = late and self.remembers(chosen)
+        self._update(chosen, gradients, factor, late)
+        stepped = {(index, late) for index in chosen}
+        if not stepped <= self._counted:
+            self._counted |= stepped
+            self._count()
+        return None if norm is None else float(norm)
+
+    def chosen(self, members: Sequence[int]) -> Sequence[int]:
+        """Return the positions of parameters that ``members`` stand for.
+
+        Raises:
+            WireError: There are no such parameters, or one is named twice.
+        """
+        if not members:
+            return range(len(self.parameters))
+        if len(set(members)) < len(members) or not all(0 <= index < len(self.parameters) for index in members):
+            raise WireError(
+                f"members {members[:8]} of an optimizer of {len(self.parameters)} parameters; allowed is each once"
+            )
+        return members
+
+    def _update(self, chosen: Sequence[int], gradients: Sequence[Tensor], factor: Tensor | None, late: bool) -> None:
+        def apply(run: Sequence[int], scaled: Sequence[Tensor]) -> None:
+            self._apply(run, scaled, late)
+
+        if self._masters is not None:
+            self._masters.step(dict(zip(chosen, gradients, strict=True)), factor, apply)
+        elif factor is None and not late:
+            apply(chosen, gradients)
+        else:
+            for run in runs(gradients):  # copies of all at once would be as much memory as the gradients
+                few = [gradients[place] for place in run]
+                if factor is not None:
+                    few = [gradient * factor.to(gradient.dtype) for gradient in few]
+                apply([chosen[place] for place in run], few)
+
+    def _apply(self, members: Sequence[int], gradients: Sequence[Tensor], late: bool) -> None:
+        """Step some parameters; the others, which have no gradient, stay as they are."""
+        before = {index: self._kept(index) for index in members if late and self.remembers((index,))}
+        for index, gradient in zip(members, gradients, strict=True):
+            # fused kernels take for granted that it lies as the parameter does
+            self.parameters[index].grad = gradient.contiguous()
+        for optimizer in {self._names[self._group_of[index]]: self._of(index) for index in members}.values():
+            optimizer.step()
+        for index in members:
+            self.parameters[index].grad = None
+        for index, old in before.items():
+            self._treat(index, old)
+
+    def _kept(self, index: int) -> Tensor | None:
+        """Return what a treatment needs from before a step: the parameter, or the update that is expected."""
+        extrapolates = self.delays[self._group_of[index]] == "extrapolate"
+        return self._expected(index) if extrapolates else self.parameters[index].clone()
+
+    def _treat(self, index: int, before: Tensor | None) -> None:
+        """Treat an update that was made of a late gradient, with what was kept from before."""
+        place, state = self._group_of[index], self._remembered(index)
+        if self.delays[place] == "extrapolate":
+            before = self._expected(index) if before is None else before  # the first step: as if nothing changed
+            if before is not None:
+                state[LAST_UPDATE] = before
+            return
+        assert before is not None
+        feedback = self.delays[place] == "feedback"
+        factor = 1.0 if feedback else momentum_of(self._names[place], self.groups[place]) or 0.0
+        state[LAST_UPDATE] = correct(self.parameters[index], before, state.get(LAST_UPDATE), factor)
+
+    def remembers(self, chosen: Sequence[int]) -> bool:
+        """Tell whether something is remembered of updates of some parameters where their gradients are late."""
+        return any(self.delays[self._group_of[index]] in REMEMBERS for index in chosen)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there are versions of parameters that are ahead."""
+        return any(delay in AHEAD for delay in self.delays)
+
+    def updates(self, index: int, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies where a parameter is."""
+        own = (self._masters.parameters if self._masters is not None else self.parameters)[index]
+        return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+    def cost_of(self, chosen: Sequence[int]) -> float:
+        """Return the seconds that a step of some parameters takes on a ``sim`` device of speed 1."""
+        if len(chosen) == len(self.parameters) or not self.cost_s:
+            return self.cost_s
+        return self.cost_s * sum(self.parameters[index].nbytes for index in chosen) / self._parameter_bytes
+
+    def move(self, index: int, place: Tensor) -> None:
+        """Let a parameter lie in other memory from its next step on.
+
+        Args:
+            index: Its position.
+            place: A tensor that lies as it does, which becomes what it is.
+        """
+        if self._masters is not None:
+            self._masters.move(index, place)
+        else:
+            place.copy_(self.parameters[index])
+            self.parameters[index].data = place
+
+    def overwritten(self, number: int) -> None:
+        """Take note that a buffer has other elements, so that the copy of a parameter on the host gets them, too."""
+        if self._masters is not None and number in self.numbers:
+            self._masters.refresh(self.numbers.index(number))
+
+    def remembered(self, index: int, key: str) -> Tensor:
+        """Return a tensor that is remembered of a parameter.
+
+        Raises:
+            WireError: There is none.
+        """
+        value = None
+        if 0 <= index < len(self.parameters):
+            value = self._of(index).state.get(self.parameters[index], {}).get(key)
+        if not isinstance(value, Tensor):
+            raise WireError(f"an optimizer of {len(self.parameters)} parameters remembers no tensor {key!r} of {index}")
+        return value
+
+    def expect(self, index: int, into: Tensor) -> None:
+        """Let a tensor become what a parameter is expected to be one step later: what it is, where nothing is."""
+        own, delay = self.parameters[index], self.delays[self._group_of[index]]
+        update = self._expected(index) if delay in AHEAD else None
+        if update is not None and delay == "extrapolate":
+            update = extrapolated(update, self._remembered(index).get(LAST_UPDATE))
+        into.copy_(own if update is None else update.add_(own))
+
+    def _expected(self, index: int) -> Tensor | None:
+        """Return the update of a parameter that its momentum expects; ``None`` where nothing is expected."""
+        own, place = self.parameters[index], self._group_of[index]
+        return expected_update(self._names[place], self.groups[place], self._of(index).state.get(own, {}), own)
+
+    def state(self) -> tuple[list[StateEntry], list[Tensor]]:
+        """Return the entries of the state and the tensors of those that have one."""
+        entries: list[StateEntry] = []
+        tensors: list[Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            for key, value in sorted(self._of(index).state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    entries.append(StateEntry(index, key, spec_of(value)))
+                    tensors.append(value)
+                elif isinstance(value, bool | int | float | None):
+                    entries.append(StateEntry(index, key, value))
+                else:
+                    raise WireError(f"state {key!r} of the optimizer is a {type(value).__name__}, which cannot travel")
+        return entries, tensors
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of the state's tensors on the device, as of the last step; none where it is on the host."""
+        return self._charged_bytes
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it steps on the host."""
+        return self._host is not None
+
+    def close(self) -> None:
+        """Give back what is counted as the host's memory. Idempotent."""
+        if self._host is not None:
+            self._host.charge(-self._host_bytes)
+            self._host_bytes = 0
+
+    def _count(self) -> None:
+        """Count the state anew, and what is kept of the parameters."""
+        states = (state for optimizer in self._optimizers.values() for state in optimizer.state.values())
+        values = [value for state in states for value in state.values()]
+        size_bytes = sum(value.nbytes for value in values if isinstance(value, Tensor))
+        if self._host is None:
+            self._charged_bytes = size_bytes
+            return
+        size_bytes += self._masters.size_bytes if self._masters else 0
+        self._host.charge(size_bytes - self._host_bytes)
+        self._host_bytes = size_bytes
+
+    def _copies(self, parameters: list[Tensor]) -> HostParameters | None:
+        """Return copies of parameters that the host cannot step where they are."""
+        return HostParameters(parameters) if parameters[0].device.type == "cuda" else None
+
+    def _options(self, options: Options) -> dict[str, Any]:
+        """Return options as the class takes them."""
+        return {key: tuple(value) if isinstance(value, list | tuple) else value for key, value in options.items()}
+
+    def _made(self, spec: OptimizerSpec) -> list[dict[str, Any]]:
+        """Make one optimizer of each class; return the groups of all, in the order of the specification.
+
+        Raises:
+            WireError: A class refuses its options or parameters.
+        """
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for name, (members, options) in zip(self._names, spec.groups, strict=True):
+            of_class = {"params": [self.parameters[index] for index in members], **self._options(options)}
+            groups.setdefault(name, []).append(of_class)
+        self._optimizers: dict[str, Any] = {}
+        for name, own in groups.items():
+            try:
+                self._optimizers[name] = made = without_compiler(name)(own)
+            except (TypeError, ValueError) as error:
+                raise WireError(f"optimizer {name} refuses its options: {error}") from None
+            unknown = {key for group in own for key in group} - {"params", *made.defaults}
+            if unknown:
+                raise WireError(f"optimizer {name} has no option {sorted(unknown)[0]!r}")
+        left = {name: iter(made.param_groups) for name, made in self._optimizers.items()}
+        return [next(left[name]) for name in self._names]
+
+    def _of(self, index: int) -> Any:
+        """Return what steps a parameter."""
+        return self._optimizers[self._names[self._group_of[index]]]
+
+    def _remembered(self, index: int) -> dict[str, Any]:
+        """Return what is remembered of a parameter, to be written to."""
+        found: dict[str, Any] = self._of(index).state[self.parameters[index]]
+        return found
+
+    @staticmethod
+    def _checked(name: str, group: dict[str, Any], delay: Delay) -> Delay:
+        """Return a treatment of late gradients.
+
+        Raises:
+            WireError: The class cannot have it.
+        """
+        if delay in AHEAD and name not in PREDICTS:
+            raise WireError(f"delay {delay!r} needs one of these optimizers: {', '.join(PREDICTS)}; this is {name}")
+        if delay in ("lookahead", "both") and momentum_of(name, group) is None:
+            raise WireError(f"delay {delay!r} needs an optimizer with momentum; {name} has none")
+        return delay
+
+    def _choose_kernel(self, name: str, group: dict[str, Any]) -> None:
+        """Let one kernel update all parameters of a group, unless the user chose otherwise or it is none to trust."""
+        if self._masters is not None and group.get("capturable"):
+            group["capturable"] = False  # what CUDA graphs need, and CPU kernels refuse
+        if "fused" not in group or group["fused"] is False or (group["fused"] is None and group.get("foreach")):
+            return
+        unsuited = group.get("differentiable") or group.get("capturable")
+        kinds = {(parameter.dtype, parameter.device) for parameter in group["params"]}
+        exact = all(dtype.is_floating_point and is_exact(name, dtype, device) for dtype, device in kinds)
+        if group["fused"]:
+            group["fused"] = exact or None
+        elif group.get("foreach") is None and not unsuited and exact:
+            group["fused"] = True
+
+
+def _check(spec: OptimizerSpec, names: Sequence[str]) -> None:
+    """Require that classes are allowed, and that each parameter is in one group."""
+    for name in names:
+        if name not in ALLOWED or not hasattr(torch.optim, name):
+            raise WireError(f"optimizer {name!r} is not allowed; allowed: {', '.join(ALLOWED)}")
+    members = sorted(index for own, _ in spec.groups for index in own)
+    if members != list(range(len(spec.parameters))):
+        raise WireError(
+            f"the groups of an optimizer of {len(spec.parameters)} parameters have {members[:8]}; allowed is each once"
+        )

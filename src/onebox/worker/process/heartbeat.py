@@ -1,0 +1,215 @@
+"""The watcher of a worker: the thread that lets the client in, gives signs of life, and ends it with its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import resource
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from onebox.errors import WireError
+from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.responses import Heartbeat
+from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.system.cpu_affinity import use_all_cores
+
+HEARTBEAT_S = 0.5
+"""How often a worker gives a sign of life."""
+
+_FIRST_S = 0.02
+"""How often it tries to until the client has connected, which opens the pool only then."""
+
+_IDLE_SHARE = 0.04
+"""A thread that computes uses more of a core than this; the watcher itself uses less."""
+
+_LATE_S = 2 * HEARTBEAT_S
+"""Between two readings no more than this counts: a watcher that could not run for longer cannot tell who else could."""
+
+
+class StallDetector:
+    """Tells how long work has made no progress; pure: readings in, seconds out.
+
+    A worker that waits for its peers or for the client, that uses the processor or would if others left it one, or that
+    reads from a disk, be it its own memory, is not stalled.
+    """
+
+    def __init__(self) -> None:
+        self._executed = -1
+        self._disk_reads = 0
+        self._processor_s = 0.0
+        self._at_s = 0.0
+        self._stalled_s = 0.0
+
+    def reading(
+        self,
+        *,
+        executed: int,
+        waiting: bool,
+        processor_s: float,
+        now_s: float,
+        disk_reads: int = 0,
+        runnable: bool = False,
+    ) -> float:
+        """Take a reading and return for how many seconds the worker has been stalled.
+
+        Args:
+            executed: Instructions and operators so far.
+            waiting: Whether it waits for others.
+            processor_s: Processor time of the process so far.
+            now_s: The time.
+            disk_reads: Major page faults of the process and blocks that it has read so far.
+            runnable: Whether the working thread could go on at once, if it had a processor.
+        """
+        elapsed = now_s - self._at_s
+        idle = processor_s - self._processor_s < _IDLE_SHARE * elapsed and disk_reads == self._disk_reads
+        self._disk_reads = disk_reads
+        stalled = not waiting and executed == self._executed and idle and not runnable
+        self._stalled_s = self._stalled_s + min(elapsed, _LATE_S) if stalled else 0.0
+        self._executed, self._processor_s, self._at_s = executed, processor_s, now_s
+        return self._stalled_s
+
+
+class HeartbeatThread:
+    """The watching thread.
+
+    Args:
+        context: For its sockets.
+        keys: The worker's keys.
+        client_key: The one public key that is let in.
+        address: Where to bind; see :func:`~onebox.wire.listen`.
+        ports: Likewise.
+        lifelines: Descriptors of which any that becomes readable means that the owner has gone.
+        progress: The worker's progress.
+        interrupt: Called with the number of a group in which the working thread is to wait for nobody any more.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        keys: KeyPair,
+        client_key: str,
+        address: str,
+        owner_descriptors: Sequence[int],
+        progress: WorkerProgress,
+        interrupt: Callable[[int], None],
+        ports: Sequence[int] = (),
+    ) -> None:
+        self._context = context
+        self._interrupt = interrupt
+        self._lifelines = owner_descriptors
+        self._progress = progress
+        self._bell = context.socket(zmq.PAIR)
+        self._bell.bind("inproc://onebox.stop")
+        self._authenticator = zmq.auth.Authenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("onebox", _OneKey(client_key))
+        self._beats = context.socket(zmq.DEALER)
+        configure(self._beats, keys, server_key=None, queue=4)
+        self._beats.rcvtimeo = 0  # milliseconds; a poller finds it readable when the client connects, too
+        self.endpoint = listen(self._beats, address, ports)
+        self._thread = threading.Thread(target=self._watch, name="onebox-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close its sockets."""
+        with self._context.socket(zmq.PAIR) as bell:
+            bell.connect("inproc://onebox.stop")
+            bell.send(b"")
+            self._thread.join(timeout=5)
+
+    def _watch(self) -> None:
+        use_all_cores()
+        try:
+            self._serve()
+        except BaseException:  # nobody would see that the owner has gone, nor let the client in
+            traceback.print_exc()
+            os._exit(1)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        zap = self._authenticator.zap_socket
+        assert zap is not None
+        poller.register(zap, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._beats, zmq.POLLIN)
+        for lifeline in self._lifelines:
+            poller.register(lifeline, zmq.POLLIN)
+        stall = StallDetector()
+        next_s = time.monotonic()
+        heard = False
+        while True:
+            ready = dict(poller.poll(max(0, int((next_s - time.monotonic()) * 1000))))
+            if any(lifeline in ready for lifeline in self._lifelines):
+                os._exit(0)
+            if self._bell in ready:
+                break
+            if zap in ready:
+                asyncio.run(self._authenticator.handle_zap_message(zap.recv_multipart()))
+            if self._beats in ready:
+                self._hear()
+            if time.monotonic() >= next_s:
+                heard = self._beat(stall) or heard
+                next_s = time.monotonic() + (HEARTBEAT_S if heard else min(_FIRST_S, HEARTBEAT_S))
+        self._authenticator.stop()
+        self._beats.close(0)
+        self._bell.close(0)
+
+    def _hear(self) -> None:
+        """Take what the client says beside the queue: groups to leave at once, in which others are silent."""
+        with contextlib.suppress(zmq.Again, WireError):  # what breaks the protocol nobody of this version says
+            while True:
+                envelope, _ = decode_envelope(receive(self._beats))
+                for instruction in envelope.instructions:
+                    if isinstance(instruction, LeaveGroup):
+                        self._interrupt(instruction.group)
+
+    def _beat(self, stall: StallDetector) -> bool:
+        """Give a sign of life, and return whether there is somebody to take it."""
+        progress, used = self._progress, resource.getrusage(resource.RUSAGE_SELF)
+        stalled_s = stall.reading(
+            executed=progress.executed,
+            waiting=progress.waiting,
+            processor_s=time.process_time(),
+            now_s=time.monotonic(),
+            disk_reads=used.ru_majflt + used.ru_inblock,
+            runnable=_is_runnable(),
+        )
+        beat = encode(Heartbeat(progress.executed, stalled_s, progress.doing))
+        try:
+            self._beats.send(beat, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+def _is_runnable() -> bool:
+    """Tell whether the main thread, which does the work, runs or is ready to; as Linux says, in proc(5)."""
+    try:
+        return Path(f"/proc/self/task/{os.getpid()}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+    except OSError:
+        return False
+
+
+class _OneKey:
+    """Lets in one public key; the interface that :mod:`zmq.auth` asks for."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Tell whether a client's key is the one."""
+        return hmac.compare_digest(key, self._key)

@@ -1,0 +1,232 @@
+"""A block made ready: a sequence of calls whose arguments are picked from one list of registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import FREE, BlockSpec
+from onebox.wire.protocol.responses import WorkerFailure
+from onebox.worker.programs.arguments import ValueIndex, picker
+from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.programs.kernels import CompiledKernel
+
+Explain = Callable[[Exception, CompiledKernel, Sequence[Any]], WorkerFailure]
+"""Turns what an operator raised into a failure; told its arguments, too, and reports it where it is new."""
+
+
+Spoil = Callable[[int, WorkerFailure], None]
+"""Voids all buffers that share a storage, given by its identity."""
+
+
+class Void(NamedTuple):
+    """What a register holds whose tensor could not be made."""
+
+    failure: WorkerFailure
+
+
+class Step(NamedTuple):
+    """One call.
+
+    Args:
+        run: The operator.
+        pick: From the registers to its arguments.
+        kept: From what it returns to the tensors that are kept.
+        first: The register of the first of them.
+        stop: The one behind the last; ``first`` where none is kept.
+        dies: Registers that end behind it.
+        ends: Inputs of the block whose buffers end behind it.
+        kernel: What is called.
+        slots: The registers of its inputs.
+        floats: The first of its numbers among those of the block.
+    """
+
+    run: Callable[..., Any]
+    pick: Callable[[Any], Sequence[Any]]
+    kept: Callable[[Any], Sequence[Tensor]]
+    first: int
+    stop: int
+    dies: tuple[int, ...]
+    ends: tuple[int, ...]
+    kernel: CompiledKernel
+    slots: tuple[int, ...]
+    floats: int
+
+
+class CompiledBlock:
+    """A block, checked, its kernels resolved.
+
+    Args:
+        block: What to make ready.
+        kernel: Returns the kernel of a number.
+
+    Raises:
+        WireError: A call is cut short, reads a slot that holds nothing, or fills another than the next; or a slot is
+            kept that holds nothing, or numbers are left over.
+        Poisoned: One of its kernels is void.
+    """
+
+    def __init__(self, block: BlockSpec, kernel: Callable[[int], CompiledKernel]) -> None:
+        self.block = block
+        self.peak_bytes = -1  # what a run takes at most beyond what is there at its start; known after the first
+        if block.inputs < 0 or block.inputs > len(block.calls) + len(block.outputs):
+            raise WireError(f"a block of {len(block.calls)} integers has {block.inputs} inputs")
+        self._alive = [True] * block.inputs
+        self._origins = list(range(block.inputs))  # for each slot the input that it is a view of; -1 for none
+        self.begins: list[int] = []  # inputs that end before any call
+        self._writes: set[int] = set()
+        self._resizes: set[int] = set()
+        parsed = self._parse(kernel)
+        if not all(0 <= slot < len(self._alive) and self._alive[slot] for slot in block.outputs):
+            raise WireError("a block keeps a slot that nothing fills, or that has ended")
+        taken = sum(compiled.floats for compiled, *_ in parsed)
+        if taken != block.floats:
+            raise WireError(f"the calls of a block take {taken} numbers, but it brings {block.floats}")
+        slots = len(self._alive)
+        self._empty: list[Any] = [None] * (slots + block.floats)
+        self._floats = slice(slots, slots + block.floats)
+        at = slots
+        self.steps: list[Step] = []
+        for compiled, inputs, first, freed in parsed:
+            self.steps.append(self._step(compiled, inputs, first, freed, at))
+            at += compiled.floats
+        self.resizes = tuple(slot for slot in self._resizes if slot < block.inputs)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """The inputs that a run may write to."""
+        return tuple(slot for slot in self._writes if slot >= 0)
+
+    def _parse(
+        self, kernel: Callable[[int], CompiledKernel]
+    ) -> list[tuple[CompiledKernel, tuple[int, ...], int, list[int]]]:
+        """Return for each call its kernel, its slots, the first slot that it fills, and those that end behind it."""
+        calls, alive = self.block.calls, self._alive
+        parsed: list[tuple[CompiledKernel, tuple[int, ...], int, list[int]]] = []
+        at = 0
+        while at < len(calls):
+            if calls[at] == FREE:
+                slots, at = calls[at + 1 : at + 2], at + 2
+                self._require(slots, 1)
+                alive[slots[0]] = False
+                (parsed[-1][3] if parsed else self.begins).append(slots[0])
+                continue
+            compiled = kernel(calls[at])
+            middle = at + 1 + compiled.inputs
+            slots, made, at = (
+                calls[at + 1 : middle],
+                calls[middle : middle + compiled.outputs],
+                middle + compiled.outputs,
+            )
+            self._require(slots, compiled.inputs)
+            first = len(alive)
+            if made != tuple(range(first, first + compiled.outputs)):
+                raise WireError(f"a call of a block fills slots {made}, but the next one is {first}")
+            alive += [True] * compiled.outputs
+            base = -1 if compiled.fresh or not slots else self._origins[slots[0]]  # operators view what comes first
+            self._origins += [base] * compiled.outputs
+            self._writes.update(self._origins[slots[index]] for index in compiled.writes)
+            self._resizes.update(slots[index] for index in compiled.resizes)
+            parsed.append((compiled, slots, first, []))
+        return parsed
+
+    def _require(self, slots: tuple[int, ...], count: int) -> None:
+        """Require that a call names so many slots, and that all of them hold something."""
+        if len(slots) != count:
+            raise WireError("the last call of a block is cut short")
+        for slot in slots:
+            if not 0 <= slot < len(self._alive) or not self._alive[slot]:
+                raise WireError(f"a call of a block names slot {slot}, which nothing has filled, or which has ended")
+
+    def _step(
+        self, compiled: CompiledKernel, slots: tuple[int, ...], first: int, freed: list[int], floats: int
+    ) -> Step:
+        constants = len(self._empty)
+        self._empty += compiled.constants
+        places = [*slots, *range(floats, floats + compiled.floats)]
+        places += range(constants, constants + len(compiled.constants))
+
+        def translate(place: ValueIndex) -> ValueIndex:
+            return places[place] if isinstance(place, int) else tuple(places[one] for one in place)
+
+        return Step(
+            compiled.run,
+            picker([translate(place) for place in compiled.places]),
+            compiled.kept,
+            first,
+            first + compiled.outputs,
+            tuple(freed),
+            tuple(slot for slot in freed if slot < self.block.inputs),
+            compiled,
+            slots,
+            floats - self._floats.start,
+        )
+
+    def run(
+        self,
+        inputs: list[Tensor],
+        floats: Sequence[float],
+        progress: WorkerProgress,
+        end: Callable[[int], None],
+        explain: Explain,
+        spoil: Spoil,
+    ) -> list[Any]:
+        """Run the calls, without account of what each of them takes.
+
+        Args:
+            inputs: What the first slots hold; the list is emptied.
+            floats: The numbers of all calls.
+            progress: Counted up with each operator.
+            end: Called with each input whose buffer ends.
+            explain: Called where an operator fails; later calls that read what it should have made fail by it, too.
+            spoil: Called for each storage that it should have written to.
+
+        Returns:
+            The registers, those of slots first; :class:`Void` where a call failed.
+        """
+        registers = self._empty.copy()
+        registers[: len(inputs)] = inputs
+        registers[self._floats] = floats
+        inputs.clear()
+        for slot in self.begins:
+            registers[slot] = None
+            end(slot)
+        for step in self.steps:
+            run, pick, kept, first, stop, dies, ends, kernel, _, _ = step
+            progress.executed += 1
+            progress.doing = kernel.name
+            try:
+                if first < stop:
+                    registers[first:stop] = kept(run(*pick(registers)))
+                else:
+                    run(*pick(registers))
+            except Exception as error:
+                _fail(step, registers, error, explain, spoil)
+            for slot in dies:
+                registers[slot] = None
+            for slot in ends:
+                end(slot)
+        return registers
+
+    def skip(self, failure: WorkerFailure) -> tuple[list[int], list[int]]:
+        """Return the inputs that end in a run, and those that are void when none of its operators could run."""
+        freed = [slot for slot in range(self.block.inputs) if not self._alive[slot]]
+        return freed, [slot for slot in self.writes if self._alive[slot]]
+
+
+def _fail(step: Step, registers: list[Any], error: Exception, explain: Explain, spoil: Spoil) -> None:
+    """Void what a call would have written, whoever views it."""
+    void = [registers[slot] for slot in step.slots if isinstance(registers[slot], Void)]
+    mark = void[0] if void else Void(explain(error, step.kernel, [registers[slot] for slot in step.slots]))
+    registers[step.first : step.stop] = [mark] * (step.stop - step.first)
+    for index in step.kernel.writes:
+        written = registers[step.slots[index]]
+        if isinstance(written, Tensor):
+            storage = written.untyped_storage()._cdata
+            spoil(storage, mark.failure)
+            for slot, held in enumerate(registers):
+                if isinstance(held, Tensor) and held.untyped_storage()._cdata == storage:
+                    registers[slot] = mark

@@ -1,0 +1,247 @@
+"""The interpreter: a stored program, made ready to run."""
+
+from __future__ import annotations
+
+import contextlib
+import operator as op
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.cost import Footprint, footprint
+from onebox.cost.lifetimes import owners
+from onebox.errors import WireError
+from onebox.wire import (
+    DTYPES,
+    Many,
+    Operator,
+    Program,
+    SlotArgument,
+    Strided,
+    Value,
+    check,
+    dtype_name,
+    reads,
+    specs_by_slot,
+)
+from onebox.worker.optimizer.fused_kernels import exactly
+from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
+from onebox.worker.programs.kernels import OutputLayout
+from onebox.worker.programs.matmul_dispatch import faster_implementation
+from onebox.worker.sandbox.allow_list import allowed
+
+_shape = op.attrgetter("shape")
+_dtype = op.attrgetter("dtype")
+
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+
+Seed = Callable[[int], None]
+"""Seeds the device's random numbers for the random operator at a position."""
+
+
+class OperatorFailed(Exception):
+    """An operator raised; the cause is ``__cause__``."""
+
+    def __init__(self, operator: str, shapes: str) -> None:
+        super().__init__(operator)
+        self.operator = operator
+        self.shapes = shapes
+
+
+class WorkerProgress:
+    """How far a worker is; written by the thread that works, read by the one that watches."""
+
+    def __init__(self) -> None:
+        self.executed = 0
+        self.doing = ""
+        self.waiting = False
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[None]:
+        """Mark what happens inside as waiting for others, which is no stall of this worker."""
+        before, self.waiting = self.waiting, True
+        try:
+            yield
+        finally:
+            self.waiting = before
+
+
+class CompiledProgram:
+    """A program whose operators are resolved and whose arguments are laid out in registers.
+
+    Constants live in registers behind the slots, so that the arguments of an operator are picked by one
+    ``operator.itemgetter`` in C.
+
+    Args:
+        program: The program, deaths set.
+        device: Where it runs.
+        layouts: For each output how its elements are to lie, if that matters; empty where none does.
+
+    Raises:
+        WireError: It names an operator that is not allowed, or a slot that is not there.
+    """
+
+    def __init__(self, program: Program, device: torch.device, layouts: Sequence[Strided | None] = ()) -> None:
+        check(program)
+        if layouts and len(layouts) != len(program.outputs):
+            raise WireError(f"{len(layouts)} layouts for a program of {len(program.outputs)} outputs")
+        self.program = program
+        self._layouts = [None if layout is None else OutputLayout(layout) for layout in layouts]
+        self.cost_s = 0.0
+        self._device = device
+        self._shapes = [torch.Size(spec.shape) for spec in program.inputs]
+        self._dtypes = [DTYPES[spec.dtype] for spec in program.inputs]
+        self._registers: list[Any] = [None] * program.slots
+        self._checked = False
+        self._footprints: dict[tuple[int, ...], Footprint] = {}
+        self._specs = specs_by_slot(program)
+        for name in {operator.name for operator in program.operators}:
+            allowed(name)
+        memory_of = owners(program)
+        self._complex = [
+            place for place, slot in enumerate(program.outputs) if self._specs[slot].dtype.startswith("complex")
+        ]
+        self._given_out = {memory_of[slot] for slot in program.outputs}
+        self._code = [self._compile(operator) for operator in program.operators]
+        read = {slot for operator in program.operators for slot in reads(operator)} | set(program.outputs)
+        self._unread = [slot for slot in range(len(program.inputs)) if slot not in read]
+
+    def footprint(self, takes: tuple[int, ...]) -> Footprint:
+        """Return the memory that a run needs beyond the buffers that are there; computed once.
+
+        Raises:
+            WireError: There is no such input to take.
+        """
+        found = self._footprints.get(takes)
+        if found is None:
+            if not all(0 <= position < len(self.program.inputs) for position in takes):
+                raise WireError(f"a call takes inputs {takes} of a program that has {len(self.program.inputs)}")
+            found = self._footprints[takes] = footprint(self.program, takes)
+        return found
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Require that inputs are what the program says.
+
+        Raises:
+            WireError: Which one is not, and what it is.
+        """
+        if list(map(_shape, inputs)) == self._shapes and list(map(_dtype, inputs)) == self._dtypes:
+            return
+        if len(inputs) != len(self.program.inputs):
+            raise WireError(f"a program of {len(self.program.inputs)} inputs is given {len(inputs)}")
+        for number, (tensor, spec) in enumerate(zip(inputs, self.program.inputs, strict=True)):
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != DTYPES[spec.dtype]:
+                raise WireError(f"input {number} of the program is {spec}, but its buffer holds {describe([tensor])}")
+
+    def run(self, inputs: list[Tensor], seed: Seed, progress: WorkerProgress) -> list[Tensor]:
+        """Run the program.
+
+        Args:
+            inputs: Its inputs; the list is emptied, so that what nobody else holds dies after its last use.
+            seed: Called before each random operator.
+            progress: Counted up with each operator.
+
+        Raises:
+            WireError: An input is not what the program says.
+            OperatorFailed: An operator raised, or (in the first run) made something else than the program says.
+        """
+        self.check_inputs(inputs)
+        registers = self._registers.copy()
+        registers[: len(inputs)] = inputs
+        inputs.clear()
+        for slot in self._unread:
+            registers[slot] = None
+        first = not self._checked
+        for number, (call, pick, keywords, outs, dies, position) in enumerate(self._code):
+            progress.executed += 1
+            if position >= 0:
+                seed(position)
+            try:
+                result = call(*pick(registers), **keywords) if keywords else call(*pick(registers))
+                if isinstance(result, Tensor):
+                    registers[outs[0]] = result
+                else:
+                    for slot, tensor in zip(outs, result, strict=True):
+                        if slot is not None:
+                            registers[slot] = tensor
+            except Exception as error:
+                operator = self.program.operators[number]
+                raise OperatorFailed(operator.name, describe(pick(registers))) from error
+            if first:
+                self._check(self.program.operators[number], registers)
+            result = tensor = None  # what has died must not live on here
+            for slot in dies:
+                registers[slot] = None
+        self._checked = True
+        made = [registers[slot] for slot in self.program.outputs]
+        for place in self._complex:  # elements are sent as they lie in memory
+            made[place] = made[place].resolve_conj()
+        return made
+
+    def laid_out(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return outputs of a run as they are to lie.
+
+        Raises:
+            ValueError: One has another element type or shape than its layout.
+        """
+        if not self._layouts:
+            return outputs
+        pairs = zip(outputs, self._layouts, strict=True)
+        return [tensor if layout is None else layout.fit(tensor, fresh=True) for tensor, layout in pairs]
+
+    def _compile(self, operator: Operator) -> tuple[Any, ...]:
+        call = allowed(operator.name)
+        named = {key: value for key, value in operator.kwargs.items() if _holds_tensors(value)}
+        positional = [self._register(value) for value in (*operator.args, *named.values())]
+        keywords = {key: constant(value, self._device) for key, value in operator.kwargs.items() if key not in named}
+        returns = call._schema.returns
+        listed = len(returns) == 1 and str(returns[0].type) != "Tensor"
+        if not listed and (len(operator.outs) != len(returns) or operator.outs == (None,)):
+            raise WireError(f"{operator.name} has {len(returns)} outputs, but fills {operator.outs}")
+        run = exactly(call)
+        run = (
+            by_keyword(run, tuple(named))
+            if named
+            else faster_implementation(operator, self._specs, self._device) or run
+        )
+        within = operator.outs[0] not in self._given_out  # where no operator writes, so that nothing needs a copy
+        if operator.name == "aten.clone.default" and keywords.get("memory_format") in _FORMATS and within:
+            run = Tensor.contiguous
+        return run, picker(positional), keywords, operator.outs, operator.dies, operator.position
+
+    def _register(self, value: Value) -> ValueIndex:
+        """Return the register of an argument, or the registers of a list that holds tensors."""
+        if isinstance(value, SlotArgument):
+            return value.index
+        if isinstance(value, Many) and _holds_tensors(value):
+            return tuple(self._register(item) for item in value.items)  # type: ignore[misc]
+        self._registers.append(constant(value, self._device))
+        return len(self._registers) - 1
+
+    def _check(self, operator: Operator, registers: list[Any]) -> None:
+        for slot, spec in zip(operator.outs, operator.specs, strict=True):
+            if slot is None or spec is None:
+                continue
+            made = registers[slot]
+            if tuple(made.shape) != spec.shape or dtype_name(made.dtype) != spec.dtype:
+                problem = WireError(f"made {describe([made])}, but the program says {spec}")
+                raise OperatorFailed(operator.name, "") from problem
+
+
+def _holds_tensors(value: Value) -> bool:
+    return isinstance(value, SlotArgument) or (
+        isinstance(value, Many) and any(isinstance(i, SlotArgument) for i in value.items)
+    )
+
+
+def describe(arguments: Sequence[Any]) -> str:
+    """Describe tensors among arguments, for a person."""
+    tensors = [
+        tensor
+        for argument in arguments
+        for tensor in (argument if isinstance(argument, list | tuple) else [argument])
+        if isinstance(tensor, Tensor)
+    ]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

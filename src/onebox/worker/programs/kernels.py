@@ -1,0 +1,254 @@
+"""A kernel made ready: its operator, how a call's values become arguments, and what becomes of what it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import DTYPES, GeneratorArgument, Hole, Items, KernelSpec, SlotArgument, Strided, dtype_name, overload
+from onebox.worker.optimizer.fused_kernels import exactly
+from onebox.worker.programs.arguments import ValueIndex, by_keyword, constant, picker
+from onebox.worker.sandbox.allow_list import EAGER, allowed
+
+_RUNNING = frozenset({"running_mean", "running_var"})
+"""Arguments that operators of the batch norm family write to, whatever their schemas say."""
+
+_RESIZING = frozenset({"resize_", "resize_as_", "set_"})
+"""Operators that change the size of an argument's storage, or its storage; those with ``out=`` do, too."""
+
+_KNOWN_STRIDES = 4
+"""How many strides are remembered that differ from what is told only where they do not matter."""
+
+_INPUTS = 1 << 16
+
+
+class CompiledKernel:
+    """A kernel whose operator is resolved and whose arguments are picked from one list of values.
+
+    The values of a call are its tensors, then its floating-point numbers, then ``constants``:
+    ``kernel.kept(kernel.run(*kernel.pick(values)))`` are the tensors that it keeps.
+
+    Args:
+        kernel: What to make ready.
+        device: Where it runs.
+        generator: Returns the random number generator of a number.
+
+    Raises:
+        WireError: It names an operator that is not allowed, or an input or number that a call does not bring.
+    """
+
+    __slots__ = (
+        "_dtype", "_listed", "_outs", "_shape", "_strides", "constants", "floats", "fresh", "inputs", "kept",
+        "name", "needs_values", "outputs", "pick", "places", "resizes", "returns", "run", "writes",
+    )  # fmt: skip
+
+    def __init__(self, kernel: KernelSpec, device: torch.device, generator: Callable[[int], torch.Generator]) -> None:
+        call = allowed(kernel.name, EAGER)
+        schema = call._schema
+        if kernel.inputs < 0 or kernel.floats < 0:
+            raise WireError(f"{kernel.name} takes {kernel.inputs} tensors and {kernel.floats} numbers")
+        self.name = kernel.name
+        self.inputs = kernel.inputs
+        self.floats = kernel.floats
+        self.returns = len(schema.returns)
+        self.constants: list[Any] = []
+        layout = _Layout(kernel, self.constants, device, generator)
+        named = {key: layout.place(value) for key, value in kernel.kwargs.items() if _is_open(value)}
+        fixed = {key: layout.constant(value) for key, value in kernel.kwargs.items() if key not in named}
+        self.places: list[ValueIndex] = [*map(layout.place, kernel.args), *named.values()]
+        brought = {one for place in self.places for one in (place if isinstance(place, tuple) else (place,))}
+        if sum(one < kernel.inputs + kernel.floats for one in brought) != kernel.inputs + kernel.floats:
+            raise WireError(
+                f"{kernel.name} has no use for some of its {kernel.inputs} tensors and {kernel.floats} numbers"
+            )
+        self.pick = picker(self.places)
+        exact = exactly(call)
+        run: Callable[..., Any] = functools.partial(exact, **fixed) if fixed else exact
+        self.run = by_keyword(run, tuple(named)) if named else run
+        writes = written_inputs(kernel)
+        self.writes = tuple(writes)
+        self.resizes = tuple(index for index, resized in writes.items() if resized)
+        kinds = [str(value.type) for value in schema.returns]
+        self.needs_values = torch.Tag.dynamic_output_shape in call.tags or any("Tensor" not in kind for kind in kinds)
+        self._listed = any(kind != "Tensor" for kind in kinds)
+        if kernel.outs and not self._listed and len(kernel.outs) != len(kinds):
+            raise WireError(f"{kernel.name} returns {len(kinds)} tensors, but {len(kernel.outs)} are described")
+        self._outs = [None if out is None else OutputLayout(out) for out in kernel.outs]
+        self.fresh = all(value.alias_info is None for value in schema.returns)
+        """Whether nobody else has the storages of what it returns."""
+        single = self._outs[0] if kinds == ["Tensor"] and self._outs else None
+        if single is not None:
+            self._shape, self._strides = single.shape, single.strides
+            self._dtype = single.dtype if single.plain else None
+        self.kept: Callable[[Any], Sequence[Tensor]] = self._kept_all if single is None else self._kept_one
+        """Returns the tensors that a call keeps, laid out as the kernel says, of what the operator returned; raises
+        ValueError where that is something else."""
+        self.outputs = sum(out is not None for out in kernel.outs)
+
+    def _kept_one(self, result: Any) -> Sequence[Tensor]:
+        """Return the one tensor that a call keeps; what is looked at in every call is found fast here."""
+        if result is not None and (
+            result.shape == self._shape and result.stride() in self._strides and result.dtype is self._dtype
+        ):
+            return (result,)
+        return self._kept_all(result)
+
+    def _kept_all(self, result: Any) -> Sequence[Tensor]:
+        """Return the tensors that a call keeps."""
+        flat = flatten(result) if self._listed else result if isinstance(result, tuple | list) else (result,)
+        if len(flat) != len(self._outs):
+            raise ValueError(f"it returned {len(flat)} tensors where {len(self._outs)} are expected")
+        return [out.fit(made, self.fresh) for made, out in zip(flat, self._outs, strict=True) if out is not None]
+
+
+class _Layout:
+    """Where the arguments of a kernel are among the values of a call."""
+
+    def __init__(
+        self,
+        kernel: KernelSpec,
+        constants: list[Any],
+        device: torch.device,
+        generator: Callable[[int], torch.Generator],
+    ) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self._device = device
+        self._generator = generator
+
+    def place(self, value: Any) -> ValueIndex:
+        """Return the place of an argument."""
+        kernel = self._kernel
+        if isinstance(value, SlotArgument | Hole):
+            count = kernel.inputs if isinstance(value, SlotArgument) else kernel.floats
+            if not 0 <= value.index < count:
+                kind = "tensor" if isinstance(value, SlotArgument) else "number"
+                raise WireError(f"{kernel.name} takes {kind} {value.index} of a call that brings {count}")
+            return value.index if isinstance(value, SlotArgument) else kernel.inputs + value.index
+        if isinstance(value, Items) and _is_open(value):
+            return tuple(self.place(item) for item in value.items)  # type: ignore[misc]
+        self._constants.append(self.constant(value))
+        return kernel.inputs + kernel.floats + len(self._constants) - 1
+
+    def constant(self, value: Any) -> Any:
+        """Return an argument that is the same in every call."""
+        if isinstance(value, Items):
+            return [constant(item, self._device) for item in value.items]
+        if isinstance(value, GeneratorArgument):
+            return self._generator(value.number)
+        return constant(value, self._device)
+
+
+class OutputLayout:
+    """What a kept tensor is to be.
+
+    Args:
+        out: As it came over the wire.
+
+    Raises:
+        WireError: It describes no tensor.
+    """
+
+    __slots__ = ("dtype", "lazy", "plain", "shape", "strides")
+
+    def __init__(self, out: Strided) -> None:
+        if out.dtype not in DTYPES or len(out.shape) != len(out.strides) or min(out.shape, default=0) < 0:
+            raise WireError(f"a tensor of {out.dtype} {list(out.shape)} with strides {list(out.strides)} is none")
+        self.dtype = DTYPES[out.dtype]
+        self.shape = out.shape
+        self.strides = [out.strides]  # as told, then those that are as good
+        self.lazy = (out.conjugate, out.negative)
+        self.plain = not (self.dtype.is_complex or out.conjugate or out.negative)
+
+    def fit(self, made: Any, fresh: bool) -> Tensor:
+        """Return a tensor as it is to be.
+
+        Args:
+            made: The tensor.
+            fresh: Whether nobody else has its storage, so that it may be laid out anew.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if not isinstance(made, Tensor) or made.shape != self.shape or made.dtype is not self.dtype:
+            what = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise ValueError(f"it returned {what} where {self.dtype} {list(self.shape)} is expected")
+        if self._lies_well(made) and (self.plain or (made.is_conj(), made.is_neg()) == self.lazy):
+            return made
+        if not fresh:
+            raise ValueError(
+                f"it returned a view with strides {list(made.stride())}, conjugate {made.is_conj()}, negative "
+                f"{made.is_neg()}, where {list(self.strides[0])}, {self.lazy[0]}, {self.lazy[1]} are expected"
+            )
+        anew = torch.empty_strided(self.shape, self.strides[0], dtype=self.dtype, device=made.device)
+        anew = anew.conj() if self.lazy[0] else anew
+        return (torch._neg_view(anew) if self.lazy[1] else anew).copy_(made)
+
+    def _lies_well(self, made: Tensor) -> bool:
+        """Tell whether strides are as told, but for dimensions of one index and tensors without elements."""
+        strides = made.stride()
+        if strides in self.strides:
+            return True
+        told = zip(self.shape, strides, self.strides[0], strict=True)
+        alike = 0 in self.shape or all(size == 1 or mine == other for size, mine, other in told)
+        if alike and len(self.strides) < _KNOWN_STRIDES:
+            self.strides.append(strides)
+        return alike
+
+
+def flatten(result: Any) -> list[Any]:
+    """Return what an operator returned, the entries of lists one by one."""
+    if not isinstance(result, tuple | list):
+        return [result]
+    return [item for part in result for item in (part if isinstance(part, tuple | list) else (part,))]
+
+
+def strided_of(tensor: Tensor) -> Strided:
+    """Return where the elements of a tensor lie, for the wire.
+
+    Raises:
+        WireError: Its type does not travel.
+    """
+    return Strided(
+        dtype_name(tensor.dtype),
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.untyped_storage().nbytes(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _is_open(value: Any) -> bool:
+    """Tell whether an argument differs from call to call."""
+    return isinstance(value, SlotArgument | Hole) or (
+        isinstance(value, Items) and any(isinstance(item, SlotArgument | Hole) for item in value.items)
+    )
+
+
+def written_inputs(kernel: KernelSpec) -> dict[int, bool]:
+    """Return the inputs that a kernel may write to, and for each whether its storage may become another.
+
+    An operator that this torch has not got may write to all of them.
+    """
+    try:
+        schema = overload(kernel.name)._schema
+    except WireError:
+        return dict.fromkeys(range(min(kernel.inputs, _INPUTS)), True)
+    named = dict(zip((argument.name for argument in schema.arguments), kernel.args, strict=False)) | kernel.kwargs
+    changes = schema.name.removeprefix("aten::") in _RESIZING
+    writes: dict[int, bool] = {}
+    for argument in schema.arguments:
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or argument.name in _RUNNING:
+            value = named.get(argument.name)
+            for item in value.items if isinstance(value, Items) else (value,):
+                if isinstance(item, SlotArgument):
+                    writes[item.index] = changes or argument.is_out
+    return writes

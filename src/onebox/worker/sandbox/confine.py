@@ -1,0 +1,256 @@
+"""A worker gives up what it does not need, before anything that a client says is looked at.
+
+It keeps to itself no privilege, starts no program, writes to no file, reads what Python, torch and the drivers need,
+reaches no port below 1024 and sends no signal to others. Should a message find a hole in a library, then whoever wrote
+it is in there, and not on the host. What this kernel cannot do is said by :func:`confinement`, in words.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from onebox.worker.memory.host import HOST_SHARE
+from onebox.worker.sandbox import landlock, seccomp
+
+PORTS = range(1024, 1 << 16)
+"""Ports of TCP that stay reachable: those of other workers, which the systems of their hosts choose, are among them."""
+
+SPARE_BYTES = 1 << 30
+THREAD_BYTES = 128 << 20
+"""What a worker may take besides its buffers: what an operator needs in passing, messages that come in, and for each
+thread an arena of the allocator and a stack."""
+
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_GET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 39, 47
+_CLEAR_AMBIENT = 4
+_CAPABILITIES = 64
+_CAPABILITY_VERSION = 0x20080522
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/opt", "/nix/store", "/gnu/store", "/proc", "/sys")
+_SETTINGS = (
+    "ld.so.cache",
+    "ld.so.preload",
+    "localtime",
+    "nsswitch.conf",
+    "hosts",
+    "host.conf",
+    "resolv.conf",
+    "gai.conf",
+    "services",
+    "protocols",
+    "nccl.conf",
+    "nvidia",
+    "OpenCL",
+)
+"""Files of ``/etc`` that libraries read."""
+
+_SOURCES = ("/dev/zero", "/dev/random", "/dev/urandom")
+_GPU_DEVICES = ("/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels", "/dev/dxg", "/dev/infiniband", "/dev/gdrdrv")
+
+_PORTS_SINCE = 4
+
+_prepared: list[landlock.Ruleset] = []
+"""The rules for ports, where they have been made ready: none or one."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def confine(device: str, address: str, *, memory_bytes: int = 0, threads: int = 1) -> dict[str, str]:
+    """Give up what a worker does not need; of this thread, and of all that it starts from now on.
+
+    Args:
+        device: ``cpu``, ``sim`` or ``cuda:K``, which needs its driver's files.
+        address: Where its sockets will be bound: an IP address, or a folder.
+        memory_bytes: The most bytes of its buffers, 0 for no limit. What a CPU's worker takes in all is limited to
+            twice as much, what it may keep of the host's memory beside them
+            (:data:`~onebox.worker.memory.host.HOST_SHARE` times as much), :data:`SPARE_BYTES`, and :data:`THREAD_BYTES`
+            for each thread.
+        threads: Threads of its operators.
+
+    Returns:
+        For each part what has become of it: ``on``, or why it is not.
+    """
+    gpu = device.startswith("cuda")
+    tempfile.gettempdir()  # which looks for a folder that can be written to, once
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.prefix  # so does torch, to make its own; nothing is compiled here
+    own_bytes = (2 + HOST_SHARE) * memory_bytes
+    most_bytes = own_bytes + SPARE_BYTES + threads * THREAD_BYTES if memory_bytes and not gpu else 0
+    return {
+        "memory": _attempt(lambda: _limit_memory(most_bytes)),
+        "core files": _attempt(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
+        "new privileges": _attempt(_no_new_privileges),
+        "capabilities": _attempt(_drop_capabilities),
+        "files": _attempt(lambda: _enforce(gpu, address)),
+        "system calls": _attempt(seccomp.refuse_calls) if seccomp.supported() else _NO_FILTER,
+    }
+
+
+def failures(done: dict[str, str]) -> list[str]:
+    """Return what :func:`confine` could not do although this kernel can, for a person."""
+    can = confinement()
+    return [
+        f"{part}: {result}" for part, result in done.items() if result != "on" and can.get(part, "").startswith("on")
+    ]
+
+
+def confinement() -> dict[str, str]:
+    """Return what workers on this host are held to: for each part ``on``, with what is meant, or why it is not.
+
+    Nothing is changed by asking.
+    """
+    abi = landlock.version()
+    none = "off: this kernel has no Landlock, or it is switched off (Linux 5.13 and later can have it)"
+    return {
+        "memory": f"on: of a CPU's worker {2 + HOST_SHARE} times that of its buffers, and some; of a GPU's that of its "
+        "buffers only",
+        "core files": "on: none are written",
+        "new privileges": _new_privileges(),
+        "capabilities": "on: none",
+        "files": "on: workers write none, run none, and read only libraries and settings" if abi else none,
+        "device files": _since(abi, 5, "commands only to those of GPUs", "6.10"),
+        "ports": _since(abi, _PORTS_SINCE, f"of TCP only from {PORTS.start} on; UDP is as it was", "6.7"),
+        "signals": _since(abi, 6, "none to processes outside", "6.12"),
+        "system calls": "on: those that start or look into programs fail" if seccomp.supported() else _NO_FILTER,
+    }
+
+
+_NO_FILTER = "off: the kernel has no filters of system calls, or the processor is not an x86-64"
+
+
+def _since(abi: int, least: int, what: str, linux: str) -> str:
+    if abi >= least:
+        return f"on: {what}"
+    return f"off: Landlock here is of version {abi}, which needs {least} (Linux {linux})"
+
+
+def _new_privileges() -> str:
+    if _libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) < 0:
+        return "off: this kernel cannot give them up"
+    return "on: none by starting a program"
+
+
+def _attempt(part: Callable[[], object]) -> str:
+    try:
+        part()
+    except (OSError, ValueError) as error:
+        return f"off: {error}"
+    return "on"
+
+
+def _limit_memory(most_bytes: int) -> None:
+    """Let allocations fail beyond what is taken now and so much more; 0 for no limit.
+
+    Memory that processes share does not count, nor does address space that is only reserved.
+    """
+    if not most_bytes:
+        return
+    taken = next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    limit = int(taken) * 1024 + most_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _no_new_privileges() -> None:
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl: {os.strerror(ctypes.get_errno())}")
+
+
+def _drop_capabilities() -> None:
+    """Drop them from all sets; from the bounding one only who has the capability to do so."""
+    for capability in range(_CAPABILITIES):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
+            break
+    _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_AMBIENT, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    if _libc.capset(ctypes.byref(header), ctypes.byref(nothing)) != 0:
+        raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+# ---- files and ports
+
+
+def _enforce(gpu: bool, address: str) -> None:
+    abi = landlock.version()
+    if not abi:
+        raise OSError("this kernel has no Landlock, or it is switched off")
+    rules = landlock.Ruleset(abi)
+    try:
+        for folder in {*map(Path, _SYSTEM), *_libraries()}:
+            rules.allow(folder, landlock.READ)
+        for name in _SETTINGS:
+            rules.allow(Path("/etc", name), landlock.READ)
+        for path in _SOURCES:
+            rules.allow(path, landlock.READ_FILE)
+        rules.allow("/dev/null", landlock.READ_FILE | landlock.WRITE_FILE)
+        if address.startswith("/"):
+            rules.allow(address, landlock.MAKE_SOCKET | landlock.REMOVE_FILE)
+        if gpu:
+            _allow_driver(rules)
+        rules.enforce()
+    finally:
+        rules.close()
+    prepare()
+    while _prepared:
+        ports = _prepared.pop()
+        try:
+            ports.enforce()
+        finally:
+            ports.close()
+
+
+def prepare() -> None:
+    """Make ready what takes longest of all that :func:`confine` does, and is the same for all workers: a rule for each
+    port. A fork of this process, or its next call, has it then.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
+    abi = landlock.version()
+    if abi >= _PORTS_SINCE and not _prepared:
+        ports = landlock.Ruleset(abi, only_ports=True)
+        try:
+            ports.allow_ports(PORTS)
+        except OSError:
+            ports.close()
+            raise
+        _prepared.append(ports)
+
+
+def _allow_driver(rules: landlock.Ruleset) -> None:
+    """Allow what CUDA and NCCL need: devices of the driver, memory that processes share, and MPS where it is used."""
+    use = landlock.READ | landlock.WRITE_FILE | landlock.DEVICE_COMMANDS
+    for path in (*Path("/dev").glob("nvidia*"), *map(Path, _GPU_DEVICES)):
+        rules.allow(path, use)
+    rules.allow("/dev/shm", landlock.READ | _WRITE)  # NCCL's memory between processes
+    rules.allow("/run/nvidia-persistenced", use)
+    rules.allow(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), use | _WRITE)
+
+
+_WRITE = landlock.WRITE_FILE | landlock.MAKE_FILE | landlock.MAKE_SOCKET | landlock.REMOVE_FILE | landlock.TRUNCATE
+
+
+def _libraries() -> Iterator[Path]:
+    """Return the folders that Python imports from, and those of the libraries that are loaded.
+
+    A folder that holds the user's own is left out, should somebody import from there: what is loaded stays loaded.
+    """
+    private = {Path("/"), Path.home(), *Path.home().parents}
+    places = (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path)
+    for place in map(Path, filter(None, places)):
+        if place.is_absolute() and place.resolve() not in private:
+            yield place
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            path = Path(line.rstrip("\n").split(maxsplit=5)[-1])
+            if ".so" in path.name and path.parent.resolve() not in private:
+                yield path.parent
+
+
+__all__ = ["PORTS", "confine", "confinement", "failures", "prepare"]

@@ -1,0 +1,93 @@
+"""The sockets of groups: broken from outside, so that whoever waits for a silent peer waits no longer.
+
+Gloo waits for a peer until its connection ends, and that of a host that is cut off, or of a process that is stopped,
+does not. To abort a group does not end a wait in it; to shut its connections down does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+_FOLDER = "/proc/self/fd"
+
+
+class GroupSockets:
+    """Which TCP connections belong to which group of this process: those that are new once it has been formed.
+
+    One thread forms groups, one after the other; another may break them meanwhile.
+
+    Example:
+        >>> sockets = Sockets()
+        >>> with sockets.making(1):
+        ...     ours, theirs = socket.socketpair()
+        >>> sockets.shut(1)
+        0
+        >>> ours.close(), theirs.close()
+        (None, None)
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[str, int]] = {}
+        self._before: dict[str, int] = {}
+        self._ports: set[int] = set()
+        self._making: int | None = None
+
+    @contextlib.contextmanager
+    def making(self, group: int) -> Iterator[None]:
+        """Count what comes to be inside to a group."""
+        self._before = _open()
+        self._ports = {port for port, listens in map(_port, self._before.values()) if listens}
+        self._making = group
+        try:
+            yield
+            self._made[group] = self._new()
+        finally:
+            self._making = None
+
+    def forget(self, group: int) -> None:
+        """Take the news that a group has been closed."""
+        self._made.pop(group, None)
+
+    def shut(self, group: int) -> int:
+        """Shut down the connections of a group, and return how many; callable from any thread."""
+        mine = self._new() if group == self._making else self._made.get(group, {})
+        return sum(_shut(name, descriptor) for name, descriptor in mine.items())
+
+    def _new(self) -> dict[str, int]:
+        """Return what is new since the group that was last begun; the client may have connected anew meanwhile."""
+        new = {name: descriptor for name, descriptor in _open().items() if name not in self._before}
+        return {name: descriptor for name, descriptor in new.items() if _port(descriptor)[0] not in self._ports}
+
+
+def _port(descriptor: int) -> tuple[int, bool]:
+    """Return the port of a TCP socket at this end, 0 for none; and whether it listens there."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            return found.getsockname()[1], bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return 0, False
+
+
+def _open() -> dict[str, int]:
+    """Return the sockets of this process: from a name that no other has to a descriptor."""
+    found: dict[str, int] = {}
+    for entry in os.listdir(_FOLDER):
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            name = os.readlink(f"{_FOLDER}/{entry}")
+            if name.startswith("socket:"):
+                found[name] = int(entry)
+    return found
+
+
+def _shut(name: str, descriptor: int) -> bool:
+    """Shut down a TCP connection, if it is one, and still there; who listens is left alone: Gloo would abort."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        if os.readlink(f"{_FOLDER}/{found.fileno()}") != name or found.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        found.shutdown(socket.SHUT_RDWR)
+        return True
+    return False

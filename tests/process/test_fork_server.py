@@ -1,0 +1,339 @@
+"""Workers that are forked by a process that has imported all: they are what workers that start from nothing are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import onebox
+from onebox.errors import WorkerDied
+from onebox.pool import open_pool
+from onebox.pool.backends import local as local_module
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch import fork_server as nursery_module
+from onebox.pool.launch import fork_servers as nurseries_module
+from onebox.pool.launch.fork_server import ForkedProcess, ForkServerEnded, ForkServerProcess
+from onebox.pool.launch.fork_servers import ForkServers, inheritance
+from onebox.pool.launch.worker_process import WorkerProcess, worker_environment
+from onebox.pool.launch.worker_user import WorkerUser, worker_user
+from onebox.wire import new_keys
+from onebox.worker import WorkerConfig
+from tests.process.faults.scripts import Script, gone, happens, runs
+
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[ForkServers]:
+    """Nurseries of this module alone."""
+    made = ForkServers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[ForkServerProcess]:
+    """A nursery whose workers are made one by one here."""
+    made = ForkServerProcess(worker_environment(1))
+    assert made.wait_ready(WAIT_S)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def words() -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as file:
+        yield file
+
+
+@contextlib.contextmanager
+def worker(spawner: Any, threads: int = 1, account: WorkerUser | None = None) -> Iterator[WorkerProcess]:
+    """A worker whose sockets are bound."""
+    keys = new_keys()
+    config = WorkerConfig("cpu", threads, keys.public, keys.secret, keys.public, owner=os.getpid())
+    made = WorkerProcess(WorkerLocation(worker=0, host="localhost", device="cpu"), config, account, spawner)
+    try:
+        made.ports()
+        yield made
+    finally:
+        made.close(grace_s=WAIT_S)
+
+
+def end(forked: ForkedProcess) -> int | None:
+    """Let a worker end that was told nothing; return how it did."""
+    forked.stdin.close()
+    status = forked.wait(WAIT_S)
+    forked.stdout.close()
+    os.close(forked.descriptor)
+    return status
+
+
+# ---- what a worker is
+
+
+def trained(threads: int) -> dict[str, torch.Tensor]:
+    """Return the weights after a few steps, in which libraries divide their work by threads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Linear(24 * 14 * 14, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with open_pool("cpu*2", threads=threads) as pool:
+        assert isinstance(pool._members[0], WorkerProcess)
+        with onebox.Trainer(model, nn.functional.cross_entropy, optimizer, pool=pool) as trainer:
+            for _ in range(3):
+                trainer.step(torch.randn(16, 3, 16, 16), torch.randint(10, (16,)))
+            trainer.pull()
+    return dict(model.state_dict())
+
+
+def test_it_computes_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = trained(threads=2)
+    monkeypatch.setattr(local_module, "OWN", None)
+    fresh = trained(threads=2)
+    assert all(torch.equal(forked[name], fresh[name]) for name in fresh)
+
+
+def test_it_is_a_child_of_the_nursery_in_a_session_of_its_own_with_nothing_open_of_others(own: ForkServers) -> None:
+    with worker(own) as one, worker(own) as two:
+        assert isinstance(one._process, ForkedProcess) and isinstance(two._process, ForkedProcess)
+        first, second = psutil.Process(one.pid), psutil.Process(two.pid)
+        assert first.parent() == second.parent() != psutil.Process()
+        assert os.getsid(one.pid) == one.pid and os.getsid(two.pid) == two.pid
+        assert first.name() == "onebox-worker"
+        pipes = [{link for link in links(each) if link.startswith("pipe:")} for each in (one.pid, two.pid)]
+        assert len(pipes[0]) >= 1 and not pipes[0] & pipes[1], "each has its own"
+        parent = first.parent()
+        assert parent is not None
+        assert not set(links(one.pid)) & {link for link in links(parent.pid) if link.startswith("socket:")}
+        assert sorted(os.sched_getaffinity(one.pid)) == sorted(os.sched_getaffinity(0))
+
+
+def links(process: int) -> list[str]:
+    return [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir()]
+
+
+def test_it_may_run_where_this_thread_may_when_it_is_born(nursery: ForkServerProcess, words: IO[bytes]) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        forked = nursery.spawn_worker(words)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert happens(lambda: os.sched_getaffinity(forked.pid) == {min(before)}, WAIT_S)
+    end(forked)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
+def test_those_of_another_user_have_nothing_of_root(own: ForkServers) -> None:
+    try:
+        account = worker_user("nobody", allow_root=False)
+    except onebox.errors.UsageError as error:
+        pytest.skip(str(error))
+    assert account is not None
+    with worker(own, account=account) as made:
+        assert isinstance(made._process, ForkedProcess)
+        parent = psutil.Process(made.pid).parent()
+        assert parent is not None
+        for process in (made.pid, parent.pid):
+            status = dict(line.split(":\t", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+            assert status["Uid"].split() == [str(account.user)] * 4
+            assert status["Gid"].split() == [str(account.group)] * 4
+            assert int(status["CapEff"], 16) == 0
+
+
+# ---- what a nursery is
+
+
+def test_it_has_one_thread_and_has_asked_no_driver_for_anything(nursery: ForkServerProcess) -> None:
+    assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
+    assert not [link for link in links(nursery.pid) if link.startswith("/dev/") and link != os.devnull]
+    look = (
+        "import onebox.worker.process.fork_server, torch\n"
+        "print(torch.cuda.is_initialized(), torch.get_num_interop_threads() > 0)"
+    )
+    said = subprocess.run([sys.executable, "-P", "-c", look], capture_output=True, text=True, timeout=240, check=True)
+    assert said.stdout.split() == ["False", "True"]
+
+
+def test_where_a_library_starts_threads_workers_are_started_from_nothing_and_it_is_said_once(
+    caplog: pytest.LogCaptureFixture, words: IO[bytes]
+) -> None:
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("NumPy's library starts no threads on one core")
+    environment = {**worker_environment(1), "OPENBLAS_NUM_THREADS": "2"}
+    made = ForkServers()
+    with caplog.at_level(logging.WARNING, "onebox"):
+        assert made.spawn_worker(environment, words) is None
+        assert made.spawn_worker(environment, words) is None
+    made.close()
+    (record,) = caplog.records
+    assert "started threads" in record.getMessage()
+
+
+def test_a_nursery_that_cannot_import_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
+) -> None:
+    monkeypatch.setattr(nursery_module, "COMMAND", (sys.executable, "-P", "-c", "raise ImportError('no torch here')"))
+    made = ForkServers()
+    with caplog.at_level(logging.WARNING, "onebox"), worker(made) as started:
+        assert isinstance(started._process, subprocess.Popen), "it works all the same"
+    made.close()
+    assert "ImportError: no torch here" in caplog.text
+
+
+def test_what_was_born_to_a_question_that_was_interrupted_ends_and_the_next_is_answered(
+    nursery: ForkServerProcess, words: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = nursery._hear
+
+    def interrupted(end_s: float) -> Any:
+        monkeypatch.setattr(nursery, "_hear", hear)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nursery, "_hear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nursery.spawn_worker(words)
+    forked = nursery.spawn_worker(words)
+    assert happens(lambda: psutil.Process(nursery.pid).children() == [psutil.Process(forked.pid)], WAIT_S)
+    assert end(forked) == 1
+    words.seek(0)
+    assert words.read().count(b"no configuration on standard input") == 2
+
+
+def test_several_threads_get_workers_of_their_own(own: ForkServers) -> None:
+    found: list[int] = []
+
+    def spawn_worker() -> None:
+        with tempfile.TemporaryFile() as file:
+            forked = own.spawn_worker(worker_environment(1), file)
+            assert forked is not None
+            found.append(forked.pid)
+            assert end(forked) == 1
+
+    threads = [threading.Thread(target=spawn_worker) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_told_of(own: ForkServers, status: int) -> None:
+    with worker(own) as made:
+        os.kill(made.pid, -status)
+        assert made.death().exit_status == status
+        assert not runs(made.pid)
+
+
+# ---- whose it is
+
+
+def test_what_a_fork_would_inherit_makes_another(own: ForkServers, words: IO[bytes]) -> None:
+    plain = worker_environment(1)
+    assert inheritance(plain) == inheritance(dict(reversed(plain.items())))
+    assert len({inheritance(each) for each in (plain, worker_environment(2), {**plain, "OMP_DYNAMIC": "1"})}) == 3
+    mask = os.umask(0o77)
+    try:
+        assert inheritance(plain) != inheritance_with(mask, plain)
+    finally:
+        os.umask(mask)
+    one, two = own.spawn_worker(plain, words), own.spawn_worker({**plain, "ATEN_CPU_CAPABILITY": "default"}, words)
+    assert one is not None and two is not None
+    assert psutil.Process(one.pid).parent() != psutil.Process(two.pid).parent()
+    assert [end(each) for each in (one, two)] == [1, 1]
+
+
+def inheritance_with(mask: int, environment: dict[str, str]) -> tuple[object, ...]:
+    other = os.umask(mask)
+    try:
+        return inheritance(environment)
+    finally:
+        os.umask(other)
+
+
+def test_more_environments_than_are_kept_get_processes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, words: IO[bytes]
+) -> None:
+    monkeypatch.setattr(nurseries_module, "MOST", 0)
+    assert ForkServers().spawn_worker(worker_environment(1), words) is None
+
+
+def test_a_nursery_that_has_ended_is_replaced(words: IO[bytes]) -> None:
+    made = ForkServers()
+    first = made.spawn_worker(worker_environment(1), words)
+    assert first is not None
+    assert end(first) == 1
+    (nursery,) = made._found.values()
+    os.kill(nursery.pid, signal.SIGKILL)
+    second = made.spawn_worker(worker_environment(1), words)
+    assert second is not None
+    (other,) = made._found.values()
+    assert other is not nursery and end(second) == 1
+    made.close()
+    assert not runs(other.pid)
+    with pytest.raises(ForkServerEnded):
+        other.spawn_worker(words)
+
+
+def test_workers_end_with_their_nursery_and_what_is_known_is_said() -> None:
+    made = ForkServers()
+    with worker(made) as started:
+        (nursery,) = made._found.values()
+        os.kill(started.pid, signal.SIGSTOP)
+        os.kill(nursery.pid, signal.SIGKILL)
+        assert gone([started.pid], WAIT_S), "also one that was stopped"
+        death = started.death()
+        assert isinstance(death, WorkerDied) and death.exit_status is None
+        assert "ended with or after its nursery" in str(death)
+    made.close()
+
+
+def test_a_stopped_nursery_of_a_killed_process_ends_and_so_do_its_workers(tmp_path: Path) -> None:
+    body = """
+import psutil
+with open_pool("cpu*1", threads=1) as pool:
+    (nursery,) = psutil.Process().children()
+    print("workers", *pool.process_ids, nursery.pid, flush=True)
+    time.sleep(60)
+"""
+    with Script(tmp_path, body) as script:
+        script.wait_until_ready()
+        for process in reversed(script.workers):
+            os.kill(process, signal.SIGSTOP)
+        script.signal(signal.SIGKILL)
+        assert gone(script.workers, WAIT_S)
+
+
+def test_a_fork_of_a_client_has_its_own(tmp_path: Path) -> None:
+    body = """
+import psutil
+from onebox.wire.protocol.instructions import Ask
+def nurseries():
+    return {psutil.Process(process).parent() for process in pool.process_ids}
+with open_pool("cpu*2", threads=1) as pool:
+    mine = nurseries()
+    child = os.fork()
+    if child == 0:
+        pool = open_pool("cpu*1", threads=1)
+        print(len(mine), mine & nurseries(), flush=True)
+        pool.close()
+        sys.exit(0)  # runs what is registered with atexit
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(len(pool.post(1, [Ask("memory")], answer=True).result(30).results))
+"""
+    with Script(tmp_path, body) as script:
+        assert script.end(60.0) == (0, "1 set()\n0\n1\n", "")

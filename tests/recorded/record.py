@@ -1,0 +1,90 @@
+"""Compares what the runs compute with the recording, or writes it anew.
+
+python -m tests.recorded.record            each run: same or different; exit status 1 where any differs
+python -m tests.recorded.record --write    record all runs anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.recorded.runs import EVERYWHERE, Record, runs
+
+FILE = Path(__file__).with_name("recorded.json")
+
+
+def machine() -> dict[str, str]:
+    """Return what results depend on beside the code."""
+    return {
+        "torch": torch.__version__,
+        "architecture": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def execute(run: Callable[[Path], Record]) -> Record:
+    """Return the record of a run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(Path(folder))
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads(json.dumps(found))
+
+
+def differences(found: Record, expected: Record, *, same_machine: bool) -> Iterator[str]:
+    """Yield the parts of a record that differ; on another machine, of those that are the same everywhere."""
+    for part in sorted(found.keys() | expected.keys()):
+        if (same_machine or part in EVERYWHERE) and found.get(part) != expected.get(part):
+            yield part
+
+
+def main() -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="record the runs anew")
+    parser.add_argument("--only", metavar="TEXT", nargs="*", default=[], help="runs whose names contain one of these")
+    parser.add_argument("--show", action="store_true", help="show values that differ")
+    arguments = parser.parse_args()
+    stored: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
+    same_machine = stored["machine"] == machine()
+    chosen = {
+        name: run for name, run in runs().items() if not arguments.only or any(part in name for part in arguments.only)
+    }
+    different, made = 0, {}
+    for name, run in chosen.items():
+        start_s = time.perf_counter()
+        made[name] = execute(run)
+        took_s = time.perf_counter() - start_s
+        expected = stored["runs"].get(name, {})
+        parts = list(differences(made[name], expected, same_machine=same_machine))
+        different += bool(parts)
+        verdict = f"different: {', '.join(parts)}" if parts else "same"
+        verdict = verdict if expected else "new"
+        print(f"{took_s:5.1f} s  {name:<55} {verdict}", flush=True)
+        if arguments.show:
+            for part in parts:
+                print(f"    {part}\n      recorded {expected.get(part)}\n      now      {made[name].get(part)}")
+    if arguments.write:
+        kept = stored["runs"] if arguments.only else {}
+        everything = {name: {**kept, **made}[name] for name in runs() if name in {**kept, **made}}
+        FILE.write_text(json.dumps({"machine": machine(), "runs": everything}, indent=1) + "\n")
+        return 0
+    print(f"{len(chosen) - different} same, {different} different" + ("" if same_machine else ", on another machine"))
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

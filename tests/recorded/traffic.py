@@ -1,0 +1,91 @@
+"""The bytes that this process sends to the workers of this machine, as they go to their sockets.
+
+They are taken where ZeroMQ takes them, so that nothing depends on how the modules between are called. Over sockets of
+one machine a message is its frames and nothing else. Messages that answer a rendezvous are left out: they carry names
+that are drawn at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+RANDOM = frozenset({"rendezvous"})
+"""Kinds of instructions whose bytes are drawn at random."""
+
+
+class Traffic:
+    """Messages to each worker, in their order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[Any, list[tuple[bytes, ...]]] = {}
+
+    def add(self, socket: Any, frames: Sequence[Any]) -> None:
+        """Take down a message that goes to a socket."""
+        if socket.type == zmq.DEALER:
+            copied = tuple(bytes(memoryview(frame).cast("B")) for frame in frames)
+            with self._lock:
+                self._sent.setdefault(socket, []).append(copied)
+
+    def messages(self) -> list[list[tuple[bytes, ...]]]:
+        """Return the frames of the messages to each worker."""
+        with self._lock:
+            return [[frames for frames in sent if not RANDOM & set(kinds(frames[0]))] for sent in self._sent.values()]
+
+    def record(self) -> list[dict[str, Any]]:
+        """Return for each worker how many messages and bytes it was sent, and their hash."""
+        found = []
+        for worker in self.messages():
+            digest = hashlib.sha256()
+            for frames in worker:
+                for frame in frames:
+                    digest.update(len(frame).to_bytes(8, "little") + frame)
+            size = sum(len(frame) for frames in worker for frame in frames)
+            found.append({"messages": len(worker), "bytes": size, "sha256": digest.hexdigest()})
+        return sorted(found, key=lambda one: (one["messages"], one["bytes"], one["sha256"]))
+
+    def instructions(self) -> list[dict[str, Any]]:
+        """Return for each worker how many instructions it was sent, and their hash, whatever message each was in.
+
+        What is freed is left out: on virtual devices it goes with the next message, or with one of its own after a
+        while.
+        """
+        found = []
+        for worker in self.messages():
+            every = [one for frames in worker for one in msgspec.msgpack.decode(frames[0])[2] if one[0] != "free"]
+            digest = hashlib.sha256(msgspec.msgpack.encode(every))
+            for frames in worker:
+                for frame in frames[1:]:
+                    digest.update(len(frame).to_bytes(8, "little") + frame)
+            found.append({"instructions": len(every), "sha256": digest.hexdigest()})
+        return sorted(found, key=lambda one: (one["instructions"], one["sha256"]))
+
+
+def kinds(header: bytes) -> list[str]:
+    """Return the kinds of the instructions of a message."""
+    _, _, instructions = msgspec.msgpack.decode(header)
+    return [instruction[0] for instruction in instructions]
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Traffic]:
+    """Take down what is sent to workers while the context is open."""
+    traffic = Traffic()
+    plain = zmq.Socket.send_multipart
+
+    def send(self: Any, parts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        traffic.add(self, parts)
+        return plain(self, parts, *args, **kwargs)
+
+    zmq.Socket.send_multipart = send  # type: ignore[method-assign]
+    try:
+        yield traffic
+    finally:
+        zmq.Socket.send_multipart = plain  # type: ignore[method-assign]

@@ -1,0 +1,133 @@
+"""The options of the commands: what is refused, what is filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from onebox.cli.models import MODEL_NAMES
+from onebox.cli.options.common import ModelName
+from onebox.cli.options.jobs import PlanConfig, TrainConfig
+from onebox.cli.options.pools import DevicesConfig, RunConfig
+from onebox.errors import UsageError
+from onebox.sizes import Budgets
+
+
+def test_the_models_on_the_command_line_are_those_that_exist() -> None:
+    assert get_args(ModelName) == MODEL_NAMES
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"epochs": 0}, "--epochs 0"),
+        ({"batch": 0}, "--batch 0"),
+        ({"micro_batch": -1}, "--micro-batch -1"),
+        ({"threads": 0}, "--threads 0"),
+        ({"save_every": 0}, "--save-every 0"),
+        ({"every": 0}, "--every 0"),
+        ({"snapshot_every": 0}, "--snapshot-every 0"),
+        ({"snapshot_every": 3, "recover": "off"}, "--snapshot-every 3 is for runs that recover"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"clip_grad_norm": float("inf")}, "--clip-grad-norm inf"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1"),
+        ({"optimizer": "sgd", "momentum": 1.0}, "--momentum 1.0"),
+        ({"momentum": 0.9}, "--momentum is for --optimizer sgd"),
+        ({"seed": -1}, "--seed -1"),
+        ({"memory": "lots"}, "--memory lots"),
+        ({"shares": "1,x"}, "--shares 1,x"),
+        ({"shares": "0,0"}, "--shares 0,0"),
+        ({"shares": "inf,1"}, "--shares inf,1"),
+        ({"plan": "p.json", "micro_batch": 8}, "--plan p.json and --micro-batch 8"),
+        ({"plan": "auto", "sync": "client"}, "--plan auto and --sync client"),
+        ({"plan": "auto", "update": "host"}, "--plan auto and --update host"),
+        ({"plan": "auto", "shares": "3,1"}, "--plan auto and --shares 3,1"),
+        ({"plan": ""}, "--plan"),
+        ({"read": "0"}, "--read 0: allowed are auto, and 1 and more"),
+        ({"process": "many"}, "--process many"),
+        ({"image_size": 0}, "--image-size 0"),
+        ({"run": Path("a"), "resume": Path("b")}, "--run is for a new run"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_no_sense_is_refused_with_its_flag(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**options)
+    assert str(caught.value).startswith(flag)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"batch": 0}, "--batch 0"),
+        ({"momentum": 0.9}, "--momentum is for --optimizer sgd"),
+        ({"memory": "lots"}, "--memory lots"),
+        ({"micro_batches": "0,4"}, "--micro-batches 0,4"),
+        ({"micro_batches": "4,,8"}, "--micro-batches 4,,8"),
+        ({"micro_batches": "65"}, "--micro-batches 65"),
+        ({"micro_batches": "²"}, "--micro-batches ²"),
+        ({"schedules": "1f1b,"}, "--schedules 1f1b,"),
+        ({"schedules": "table"}, "--schedules table"),
+        ({"budget": -1.0}, "--budget -1.0"),
+        ({"check": Path("p"), "micro_batches": "4"}, "--check p and --micro-batches 4"),
+        ({"check": Path("p"), "schedules": "1f1b"}, "--check p and --schedules 1f1b"),
+    ],
+    ids=str,
+)
+def test_the_plan_command_checks_too(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        PlanConfig(**options)
+    assert str(caught.value).startswith(flag)
+
+
+def test_micro_batches_and_schedules_as_the_planner_takes_them() -> None:
+    assert PlanConfig(micro_batches="4, 8,16").micro_batch_sizes == (4, 8, 16)
+    assert PlanConfig(schedules="1f1b, zb-h1").schedule_names == ("1f1b", "zb-h1")
+    assert PlanConfig().micro_batch_sizes is None
+    assert PlanConfig().schedule_names is None
+
+
+@pytest.mark.parametrize(("options", "flag"), [({"threads": 0}, "--threads 0"), ({"memory": "0"}, "--memory 0")])
+def test_the_devices_command_checks_too(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UsageError, match=f"^{flag}"):
+        DevicesConfig(**options)
+
+
+def test_shares_and_memory_as_the_engine_takes_them() -> None:
+    assert TrainConfig(shares="measured").share_weights == "measured"
+    assert TrainConfig(shares="3,1.5").share_weights == (3.0, 1.5)
+    assert TrainConfig().budgets == Budgets()
+    assert DevicesConfig(memory="1KiB").budgets.of(2) == (1024, 1024)
+    assert PlanConfig(memory="1KiB,2KiB").budgets.of(2) == (1024, 2048)
+    assert RunConfig(memory="1:1KiB").budgets.of(2) == (0, 1024)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon"])
+def test_resolving_fills_in_what_the_optimizer_needs(optimizer: Any) -> None:
+    config = TrainConfig(optimizer=optimizer).resolved()
+    assert config.lr is not None and config.weight_decay is not None
+    assert (config.momentum is not None) == (optimizer == "sgd")
+    assert config.resolved() == config
+
+
+def test_resolving_keeps_what_was_given() -> None:
+    given_options = TrainConfig(optimizer="sgd", lr=0.5, weight_decay=0.0, momentum=0.0)
+    assert given_options.resolved() == given_options
+
+
+def test_a_data_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert TrainConfig(data="mnist:here").resolved().data == f"mnist:{tmp_path / 'here'}"
+    assert TrainConfig(data="digits").resolved().data == "digits"
+    several = TrainConfig(data="tar:a-{0,1}.tar,b.tar").resolved().data
+    assert several == f"tar:{tmp_path}/a-{{0,1}}.tar,{tmp_path}/b.tar"
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 3  # type: ignore[misc]

@@ -1,0 +1,233 @@
+"""The edge of the run-time scheduler: a plan takes over between steps, and none does after a loss or at the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from onebox.engine.adaptive.controller import AdaptiveController
+from onebox.engine.adaptive.measurements import StepContext
+from onebox.engine.adaptive.migration import Migration, MigrationReport
+from onebox.engine.compile.routine import InstructionLabel
+from onebox.engine.steps.results import StepTrace
+from onebox.errors import DeviceMemoryError, OneboxError
+from onebox.plan import Action, MicroBatch, Plan, Stage
+from onebox.plan.model.problem import ComputeTime, DeviceSpec, Problem, Segment, SegmentValue
+from onebox.plan.model.schedule import Kind
+from onebox.plan.model.work import Links
+
+WAIT_S = 20.0
+PARTS = tuple(MicroBatch(index=index, start=2 * index, size=2) for index in range(4))
+NAMES = tuple("abcdef")
+KINDS: tuple[Kind, ...] = ("F", "B")
+
+
+def cut(bound: int) -> Plan:
+    own = (NAMES[:bound], NAMES[bound:])
+    stages = tuple(Stage(segments=names, replicas=((d,),), shares=(1.0,)) for d, names in enumerate(own))
+    return Plan(stages=stages, micro_batch=2, schedule="1f1b")
+
+
+def problem(scale: float) -> Problem:
+    """Return six segments that take 10 ms forward, and each half of backward likewise, on either of two devices.
+
+    Args:
+        scale: All takes so many times as long.
+    """
+    each = {"cpu": ComputeTime(sample_s=0.005 * scale)}
+    return Problem(
+        segments=tuple(Segment(name=n, forward_s=each, input_s=each, weight_s=each, update_s={}) for n in NAMES),
+        devices=tuple(DeviceSpec(number=number, type="cpu") for number in range(2)),
+        links=Links(latency_s={0: {1: 0.0}, 1: {0: 0.0}}, bandwidth_bps={0: {1: 1e9}, 1: {0: 1e9}}),
+        batch=8,
+        micro_batches=(2,),
+        values=tuple(SegmentValue(source=a, consumers=(a + 1,), forward_bytes=8, backward_bytes=8) for a in range(5)),
+    )
+
+
+class Trained:
+    """A run whose workers take what they are said to take; it keeps what it is asked to do."""
+
+    def __init__(self, refuses: OneboxError | None = None, scale: float = 1.0) -> None:
+        self.plan, self.steps_done = cut(3), 0
+        self.adopted: list[Plan] = []
+        self.prepared = 0
+        self.may_prepare = threading.Event()
+        self.may_prepare.set()
+        self._refuses = refuses
+        self.scale = scale
+
+    def prepare(self, plan: Plan) -> Migration | None:
+        assert self.may_prepare.wait(WAIT_S)
+        self.prepared += 1
+        if self._refuses is not None:
+            raise self._refuses
+        return None
+
+    def adopt(self, plan: Plan, prepared: Migration | None = None) -> MigrationReport:
+        self.adopted.append(plan)
+        self.plan = plan
+        return MigrationReport(names=1, size_bytes=100)
+
+    def step(self, adaptive: AdaptiveController, slow: float) -> None:
+        """Do a step, in which the second device takes so many times as long."""
+        adaptive.between_steps()
+        self.end(adaptive, slow)
+        while adaptive._told.qsize():  # what has been told is looked at before the next step
+            time.sleep(0.001)
+
+    def end(self, adaptive: AdaptiveController, slow: float) -> None:
+        """Let a step end."""
+        workers, begin = {}, self.steps_done * int(1e10 * self.scale)
+        for device, stage in enumerate(self.plan.stages):
+            labels, times, now = [], [], begin
+            for part in PARTS:
+                for kind in KINDS:
+                    took = int(1e7 * self.scale * len(stage.segments) * (1 + (kind == "B")) * (slow if device else 1.0))
+                    labels.append(InstructionLabel("", "compute", Action(kind, device, part.index)))
+                    times += [now, now + took]
+                    now += took
+            workers[device] = (labels, tuple(times), ())
+        trace = StepTrace(step=self.steps_done, workers=workers)
+        self.steps_done += 1
+        whole = StepContext(
+            trace=trace, micro_batches=PARTS, full=2, hosts={0: "", 1: ""}, timed=lambda one, other: False
+        )
+        adaptive.ended(whole, self.plan)
+
+
+def followed(run: Trained) -> AdaptiveController:
+    return AdaptiveController(run, lambda plan, steps: problem(run.scale), lambda: 8)
+
+
+def until(run: Trained, adaptive: AdaptiveController, slow: float) -> None:
+    """Do steps until something has been decided on."""
+    end_s = time.monotonic() + WAIT_S
+    while not adaptive.decisions:
+        assert time.monotonic() < end_s
+        run.step(adaptive, slow)
+
+
+def test_a_plan_takes_over_when_a_device_becomes_slow_and_its_outcome_is_known_later() -> None:
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(15):
+        run.step(adaptive, 1.0)
+    assert adaptive.decisions == ()
+    until(run, adaptive, 3.0)
+    (made,) = adaptive.decisions
+    assert run.adopted == [made.decision.plan] == [run.plan]
+    assert len(run.plan.stages[1].segments) < 3
+    assert (made.moved_bytes, made.refused, made.outcome) == (100, "", None)
+    end_s = time.monotonic() + WAIT_S
+    while adaptive.decisions[0].outcome is None and time.monotonic() < end_s:
+        run.step(adaptive, 3.0)
+    outcome = adaptive.decisions[0].outcome
+    assert outcome is not None
+    assert outcome.kept
+    assert outcome.line in adaptive.decisions[0].line
+    adaptive.close()
+
+
+def test_a_plan_that_has_no_room_is_refused_and_said_once() -> None:
+    run = Trained(refuses=DeviceMemoryError("no room"))
+    adaptive = followed(run)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    until(run, adaptive, 3.0)
+    for _ in range(5):
+        run.step(adaptive, 3.0)
+    adaptive.close()
+    assert run.adopted == []
+    assert adaptive.decisions[0].refused == "no room"
+    assert adaptive.decisions[0].line.endswith("not done: no room")
+
+
+@pytest.mark.parametrize("end", ["close", "restart"])
+def test_what_is_ready_does_not_take_over_after_the_end_or_a_loss(end: str) -> None:
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    end_s = time.monotonic() + WAIT_S
+    while not run.prepared:
+        assert time.monotonic() < end_s
+        run.step(adaptive, 3.0)
+    thread = adaptive._thread
+    getattr(adaptive, end)()
+    assert thread is not None
+    assert not thread.is_alive()
+    if end == "restart":
+        adaptive.between_steps()
+        assert run.adopted == []
+        run.step(adaptive, 1.0)
+        adaptive.close()
+
+
+def doubted(run: Trained, adaptive: AdaptiveController) -> None:
+    """Do steps as usual, and one that is slow, and wait until it has been looked at."""
+    for _ in range(12):
+        run.step(adaptive, 1.0)
+    run.end(adaptive, 3.0)
+    end_s = time.monotonic() + WAIT_S
+    while not adaptive._patience_s and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert adaptive._patience_s > 0
+
+
+def test_where_something_has_plainly_changed_the_next_step_waits_for_the_plan_that_follows() -> None:
+    run = Trained(scale=1000.0)  # whose steps take minutes, as far as anybody knows: so long may be waited
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.end(adaptive, 3.0)
+    assert adaptive.between_steps(under_way=True)
+    assert [made.decision.plan for made in adaptive.decisions] == run.adopted == [run.plan]
+    adaptive.close()
+
+
+@pytest.mark.parametrize("refuses", [None, DeviceMemoryError("no room")])
+def test_a_step_that_waits_goes_on_where_no_plan_follows(refuses: OneboxError | None) -> None:
+    run = Trained(refuses=refuses, scale=1000.0)
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.end(adaptive, 1.0 if refuses is None else 3.0)
+    assert not adaptive.between_steps(under_way=True)
+    assert (run.prepared, run.adopted) == (0 if refuses is None else 1, [])
+    adaptive.close()
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_nobody_waits_while_no_step_is_under_way_or_for_longer_than_it_is_worth(under_way: bool) -> None:
+    run = Trained(scale=0.5)  # steps of some tenths of a second
+    adaptive = followed(run)
+    doubted(run, adaptive)
+    run.may_prepare.clear()
+    run.end(adaptive, 3.0)
+    assert not adaptive.between_steps(under_way=under_way)
+    assert run.prepared == 0, "it would have been waited for until now"
+    run.may_prepare.set()
+    adaptive.close()
+
+
+def test_what_the_user_did_meanwhile_is_no_cost_of_a_change() -> None:
+    """A device became slow in the last steps before an evaluation that took a while."""
+    run = Trained()
+    adaptive = followed(run)
+    for _ in range(15):
+        run.step(adaptive, 1.0)
+    end_s = time.monotonic() + WAIT_S
+    while not run.prepared:
+        assert time.monotonic() < end_s
+        run.end(adaptive, 3.0)
+        while adaptive._told.unfinished_tasks:
+            time.sleep(0.001)
+    assert adaptive.decisions == ()
+    run.steps_done += 100  # so long nothing is done
+    while not adaptive.decisions or adaptive.decisions[0].outcome is None:
+        assert time.monotonic() < end_s
+        run.step(adaptive, 3.0)
+    (made,) = adaptive.decisions
+    assert made.seconds < 10.0, "of the 1000 s in between"
+    adaptive.close()

@@ -1,0 +1,196 @@
+"""Restoring: a checkpoint goes back into the model and optimizer that it came from, and into no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import onebox
+from onebox.engine.state.checkpoint_files import Checkpoint, GroupEntry, read
+from onebox.engine.state.checkpoint_restore import group_entries, restore
+from onebox.engine.workload.named_state import named_state
+from onebox.errors import CheckpointError
+from tests.unit.engine.conftest import Pools
+from tests.unit.engine.state.test_checkpoint_files import manifest
+
+
+class Scale(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(outputs * self.factor, targets)
+
+
+def make(seed: int, loss: Any = None) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    loss = loss or Scale().double()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.01 * seed},
+        {"params": [*model[2].parameters(), *loss.parameters()]},
+    ]
+    return model, loss, torch.optim.AdamW(groups, lr=0.02 * seed, betas=(0.8, 0.9))
+
+
+def saved(seed: int) -> Checkpoint:
+    model, loss, optimizer = make(seed)
+    named = named_state(model, loss, lambda: 0)
+    state = {name: tensor.detach().clone() for name, tensor in named.tensors.items()}
+    return Checkpoint(
+        manifest=manifest(groups=group_entries(optimizer, named), optimizer="AdamW"), state=state, optimizer={}
+    )
+
+
+def test_weights_buffers_and_options_come_back() -> None:
+    model, loss, optimizer = make(2)
+    restore(saved(1), model, loss, optimizer)
+    expected, expected_loss, expected_optimizer = make(1)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert torch.equal(loss.factor, expected_loss.factor)
+    for group, other in zip(optimizer.param_groups, expected_optimizer.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
+    assert all(isinstance(group["betas"], tuple) for group in optimizer.param_groups)
+
+
+def without(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    state = {key: tensor for key, tensor in checkpoint.state.items() if key != name}
+    return Checkpoint(manifest=checkpoint.manifest, state=state, optimizer={})
+
+
+def changed(checkpoint: Checkpoint, **state: Tensor) -> Checkpoint:
+    named = {name.replace("__", "."): tensor for name, tensor in state.items()}
+    return Checkpoint(manifest=checkpoint.manifest, state={**checkpoint.state, **named}, optimizer={})
+
+
+def described(**other: Any) -> Checkpoint:
+    original = saved(1)
+    return Checkpoint(
+        manifest=manifest(**{"groups": original.manifest.groups, "optimizer": "AdamW", **other}),
+        state=original.state,
+        optimizer={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("foreign", "message"),
+    [
+        (without(saved(1), "model.0.bias"), r"it lacks model\.0\.bias"),
+        (changed(saved(1), model__extra=torch.zeros(1)), r"it has model\.extra"),
+        (
+            changed(saved(1), model__0__bias=torch.zeros(6, dtype=torch.float64)),
+            r"model\.0\.bias is float64\[6\] there",
+        ),
+        (changed(saved(1), model__0__bias=torch.zeros(5)), r"float32\[5\] there and float64\[5\] in the model"),
+        (described(optimizer="SGD"), "written with SGD, but the optimizer is AdamW"),
+        (described(groups=saved(1).manifest.groups[::-1]), "other parameter groups"),
+        (described(groups=saved(1).manifest.groups[:1]), "other parameter groups"),
+        (described(groups=(GroupEntry(("model.0.weight",), {}),)), "other parameter groups"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused_and_nothing_is_touched(foreign: Checkpoint, message: str) -> None:
+    model, loss, optimizer = make(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        restore(foreign, model, loss, optimizer)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.04]
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [(torch.randn(6, 4, generator=generator).double(), torch.randn(6, 3, generator=generator).double())] * count
+
+
+@pytest.mark.parametrize(("workers", "sync"), [(1, "workers"), (2, "client"), (3, "workers")])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, workers: int, sync: Any, pools: Pools) -> None:
+    options: dict[str, Any] = {"pool": pools(workers), "micro_batch": 2, "seed": 3, "sync": sync, "clip_grad_norm": 0.5}
+    model, loss, optimizer = make(1)
+    with onebox.Trainer(model, loss, optimizer, **options) as trainer:
+        for batch in batches(3):
+            trainer.step(*batch)
+        trainer.save(tmp_path, extra={"epoch": 1})
+        for batch in batches(2):
+            trainer.step(*batch)
+        expected = trainer.tensors()
+        state = trainer.optimizer_state()
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(workers)) as again:
+        assert (again.steps_done, again.extra, again.seed, again.clip_grad_norm) == (3, {"epoch": 1}, 3, 0.5)
+        for batch in batches(2):
+            again.step(*batch)
+        found = again.tensors()
+        for (n, k, one), (m, j, other) in zip(state, again.optimizer_state(), strict=True):
+            assert (n, k) == (m, j)
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other  # type: ignore[arg-type]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_save_before_the_first_step_is_whole(tmp_path: Path, pools: Pools) -> None:
+    model, loss, optimizer = make(1)
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
+        trainer.save(tmp_path)
+    assert read(tmp_path).manifest.step == 0
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
+        trainer.save(tmp_path)  # nor does one between resuming and the first step lose anything
+        float(trainer.step(*batches(1)[0]))
+
+
+def test_a_save_of_earlier_days_names_one_class_for_all_groups(tmp_path: Path, pools: Pools) -> None:
+    model, loss, optimizer = make(1)
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
+        float(trainer.step(*batches(1)[0]))
+        manifest_file = trainer.save(tmp_path) / "manifest.json"
+    text = json.loads(manifest_file.read_text())
+    assert text["optimizer"] == ["AdamW", "AdamW"]
+    manifest_file.write_text(json.dumps({**text, "optimizer": "AdamW"}))
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path, model, loss, optimizer, pool=pools(1)) as trainer:
+        float(trainer.step(*batches(1)[0]))
+    manifest_file.write_text(json.dumps({**text, "optimizer": ["AdamW"]}))
+    with pytest.raises(CheckpointError, match="optimizers of 1 parameter groups, but 2 groups"):
+        read(tmp_path)
+
+
+def test_a_save_after_resuming_keeps_what_the_optimizer_remembers(tmp_path: Path, pools: Pools) -> None:
+    model, loss, optimizer = make(1)
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
+        float(trainer.step(*batches(1)[0]))
+        trainer.save(tmp_path / "one")
+    model, loss, optimizer = make(2)
+    with onebox.Trainer.resume(tmp_path / "one", model, loss, optimizer, pool=pools(1)) as trainer:
+        trainer.save(tmp_path / "other")
+    one, other = read(tmp_path / "one"), read(tmp_path / "other")
+    assert one.optimizer.keys() == other.optimizer.keys()
+    assert all(torch.equal(one.optimizer[key], other.optimizer[key]) for key in one.optimizer)
+    assert one.manifest.step == other.manifest.step
+
+
+def test_an_optimizer_that_has_stepped_before_goes_on(pools: Pools) -> None:
+    """A user may have trained a while without onebox."""
+    model, loss, optimizer = make(1)
+    expected, expected_loss, expected_optimizer = make(1)
+    for m, criterion, o, count in ((model, loss, optimizer, 2), (expected, expected_loss, expected_optimizer, 4)):
+        for x, y in batches(count):
+            o.zero_grad()
+            criterion(m(x), y).backward()
+            o.step()
+    with onebox.Trainer(model, loss, optimizer, pool=pools(1)) as trainer:
+        for batch in batches(2):
+            trainer.step(*batch)
+        trainer.pull()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=0, atol=1e-12)

@@ -1,0 +1,204 @@
+"""What the client does for groups: keys and values for whoever waits, and sums in the order of the members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from onebox.errors import WireError
+from onebox.pool.client.rendezvous import ClientSums, KeyValues, LookupReply
+from onebox.wire import TensorSpec
+from onebox.wire.protocol.responses import Contribution, Lookup
+
+GROUPS, KEYS, WORKERS = st.integers(1, 2), st.sampled_from("ab"), st.integers(0, 2)
+VALUES = st.sampled_from([b"1", b"2", b"30"])
+
+
+class Store(RuleBasedStateMachine):
+    """Compares the stores of two groups with dictionaries; nobody who waits is forgotten, nobody is answered twice."""
+
+    @initialize()
+    def open(self) -> None:
+        self.keys = KeyValues()
+        self.values: dict[tuple[int, str], bytes] = {}
+        self.waiting: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        self.tickets = 0
+        self.answered: set[tuple[int, int]] = set()
+
+    def ask(
+        self, worker: int, group: int, action: Any, *keys: str, value: bytes = b""
+    ) -> tuple[int, list[LookupReply]]:
+        self.tickets += 1
+        answers = self.keys.lookup(worker, Lookup(self.tickets, group, action, keys, value))
+        for answer in answers:
+            assert (answer.worker, answer.ticket) not in self.answered, "answered twice"
+            self.answered.add((answer.worker, answer.ticket))
+        return self.tickets, answers
+
+    def released(self, group: int, key: str, value: bytes) -> set[LookupReply]:
+        self.values[group, key] = value
+        return {LookupReply(worker, ticket, value) for worker, ticket in self.waiting.pop((group, key), [])}
+
+    @rule(worker=WORKERS, group=GROUPS, key=KEYS, value=VALUES)
+    def set(self, worker: int, group: int, key: str, value: bytes) -> None:
+        _, answers = self.ask(worker, group, "set", key, value=value)
+        assert set(answers) == self.released(group, key, value)
+
+    @rule(worker=WORKERS, group=GROUPS, key=KEYS)
+    def get(self, worker: int, group: int, key: str) -> None:
+        ticket, answers = self.ask(worker, group, "get", key)
+        if (group, key) in self.values:
+            assert answers == [LookupReply(worker, ticket, self.values[group, key])]
+        else:
+            assert answers == []
+            self.waiting.setdefault((group, key), []).append((worker, ticket))
+
+    @rule(worker=WORKERS, group=GROUPS, key=KEYS, amount=st.integers(-2, 5))
+    def add(self, worker: int, group: int, key: str, amount: int) -> None:
+        ticket, answers = self.ask(worker, group, "add", key, value=str(amount).encode())
+        total = str(int(self.values.get((group, key), b"0")) + amount).encode()
+        assert set(answers) == self.released(group, key, total) | {LookupReply(worker, ticket, total)}
+
+    @rule(worker=WORKERS, group=GROUPS, keys=st.lists(KEYS, min_size=1, max_size=3))
+    def check(self, worker: int, group: int, keys: list[str]) -> None:
+        ticket, answers = self.ask(worker, group, "check", *keys)
+        there = all((group, key) in self.values for key in keys)
+        assert answers == [LookupReply(worker, ticket, b"1" if there else b"0")]
+
+    @rule(worker=WORKERS, group=GROUPS, key=KEYS)
+    def delete(self, worker: int, group: int, key: str) -> None:
+        ticket, answers = self.ask(worker, group, "delete", key)
+        gone = self.values.pop((group, key), None)
+        assert answers == [LookupReply(worker, ticket, b"0" if gone is None else b"1")]
+
+    @rule(group=GROUPS)
+    def forget(self, group: int) -> None:
+        told = self.keys.forget(group)
+        keys = [key for key in self.waiting if key[0] == group]
+        assert sorted(told) == sorted(waiter for key in keys for waiter in self.waiting.pop(key))
+        self.values = {key: value for key, value in self.values.items() if key[0] != group}
+
+    @invariant()
+    def nobody_waits_for_a_key_that_is_there(self) -> None:
+        assert not set(self.waiting) & set(self.values)
+
+
+TestStore = Store.TestCase
+
+
+def test_a_lookup_without_a_key_is_answered() -> None:
+    assert KeyValues().lookup(3, Lookup(7, 1, "get", ())) == [LookupReply(3, 7, b"")]
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"1.5", b"\xff"])
+def test_a_counter_that_is_none_is_refused(value: bytes) -> None:
+    with pytest.raises(WireError, match="no number"):
+        KeyValues().lookup(0, Lookup(1, 1, "add", ("key",), value))
+
+
+# ---- sums
+
+SPEC = TensorSpec("float64", (3,))
+
+
+def bucket(worker: int, order: int) -> torch.Tensor:
+    return torch.tensor([worker, order, 0.1 * worker], dtype=torch.float64)
+
+
+class Sums(RuleBasedStateMachine):
+    """Members contribute in any order; each bucket is summed once, when all are there."""
+
+    @initialize(size=st.integers(1, 4))
+    def form(self, size: int) -> None:
+        self.sums = ClientSums()
+        self.members = tuple(range(10, 10 + size))
+        self.sums.form(1, self.members)
+        self.orders = dict.fromkeys(self.members, 0)
+        self.came: dict[int, dict[int, int]] = {}
+        self.tickets = 0
+
+    @rule(data=st.data())
+    def contribute(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.members))
+        order = self.orders[worker]
+        self.orders[worker] += 1
+        self.tickets += 1
+        total = self.sums.contribute(worker, Contribution(self.tickets, 1, order, SPEC), bucket(worker, order))
+        came = self.came.setdefault(order, {})
+        came[worker] = self.tickets
+        if len(came) < len(self.members):
+            assert total is None
+            return
+        assert total is not None
+        assert total.tickets == tuple((member, came[member]) for member in self.members)
+        expected = bucket(self.members[0], order).clone()
+        for member in self.members[1:]:
+            expected += bucket(member, order)
+        assert torch.equal(total.total, expected), "in the order of the members, whoever came first"
+        del self.came[order]
+
+    @rule()
+    def a_stranger_contributes(self) -> None:
+        assert self.sums.contribute(99, Contribution(0, 1, 0, SPEC), bucket(1, 1)) is None
+        assert self.sums.contribute(self.members[0], Contribution(0, 2, 0, SPEC), bucket(1, 1)) is None
+
+    @rule()
+    def leave(self) -> None:
+        told = self.sums.forget(1)
+        assert sorted(told) == sorted(pair for came in self.came.values() for pair in came.items())
+        self.came.clear()
+        self.orders = dict.fromkeys(self.members, max(self.orders.values()))
+        self.sums.form(1, self.members)
+
+    @invariant()
+    def nothing_is_kept_of_what_was_summed(self) -> None:
+        assert {order for _, order in self.sums._parts} == set(self.came)
+
+
+TestSums = Sums.TestCase
+
+
+def test_a_sum_leaves_the_contributions_as_they_are() -> None:
+    sums = ClientSums()
+    sums.form(1, (0, 1))
+    parts = [bucket(0, 0), bucket(1, 0)]
+    sums.contribute(0, Contribution(1, 1, 0, SPEC), parts[0])
+    total = sums.contribute(1, Contribution(2, 1, 0, SPEC), parts[1])
+    assert total is not None
+    assert torch.equal(parts[0], bucket(0, 0))
+    assert torch.equal(parts[1], bucket(1, 0))
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(4, dtype=torch.float64), torch.zeros(3), torch.zeros(3, 1, dtype=torch.float64)]
+)
+def test_a_contribution_of_another_kind_is_refused(other: torch.Tensor) -> None:
+    sums = ClientSums()
+    sums.form(1, (0, 1))
+    sums.contribute(0, Contribution(1, 1, 0, SPEC), bucket(0, 0))
+    with pytest.raises(WireError, match="worker 1"):
+        sums.contribute(1, Contribution(2, 1, 0, SPEC), other)
+
+
+def test_a_second_contribution_is_refused() -> None:
+    sums = ClientSums()
+    sums.form(1, (0, 1))
+    sums.contribute(0, Contribution(1, 1, 0, SPEC), bucket(0, 0))
+    with pytest.raises(WireError, match="twice"):
+        sums.contribute(0, Contribution(2, 1, 0, SPEC), bucket(0, 0))
+
+
+@given(st.permutations([0, 1, 2, 3]))
+def test_the_sum_has_the_same_bits_whoever_comes_last(order: list[int]) -> None:
+    sums = ClientSums()
+    sums.form(5, (0, 1, 2, 3))
+    values = torch.tensor([[1e16], [1.0], [-1e16], [1.0]], dtype=torch.float64)
+    totals = [sums.contribute(worker, Contribution(worker, 5, 0, SPEC), values[worker]) for worker in order]
+    assert totals[:3] == [None] * 3
+    assert totals[3] is not None
+    assert float(totals[3].total) == ((1e16 + 1.0) - 1e16) + 1.0

@@ -1,0 +1,192 @@
+"""How a worker's process is started: with nothing in its command line or environment that others may read or plant."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from onebox.errors import PoolError, WorkerDied
+from onebox.pool.errors import WorkerLocation
+from onebox.pool.launch import worker_process as module
+from onebox.pool.launch.worker_process import SocketFolder, WorkerProcess
+from onebox.wire import new_keys
+from onebox.worker import Ports, WorkerConfig
+
+PLACE = WorkerLocation(worker=3, host="localhost", device="cpu")
+
+
+class Started:
+    """Stands in for the process that would be started."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        self.command, self.options = command, options
+        self.pid = os.getpid()
+        heard, self.stdin = os.pipe()
+        self.heard = os.fdopen(heard, "rb")
+        self.stdin = os.fdopen(self.stdin, "wb")  # type: ignore[assignment]
+        stdout, self.says = os.pipe()
+        self.stdout = os.fdopen(stdout, "rb")
+        self.status: int | None = 0
+        self.killed = False
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.status is None and not self.killed:
+            raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
+        return -9 if self.killed else self.status or 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.fixture
+def config() -> WorkerConfig:
+    keys = new_keys()
+    return WorkerConfig("cpu", 3, keys.public, keys.secret, keys.public)
+
+
+@pytest.fixture
+def worker(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerProcess, Any]]:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    made = WorkerProcess(PLACE, config)
+    started: Any = made._process
+    yield made, started
+    made.close(grace_s=0.0)
+    made.close(grace_s=0.0)
+    started.heard.close()
+    os.close(started.says)
+
+
+@pytest.mark.parametrize("temporary", ["short", "too long for a socket", "not there"])
+def test_sockets_get_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temporary: str) -> None:
+    places = {"short": "/tmp", "too long for a socket": str(tmp_path / ("x" * 90)), "not there": "/nowhere"}
+    (tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: places[temporary])
+    folder = SocketFolder()
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+    assert len(f"{folder.path}/{'x' * 16}") < 107
+    Path(folder.path, "socket").touch()
+    for _ in range(2):
+        folder.close()
+        assert not Path(folder.path).exists()
+
+
+def test_no_place_for_sockets_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(prefix: str, dir: str) -> str:
+        raise PermissionError(dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(PoolError, match=r"no folder for sockets .* /dev/shm: let one of them be writable"):
+        SocketFolder()
+
+
+def test_keys_go_through_a_pipe_and_nowhere_else(worker: tuple[WorkerProcess, Any], config: WorkerConfig) -> None:
+    _, started = worker
+    line = started.heard.readline()
+    assert msgspec.json.decode(line, type=WorkerConfig) == config
+    seen = " ".join([*started.command, *started.options["env"], *started.options["env"].values()])
+    assert config.secret not in seen
+
+
+def test_secrets_of_its_parent_stay_there(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    for name in ("AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "x")
+    made = WorkerProcess(PLACE, config)
+    started: Any = made._process
+    made.close(grace_s=0.0)
+    started.heard.close()
+    os.close(started.says)
+    environment = started.options["env"]
+    assert {"NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"} < environment.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HF_TOKEN"} & environment.keys()
+
+
+def test_nothing_is_imported_from_the_current_folder(worker: tuple[WorkerProcess, Any]) -> None:
+    """Somebody else may have put a ``numpy.py`` there."""
+    _, started = worker
+    assert started.command[0] == sys.executable
+    assert started.command[1:] == ["-P", "-m", "onebox.worker"]
+
+
+def test_it_is_not_hit_by_ctrl_c_and_has_its_share_of_threads(worker: tuple[WorkerProcess, Any]) -> None:
+    _, started = worker
+    assert started.options["start_new_session"] is True
+    assert started.options["env"]["OMP_NUM_THREADS"] == "3"
+    assert not started.options.get("shell")
+
+
+def test_ports_are_read_also_in_pieces(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    os.write(started.says, b'{"commands": "ipc:///a", "be')
+    os.write(started.says, b'ats": "ipc:///b"}\n')
+    assert made.ports() == Ports("ipc:///a", "ipc:///b")
+
+
+@pytest.mark.parametrize("line", [b"hello\n", b"{}\n", b'{"commands": 1, "beats": 2}\n', b"\xff\n"])
+def test_something_else_than_ports(worker: tuple[WorkerProcess, Any], line: bytes) -> None:
+    made, started = worker
+    os.write(started.says, line)
+    with pytest.raises(PoolError, match="where its ports were expected"):
+        made.ports()
+
+
+def test_a_worker_that_is_slow_to_start(worker: tuple[WorkerProcess, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_S", 0.05)
+    made, _ = worker
+    with pytest.raises(PoolError, match=r"worker 3 .*did not start within"):
+        made.ports()
+
+
+@pytest.mark.parametrize(
+    ("status", "how"), [(1, "exit status 1"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (None, "exit status None")]
+)
+def test_a_worker_that_ends_says_how_and_its_last_words(
+    worker: tuple[WorkerProcess, Any], status: int | None, how: str
+) -> None:
+    made, started = worker
+    started.status = status
+    os.write(made._stderr.fileno(), b"x" * 10_000 + b"\nImportError: no module \xff\n")
+    started.stdout.close()
+    started.stdout = open(os.devnull, "rb")  # noqa: SIM115 (closed by close)
+    with pytest.raises(WorkerDied, match=how) as caught:
+        made.ports()
+    assert caught.value.exit_status == status
+    assert caught.value.last_words.endswith("ImportError: no module \N{REPLACEMENT CHARACTER}")
+    assert len(caught.value.last_words) <= 4000
+    assert (caught.value.worker, caught.value.device) == (3, "cpu")
+
+
+def test_a_worker_that_does_not_end_is_killed(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    started.status = None
+    made.close(grace_s=0.0)
+    assert started.killed
+    assert started.stdin.closed, "which ends it, too"
+
+
+def test_what_a_worker_says_in_parts_is_put_together_without_a_wait(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    os.write(started.says, b'{"commands": "tcp://')
+    assert made.hear() is None
+    os.write(started.says, b'1:2", "beats": "tcp://1:3"}\n')
+    assert made.hear() == Ports("tcp://1:2", "tcp://1:3")
+    os.close(started.says)
+    with pytest.raises(EOFError):
+        made.hear()
+    started.says = os.open(os.devnull, os.O_WRONLY)
+
+
+def test_a_worker_that_never_ends_its_line_is_not_read_for_ever(worker: tuple[WorkerProcess, Any]) -> None:
+    made, started = worker
+    os.write(started.says, b"x" * 5000)
+    with pytest.raises(PoolError, match="where its ports were expected"):
+        made.hear()

@@ -1,0 +1,256 @@
+"""Measuring a pool whose workers are threads: what is made of traces, what is left behind, when it is done at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.cost import PoolProfile, Speeds, cache, near_groups
+from onebox.errors import OneboxError, UsageError
+from onebox.pool import DeviceInfo, Fault, Link, Pool
+from onebox.pool import pool as pool_module
+from onebox.pool.network import link_benchmark, profile
+from onebox.pool.network.link_benchmark import one_way_s, settled, tables
+from onebox.pool.network.profile import block_seconds, blocks, profile_key
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.responses import WorkerMemory
+from onebox.worker.comm import formation
+from tests.unit.house import OpenPool, threads_for_processes
+
+SMALL_BYTES = 2 << 20
+"""Memory for small kernels, which take little time."""
+
+SLOW = Link(latency_s=0.02, bandwidth_bps=5e6)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def open_pool() -> Iterator[OpenPool]:
+    with threads_for_processes() as opening:
+        yield opening
+
+
+@given(st.floats(1e-9, 1e4))
+def test_a_kernel_runs_for_a_while_and_never_too_often(call_s: float) -> None:
+    count, calls = blocks(call_s)
+    assert 5 <= count <= 60
+    assert 1 <= calls <= 100
+    assert calls * call_s >= min(0.001, 100 * call_s) * 0.999
+    assert count * calls * call_s <= max(0.1, 5 * call_s) * 1.001
+
+
+def test_a_block_lasts_from_its_first_call_to_its_answer() -> None:
+    times = [10, 12, 13, 15, 15, 110, 200, 201, 202, 203, 203, 500]  # two blocks of two calls
+    assert block_seconds(times, 2, 2) == [50e-9, 150e-9]
+    assert block_seconds(times, 2, 1) == [100e-9, 300e-9], "one call of several instructions"
+
+
+def test_the_way_there_by_one_clock_and_by_the_whole_trip() -> None:
+    sent = [1000, 1010, 1010, 9000, 1020, 9100, 9100, 9200]
+    answered = [500, 4000, 4500, 4600, 4600, 4700, 4700, 4800]
+    assert one_way_s(sent, answered, clock=True, back_s=None) == pytest.approx([3.5e-6])
+    assert one_way_s(sent, answered, clock=False, back_s=None) == pytest.approx([4.05e-6])
+    assert one_way_s(sent, answered, clock=False, back_s=1e-6) == pytest.approx([7.1e-6])
+    held_up = one_way_s(sent, answered, clock=False, back_s=1.0)
+    assert held_up == pytest.approx([4.05e-6]), "half of the round trip at least"
+    later = [time + 10_000 for time in sent]
+    both = one_way_s([*sent, *later], [*answered, *(time + 10_100 for time in answered)], clock=True, back_s=None)
+    assert both == pytest.approx([3.5e-6, 3.6e-6])
+    backwards = one_way_s(sent, [0] * 8, clock=True, back_s=None)
+    assert backwards == [1e-9], "clocks that disagree make no time negative"
+
+
+NEAR, FAR = (60e-6, 4e9), (1e-3, 20e6)
+
+
+def in_turn(disturbed: dict[tuple[int, int], list[tuple[float, float]]], count: int = 4) -> tuple[Any, dict[Any, int]]:
+    """Return what measures the links of two hosts of two devices, some disturbed at first; and how often it did."""
+    asked = dict.fromkeys(permutations(range(count), 2), 0)
+
+    def measure(pair: tuple[int, int]) -> tuple[float, float]:
+        times, asked[pair] = asked[pair], asked[pair] + 1
+        late = disturbed.get(pair, [])
+        return late[times] if times < len(late) else NEAR if pair[0] // 2 == pair[1] // 2 else FAR
+
+    return {pair: partial(measure, pair) for pair in asked}, asked
+
+
+def groups_of(links: Any) -> Any:
+    return near_groups(*tables(links, range(4)))
+
+
+def test_what_groups_rest_on_is_measured_again() -> None:
+    """One link that was disturbed both ways looks like two hosts more; measured again, it is gone."""
+    late = {pair: [(300e-6, 800e6)] for pair in ((0, 1), (1, 0))}
+    measures, asked = in_turn(late)
+    assert groups_of({pair: late.get(pair, [measures[pair]()])[0] for pair in asked})[0] == ((0,), (1,), (2, 3))
+    measures, asked = in_turn(late)
+    assert groups_of(settled(measures)) == (((0, 1), (2, 3)),)
+    assert asked[0, 1] == asked[1, 0] == 3, "after the groups had changed once more"
+    assert sum(asked.values()) == 12 + 2 * 6, "each link once, and the tree twice more, both ways"
+
+
+def test_groups_that_a_disturbed_link_hides_are_found() -> None:
+    late = {pair: [(1.5e-3, 40e6)] for pair in ((0, 1), (1, 0))}
+    measures, asked = in_turn(late, count=3)
+    first = {pair: late.get(pair, [measure()])[0] for pair, measure in measures.items()}
+    assert near_groups(*tables(first, range(3))) == (((0, 1, 2),),)
+    measures, asked = in_turn(late, count=3)
+    assert near_groups(*tables(settled(measures), range(3))) == (((0, 1), (2,)),)
+    assert asked[0, 1] == asked[1, 0] == 3, "likewise"
+
+
+def test_groups_that_stay_are_measured_again_once_and_others_a_few_times() -> None:
+    measures, asked = in_turn({})
+    settled(measures)
+    assert sorted(asked.values()) == [1] * 6 + [2] * 6
+    measures, asked = in_turn({pair: [(300e-6, 800e6)] * 100 for pair in ((0, 1), (1, 0))})
+    assert groups_of(settled(measures))[0] == ((0,), (1,), (2, 3)), "so it is"
+    assert max(asked.values()) == 2
+
+
+def test_a_way_that_is_slower_than_the_way_back_is_measured_again() -> None:
+    measures, asked = in_turn({(0, 1): [FAR] * 2})
+    assert settled(measures)[0, 1] == NEAR
+    assert (asked[0, 1], asked[1, 0]) == (4, 2)
+
+
+def used_bytes(pool: Pool) -> list[int]:
+    found = []
+    for worker in range(len(pool)):
+        (memory,) = pool.post(worker, [Ask("memory")], answer=True).result(30).results
+        assert isinstance(memory, WorkerMemory)
+        found.append(memory.used_bytes)
+    return found
+
+
+def test_a_profile_of_threads(open_pool: OpenPool) -> None:
+    pool = open_pool(3, links={(0, 1): SLOW, (2, 1): SLOW}, memory=SMALL_BYTES)
+    found = pool.profile()
+    assert isinstance(found, PoolProfile)
+    assert [device.memory_bytes for device in found.devices] == [SMALL_BYTES] * 3
+    assert all(
+        None not in [getattr(device.speeds, name) for name in Speeds.__struct_fields__] for device in found.devices
+    )
+    assert {(s, t) for s, row in found.latency_s.items() for t in row} == {
+        (s, t) for s in range(3) for t in range(3)
+    } - {(n, n) for n in range(3)}
+    assert found.emulated_links == ((0, 1), (1, 0), (1, 2), (2, 1))
+    for source, target in found.emulated_links:
+        assert 0.8 * SLOW.latency_s < found.latency_s[source][target] < 5 * SLOW.latency_s
+        assert SLOW.bandwidth_bps / 5 < found.bandwidth_bps[source][target] < 1.5 * SLOW.bandwidth_bps
+    assert [sorted(level) for level in found.groups] == [[(0, 2), (1,)]]
+    assert used_bytes(pool) == [0, 0, 0]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
+    """Return a list that grows with each measurement; what is measured is the same each time."""
+    pools: list[Pool] = []
+    original = profile.measure_pool
+
+    def count(pool: Pool) -> PoolProfile:
+        pools.append(pool)
+        return original(pool)
+
+    monkeypatch.setattr(pool_module, "measure_pool", count)
+    return pools
+
+
+def test_it_is_measured_once_or_when_asked_to(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = counted(monkeypatch)
+    pool = open_pool(1, memory=SMALL_BYTES)
+    first = pool.profile()
+    assert pool.profile() == first
+    assert open_pool(1, memory=SMALL_BYTES).profile() == first
+    assert len(measured) == 1
+    assert pool.profile(cache=False) != first
+    assert pool.profile() == first
+    newer = pool.profile(fresh=True)
+    assert pool.profile() == newer
+    assert len(measured) == 3
+    (path,) = cache.cache_folder().iterdir()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert pool.profile() != newer
+    assert len(measured) == 4
+
+
+def test_a_pool_that_is_another_has_another_profile(open_pool: OpenPool) -> None:
+    keys = [
+        profile_key(pool)
+        for pool in (
+            open_pool(1),
+            open_pool(2),
+            open_pool(1, memory=5 << 20),
+            open_pool(2, links={(0, 1): SLOW}),
+            open_pool(2, links={(0, 1): Link(latency_s=0.02)}),
+        )
+    ]
+    assert len(set(keys)) == 5
+    assert profile_key(open_pool(2)) == keys[1]
+
+
+def test_a_device_without_memory_is_named(open_pool: OpenPool) -> None:
+    with pytest.raises(UsageError, match=r"device 0 \(cpu on localhost\) has 1000 bytes .* needs 1 MiB"):
+        open_pool(1, memory=1000).profile()
+
+
+@pytest.mark.parametrize(
+    ("worker", "fault"),
+    [
+        (0, Fault("error", "call", 9)),
+        (1, Fault("memory", "call", 1)),
+        (1, Fault("error", "formgroup", 1)),
+        (0, Fault("error", "send", 3)),
+        (1, Fault("error", "send", 3)),
+    ],
+    ids=str,
+)
+def test_a_failure_is_told_and_leaves_nothing_behind(open_pool: OpenPool, worker: int, fault: Fault) -> None:
+    pool = open_pool(2, faults={worker: [fault]}, memory=SMALL_BYTES)
+    with pytest.raises(OneboxError, match=f"worker {worker} .*injected fault"):
+        pool.profile()
+    assert not cache.cache_folder().exists()
+    assert used_bytes(pool) == [0, 0]
+    assert len(pool.profile().devices) == 2, "the fault comes once"
+
+
+def test_links_by_gloo(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As among hosts; here they share a clock all the same."""
+    monkeypatch.setattr(formation, "supported", lambda: False)
+    found = open_pool(2, memory=SMALL_BYTES).profile(cache=False)
+    for source, target in ((0, 1), (1, 0)):
+        assert 0 < found.latency_s[source][target] < 1
+        assert found.bandwidth_bps[source][target] > 0
+
+
+def test_links_without_a_common_clock(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a round trip is the latency of both ways; each way has its bandwidth."""
+    monkeypatch.setattr(link_benchmark, "have_one_clock", lambda one, other: False)
+    links = {(0, 1): Link(latency_s=0.03, bandwidth_bps=5e6), (1, 0): Link(latency_s=0.01, bandwidth_bps=2e6)}
+    found = open_pool(2, memory=SMALL_BYTES, links=links).profile(cache=False)
+    for (source, target), link in links.items():
+        assert 0.01 < found.latency_s[source][target] < 0.1
+        assert link.bandwidth_bps / 2 < found.bandwidth_bps[source][target] < 1.3 * link.bandwidth_bps
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "one"),
+    [("aa", ("cpu", "sim"), True), ("ab", ("cpu", "cpu"), False), ("aa", ("cpu", "cuda:0"), False)],
+)
+def test_whose_traces_go_together(hosts: str, devices: tuple[str, str], one: bool) -> None:
+    ends = [
+        DeviceInfo(number=number, host=host, device=device, name="", threads=1, memory_bytes=1)
+        for number, (host, device) in enumerate(zip(hosts, devices, strict=True))
+    ]
+    assert link_benchmark.have_one_clock(ends[0], ends[1]) is one

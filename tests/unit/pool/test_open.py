@@ -1,0 +1,118 @@
+"""From what is asked for to where the devices come from, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onebox.errors import UsageError
+from onebox.pool import open as opening
+from onebox.pool.backends.agents import agent_source
+from onebox.pool.backends.agents.agent_source import AgentSource, client_name
+from onebox.pool.backends.local import LocalSource
+from onebox.pool.keys.keyring import KnownAgent, remember_agent
+from onebox.pool.open import make_sources, open_pool
+from onebox.sizes import Budgets
+from onebox.wire import new_keys
+
+
+@pytest.fixture(autouse=True)
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A client that was paired with two agents."""
+    monkeypatch.setenv("ONEBOX_CONFIG", str(tmp_path))
+    monkeypatch.delenv("ONEBOX_POOL", raising=False)
+    for address in ("lab-1:7171", "lab-2:7272"):
+        remember_agent(KnownAgent(address, new_keys().public, "lab"))
+    addresses = {"lab-1": "127.0.0.1", "lab-2:7272": "192.0.2.9"}
+    monkeypatch.setattr(opening, "own_address", addresses.__getitem__)
+    yield
+
+
+def seen(sources: list[Any]) -> list[tuple[object, ...]]:
+    """Return what is to be seen of sources."""
+    return [
+        (one.address, one._part.devices, one._part.threads, one._part.memory)
+        if isinstance(one, AgentSource)
+        else (one._address, [request.device for request in one._requests], one._quotas)
+        for one in sources
+    ]
+
+
+def test_sources_stand_in_the_order_of_the_specification() -> None:
+    assert seen(make_sources("cpu*2", threads=1)) == [("127.0.0.1", ["cpu"] * 2, (0, 0))]
+    assert seen(make_sources("lab-1/cpu*2,sim", threads=3, memory=9)) == [
+        ("lab-1", ("cpu*2",), 3, Budgets(every=9)),
+        ("127.0.0.1", ["sim"], (9,)),
+    ]
+    assert [type(one) for one in make_sources("cpu,lab-1,lab-2:7272")] == [LocalSource, AgentSource, AgentSource]
+
+
+def test_workers_of_this_machine_are_reached_where_it_reaches_the_outside() -> None:
+    for spec in ("cpu,lab-1,lab-2:7272", "lab-2:7272,cpu", "lab-1,lab-2:7272,cpu"):
+        (local,) = [one for one in make_sources(spec) if isinstance(one, LocalSource)]
+        assert local._address == "192.0.2.9"
+
+
+def test_what_a_file_says_of_a_host_goes_before_what_is_said_of_all(tmp_path: Path, monkeypatch: Any) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text('[[hosts]]\naddress = "lab-1"\nmemory = "1k"\n[[hosts]]\naddress = "local"\ndevices = "sim"\n')
+    expected = [("lab-1", ("auto",), 2, Budgets(every=1024)), ("127.0.0.1", ["sim"], (77,))]
+    assert seen(make_sources(str(file), threads=2, memory=77)) == expected
+    monkeypatch.setenv("ONEBOX_POOL", str(file))
+    assert seen(make_sources("auto", threads=2, memory=77)) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "quotas"),
+    [("1k", (1024, 1024)), ("1k,2k", (1024, 2048)), ([1, "2k"], (1, 2048)), ({1: 7}, (0, 7)), ("0:1k,1:9", (1024, 9))],
+)
+def test_each_device_may_have_its_own_budget(memory: Any, quotas: tuple[int, ...]) -> None:
+    assert seen(make_sources("cpu*2", threads=1, memory=memory)) == [("127.0.0.1", ["cpu"] * 2, quotas)]
+
+
+def test_budgets_of_several_hosts_are_those_of_a_file(tmp_path: Path) -> None:
+    for memory in ("1k,2k", {0: 5}):
+        with pytest.raises(UsageError, match=r"for devices of several hosts: give one for all, or .* a file of hosts"):
+            make_sources("cpu,lab-1/cpu", memory=memory)
+    file = tmp_path / "lab.toml"
+    file.write_text(
+        '[[hosts]]\naddress = "lab-1"\nmemory = ["1k", 5]\n'
+        '[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8]\n'
+    )
+    agent, local = seen(make_sources(str(file)))
+    assert agent[-1] == Budgets(listed=(1024, 5))
+    assert local[-1] == (7, 8)
+    file.write_text('[[hosts]]\naddress = "local"\ndevices = "sim*2"\nmemory = [7, 8, 9]\n')
+    with pytest.raises(UsageError, match="memory of 3 devices, but the pool has 2"):
+        make_sources(str(file))
+
+
+@pytest.mark.parametrize("open_", [make_sources, open_pool])
+def test_a_host_that_is_not_known_is_said_before_anything_is_started(
+    open_: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(LocalSource, "start", refuse)
+    monkeypatch.setattr(agent_source, "AgentConnection", refuse)
+    known = "'lab-3'; it is paired with lab-1:7171, lab-2:7272"
+    with pytest.raises(
+        UsageError, match=rf"not paired with an agent at {known}: .*'onebox pair lab-3' here, .*; if no host"
+    ):
+        open_("cpu,lab-1,lab-3/cpu")
+
+
+def test_how_others_see_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr("platform.node", lambda: "desk")
+    monkeypatch.setattr("getpass.getuser", lambda: "ana")
+    assert client_name() == "ana@desk"
+    monkeypatch.setattr("getpass.getuser", nobody)
+    monkeypatch.setattr("os.getuid", lambda: 4711)
+    assert client_name() == "4711@desk"

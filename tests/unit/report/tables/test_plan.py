@@ -1,0 +1,190 @@
+"""Plans as tables: everything that a person needs to trust one is there."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.console import Console, RenderableType
+
+from onebox.plan import ActivationPolicy, Plan, PlanCandidate, Shortfall, Stage, search
+from onebox.report import (
+    candidate_table,
+    compare,
+    comparison_tables,
+    plan_device_table,
+    stage_table,
+    summary_line,
+)
+from onebox.report.tables.plan import devices_text, rejection_reason, segments_text
+from onebox.report.tables.text import time_text
+from tests.unit.report.steps import SEGMENTS, as_measured, candidate, foreseen, plan, problem
+
+NAMES = [f"model.{n}" for n in range(SEGMENTS)]
+
+
+def shown(table: RenderableType, width: int = 150) -> list[list[str]]:
+    """Return the cells of a table's rows, heading left out."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line[:1] == "│"]
+
+
+def test_the_summary_says_time_rate_and_bubble() -> None:
+    expected, simulation = foreseen(plan("1f1b"))
+    line = summary_line(expected)
+    assert line == (
+        f"step {time_text(simulation.step_s)} for 8 samples, {8 / simulation.step_s:,.0f} samples/s, "
+        f"bubble {simulation.bubble:.1%}"
+    )
+
+
+def test_the_stages() -> None:
+    expected, _ = foreseen(plan("1f1b", replicas=2))
+    assert shown(stage_table(expected, NAMES, emulated=[3])) == [
+        ["0", "model.0 … model.1 (2)", "0: 50%, 3*: 50%", "4", "4", "4"],
+        ["1", "model.2 … model.3 (2)", "1", "4", "4", "4"],
+        ["2", "model.4 … model.5 (2)", "2", "4", "4", "4"],
+    ]
+    captions = stage_table(expected, NAMES, emulated=[3]).caption, stage_table(expected, NAMES).caption
+    assert captions == ("* emulated", None)
+
+
+def test_formats_are_shown_where_they_are_not_the_usual_ones() -> None:
+    expected, _ = foreseen(plan("1f1b"))
+    first, second, *rest = expected.stages
+    stages = (replace(first, precision="bf16", channels_last=True), replace(second, precision="bf16"), *rest)
+    table = stage_table(replace(expected, stages=stages), NAMES)
+    assert [row[3] for row in shown(table)] == ["channels last, bf16", "bf16", ""]
+
+
+@pytest.mark.parametrize(
+    ("segments", "text"),
+    [
+        ((), "model.0 … model.5 (6)"),
+        (("model.3",), "model.3"),
+        (("model.0", "model.1", "model.4"), "model.0 … model.1, model.4 (3)"),
+        (("model.5", "model.0", "model.2"), "model.0, model.2, model.5 (3)"),
+    ],
+)
+def test_segments_that_do_not_follow_on_each_other_are_told_apart(segments: tuple[str, ...], text: str) -> None:
+    assert segments_text(Stage(replicas=((0,),), shares=(1.0,), segments=segments), NAMES) == text
+
+
+def test_where_a_stage_is() -> None:
+    assert devices_text(Stage(replicas=((4,),), shares=(2.0,))) == "4"
+    assert devices_text(Stage(replicas=((0, 1), (2, 3)), shares=(3.0, 1.0)), emulated=[2]) == "0+1: 75%, 2*+3: 25%"
+
+
+def test_the_devices_with_their_memory() -> None:
+    expected, simulation = foreseen(plan("gpipe"))
+    peaks = simulation.peak_bytes
+    rows = shown(plan_device_table(expected, simulation, {0: 1 << 20, 1: peaks[1] - 1, 2: None}, emulated=[2]))
+    assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"], ["2*", "2"]]
+    assert rows[0][2:5] == [f"{peaks[0] / 2**20:.3g} MiB", "1 MiB", f"{peaks[0] / 2**20:.1%}"]
+    assert rows[1][4] == f"{peaks[1] / (peaks[1] - 1):.1%} too much"
+    assert rows[2][3:5] == ["-", "-"]
+    assert [row[5] for row in rows] == [f"{simulation.busy_s[n] / simulation.step_s:.1%}" for n in range(3)]
+
+
+def test_the_candidates_say_how_much_slower_and_why_not() -> None:
+    best, other = plan("1f1b"), plan("gpipe")
+    lacking = (Shortfall(stage=1, device=2, missing_bytes=1234, capacity_bytes=1),)
+    rows = shown(
+        candidate_table(
+            [
+                candidate("the best found", best),
+                candidate("best under 1f1b", best),
+                candidate("device 0 alone", Plan.data_parallel([0], [1.0], micro_batch=8)),
+                candidate("even cuts, gpipe", other, shortfalls=lacking),
+                candidate("even cuts, zb-h1", other, refused="schedule gpipe is not allowed"),
+            ]
+        )
+    )
+    assert rows[0][:4] == ["the best found; best under 1f1b", "3 on 0, 1, 2", "2", "1f1b"]
+    assert rows[0][5:] == ["", ""]
+    assert rows[1][:4] == ["device 0 alone", "1 on 0", "8", "-"]
+    assert rows[1][5].startswith("× ") and rows[1][6] in ("slower", "as quick")
+    assert rows[2][6] == "stage 1 misses device 2 by 1234 bytes"
+    assert rows[3][6] == "schedule gpipe is not allowed"
+
+
+def test_a_search_shows_the_trivial_plans() -> None:
+    found = search(problem(3), budget_s=1.0, effort=20_000)
+    text = "\n".join(" ".join(row) for row in shown(candidate_table(found.candidates)))
+    for label in (
+        "the best found",
+        "device 0 alone",
+        "data parallel, equal shares",
+        "even cuts, gpipe",
+        "even cuts, 1f1b",
+    ):
+        assert label in text, text
+    first = found.candidates[0]
+    assert not rejection_reason(first)
+
+
+def test_predicted_and_measured() -> None:
+    expected, simulation = foreseen(plan("1f1b"))
+    found = compare(expected, as_measured(simulation, 0, factor=2.0), {0: 1 << 20}, batch=8, exact={0: 1 << 19})
+    times, whole, memory = (shown(table) for table in comparison_tables(found))
+    assert times[0] == ["0", "0", "2", "4      8  -50.0%", "8     16  -50.0%"]
+    assert whole[0] == [
+        "time for 8 samples",
+        time_text(simulation.step_s),
+        time_text(2 * simulation.step_s),
+        "-50.0%",
+    ]
+    assert whole[1][0] == "bubble"
+    assert memory[0][:2] == ["0", "peak, by the plan"] and memory[0][3] == "1 MiB"
+    assert memory[1] == ["", "peak, by buffer lifetimes", "0.5 MiB", "1 MiB", "-50.0%"]
+    assert memory[2][3:] == ["-", "-"]
+
+
+def test_a_plan_without_prediction_shows_measurements_alone() -> None:
+    _, simulation = foreseen(plan("zb-h1"))
+    found = compare(plan("zb-h1"), as_measured(simulation, 0), {}, batch=8)
+    times, whole, _ = (shown(table) for table in comparison_tables(found))
+    assert times[0] == ["0", "0", "2", "-      4", "-      4", "-      4"]
+    assert whole[0][1] == "-" and whole[0][3] == "-"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 µs"),
+        (1e-7, "0.10 µs"),
+        (2.5e-6, "2.50 µs"),
+        (99.95e-6, "100 µs"),
+        (0.99951e-3, "1.00 ms"),
+        (0.0123, "12.3 ms"),
+        (0.5, "500 ms"),
+        (1.0, "1.00 s"),
+        (123.4, "123 s"),
+    ],
+)
+def test_times_as_text(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+@given(st.floats(1e-6, 1e4))
+def test_a_time_as_text_is_that_time(seconds: float) -> None:
+    number, unit = time_text(seconds).split()
+    assert float(number) * {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit] == pytest.approx(seconds, rel=6e-3)
+
+
+def test_many_stages_on_one_device_are_told_as_one_with_their_policies() -> None:
+    names = [f"model.{n}" for n in range(SEGMENTS)]
+    policies: list[ActivationPolicy] = ["offload", "recompute", "offload", "keep", "keep", "keep"]
+    stages = tuple(
+        Stage(segments=(name,), replicas=((int(name == names[-1]),),), shares=(1.0,), policy=policy)
+        for name, policy in zip(names, policies, strict=True)
+    )
+    one, _ = foreseen(Plan(stages=stages, micro_batch=2, schedule="1f1b"))
+    (row,) = shown(candidate_table([PlanCandidate(label="with policies", plan=one)]), 160)
+    assert row[1] == "6 on 0 × 5, 1; 2 offloaded; 1 recomputed"
+    assert [row[3] for row in shown(stage_table(one, names), 160)] == policies

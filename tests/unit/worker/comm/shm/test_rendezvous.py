@@ -1,0 +1,210 @@
+"""Which ways the tensors of a group go: ranks find out with whom they share memory, whatever their hosts are called."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onebox.errors import WireError
+from onebox.wire import TensorSpec, spec_of
+from onebox.wire.protocol.groups import FormGroup
+from onebox.wire.protocol.responses import Joined
+from onebox.worker.comm.formation import EmulatedLinks, RankLost, WorkerGroup, form_group
+from onebox.worker.comm.hybrid import HybridGroup
+from onebox.worker.comm.shm import rendezvous
+from onebox.worker.comm.shm.descriptors import DescriptorExchange
+from onebox.worker.comm.shm.domain import shm_domain
+from onebox.worker.comm.shm.group import ShmGroup
+from onebox.worker.comm.shm.rendezvous import find_shm_peers
+from onebox.worker.comm.shm.segment import SharedMemory, supported
+from onebox.worker.comm.torch_dist import TorchDistGroup
+from onebox.worker.programs.interpreter import WorkerProgress
+from tests.leaks import nothing_left
+from tests.unit.programs import CPU
+from tests.unit.ranks import Hub, Keys
+
+pytestmark = pytest.mark.skipif(not supported(), reason="groups through shared memory need Linux on x86-64")
+
+PLACE = threading.local()
+SPEC = TensorSpec("float64", (30_000,))
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads be in places of their own."""
+    monkeypatch.setattr(rendezvous, "shm_domain", lambda: PLACE.name)
+
+
+def run(places: str, rank: Callable[[int, WorkerGroup], Any]) -> list[Any]:
+    """Form a group of ranks in places, each named by a letter, and run a function in each."""
+    hub = Hub()
+
+    def one(number: int) -> Any:
+        PLACE.name = places[number]
+        form = FormGroup(3, number, len(places), "gloo", "127.0.0.1", 20.0, True)
+        group = form_group(form, hub.channel(number), CPU, WorkerProgress(), EmulatedLinks())
+        try:
+            return rank(number, group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        return [future.result(60) for future in [threads.submit(one, number) for number in range(len(places))]]
+
+
+def part(sender: int, receiver: int, order: int) -> Tensor:
+    """Return what a rank sends to another."""
+    return torch.arange(SPEC.shape[0], dtype=torch.float64) / 7 + 1000 * sender + 100 * receiver + order
+
+
+def swap(group: WorkerGroup, number: int, size: int) -> list[tuple[int, int, Tensor]]:
+    """Send three tensors to everybody at once, receive everybody's, and return them."""
+    peers = [peer for peer in range(size) if peer != number]
+    finishes = [(peer, order, group.receive(SPEC, peer, 4)) for peer in peers for order in range(3)]
+    for order in range(3):
+        for peer in peers:
+            group.send(part(number, peer, order), peer, 4)
+    return [(peer, order, finish().tensor) for peer, order, finish in reversed(finishes)]
+
+
+@pytest.mark.parametrize(
+    ("places", "kinds"),
+    [
+        ("aa", [ShmGroup] * 2),
+        ("ab", [TorchDistGroup] * 2),
+        ("abaab", [HybridGroup] * 5),
+        ("aab", [HybridGroup, HybridGroup, TorchDistGroup]),
+    ],
+)
+def test_tensors_go_by_the_way_that_there_is(places: str, kinds: Sequence[type]) -> None:
+    size = len(places)
+
+    def rank(number: int, group: WorkerGroup) -> type:
+        near = tuple(peer for peer in range(size) if places[peer] == places[number])
+        assert group.joined == (Joined() if near == (number,) else Joined(near))
+        for peer, order, came in swap(group, number, size):
+            assert torch.equal(came, part(peer, number, order))
+        total = group.reduce([torch.full((3,), float(number))])
+        whole = group.gather(torch.tensor([number]), TensorSpec("int64", (size,)), 0)
+        assert whole().tensor.tolist() == list(range(size))
+        assert total().tensor.tolist() == [size * (size - 1) / 2] * 3
+        return type(group)
+
+    assert run(places, rank) == kinds
+
+
+def test_what_goes_through_memory_does_not_wait_for_what_goes_through_sockets() -> None:
+    done = threading.Event()
+
+    def rank(number: int, group: WorkerGroup) -> None:
+        if number == 0:
+            silent = group.receive(SPEC, 2, 0)
+            assert torch.equal(group.receive(SPEC, 1, 0)().tensor, part(1, 0, 0))
+            done.set()
+            assert torch.equal(silent().tensor, part(2, 0, 0))
+        elif number == 1:
+            group.send(part(1, 0, 0), 0, 0)
+        else:
+            assert done.wait(20)
+            group.send(part(2, 0, 0), 0, 0)
+
+    run("aab", rank)
+
+
+def test_ranks_that_cannot_hand_over_memory_use_sockets_and_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if one of them were in a box that others' sockets cannot be seen from: only one of the two gets something."""
+    send = DescriptorExchange._send
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(DescriptorExchange, "_send", lambda self, *what: PLACE.name != "b" and send(self, *what))
+    monkeypatch.setattr(rendezvous, "shm_domain", lambda: "a")
+
+    def rank(number: int, group: WorkerGroup) -> Joined:
+        for peer, order, came in swap(group, number, 2):
+            assert torch.equal(came, part(peer, number, order))
+        return group.joined
+
+    assert run("ab", rank) == [
+        Joined((0,), ((1, "its memory did not come"),)),
+        Joined((1,), ((0, "it could not have this one's memory"),)),
+    ]
+
+
+def test_devices_that_do_not_compute_need_one_host_and_so_do_emulated_links() -> None:
+    hub = Hub()
+
+    def one(number: int) -> None:
+        PLACE.name = "ab"[number]
+        form = FormGroup(3, number, 2, "gloo", "127.0.0.1", 20.0, True)
+        with pytest.raises(RankLost, match="can only be in a group of one host"):
+            form_group(form, hub.channel(number), torch.device("meta"), WorkerProgress(), EmulatedLinks())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (b"nonsense", "is named b'nonsense'"),
+        (b"place:cpu:1:2:3:zz", "is named"),
+        (b"place:cpu:1:4096:3:ff", "a memory of 4096 bytes"),
+        (b"\xff", "is named"),
+    ],
+)
+def test_what_is_no_card_is_refused(said: bytes, complaint: str) -> None:
+    PLACE.name = "a"
+    keys = Keys()
+    keys._values["memory/1"] = said
+    with pytest.raises(WireError, match=complaint):
+        find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
+
+
+def test_a_rank_whose_process_has_ended_is_lost() -> None:
+    PLACE.name = "a"
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    keys = Keys()
+    keys.set("memory/1", f"a:cpu:{pid}:{1 << 30}:3:ff")
+    with pytest.raises(RankLost, match=f"process {pid} has ended"):
+        find_shm_peers(FormGroup(3, 0, 2, "gloo", "127.0.0.1", 1.0, True), keys)
+
+
+def test_nothing_stays_behind_of_a_group_in_two_places() -> None:
+    run("aab", lambda number, group: None)  # what Gloo opens once and for all
+    with nothing_left():
+        run("aab", lambda number, group: [spec_of(came) for _, _, came in swap(group, number, 3)])
+
+
+def test_memory_that_could_become_smaller_is_not_mapped() -> None:
+    for allowed in (0, os.MFD_ALLOW_SEALING):
+        descriptor = os.memfd_create("test", allowed)
+        os.ftruncate(descriptor, 1 << 26)
+        with pytest.raises(RankLost, match="not for good"):
+            SharedMemory.of(descriptor, 1 << 26)
+    own = SharedMemory.make()
+    with pytest.raises(PermissionError):
+        os.ftruncate(own.descriptor, 1 << 20)
+    own.seal()
+
+
+def test_a_place_is_the_same_for_all_processes_of_it() -> None:
+    reading, writing = os.pipe()
+    shm_domain.cache_clear()
+    child = os.fork()
+    if not child:  # which knows nothing of what is found out here
+        os.write(writing, shm_domain().encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert said.read() == shm_domain()
+    os.waitpid(child, 0)
+    assert len(shm_domain()) == 32

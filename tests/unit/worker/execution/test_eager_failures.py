@@ -1,0 +1,212 @@
+"""Eager operators that fail void what they should; instructions that are wrong do no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onebox.wire import (
+    FREE,
+    BlockSpec,
+    Complex,
+    GeneratorArgument,
+    GeneratorSpec,
+    Hole,
+    Items,
+    KernelSpec,
+    SlotArgument,
+    Strided,
+)
+from onebox.wire.protocol.eager import KeepGenerator, Operate, Perform, Replay, SetGenerator
+from onebox.wire.protocol.instructions import Ask
+from onebox.wire.protocol.requests import Define
+from onebox.worker.faults import Fault
+from onebox.worker.memory.buffers import Poisoned
+from tests.unit.machines import Rig
+from tests.unit.worker.scripts import ADD, FOUR, MUL_, ONES, VIEW, failure_of, small_rig
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return small_rig()
+
+
+def test_a_failed_operator_voids_its_outputs_and_the_rest_goes_on(rig: Rig) -> None:
+    rig.do(Operate((3, 11, 12, 20, 1, 20, 11, 21, 1, 11, 12, 22), (1.0, 2.0)))
+    (failure,) = rig.failures
+    assert (failure.kind, failure.operator, failure.shapes) == ("operator", "aten.mm.default", "float64[4], float64[4]")
+    assert failure_of(rig, 20) == failure_of(rig, 21) == failure
+    assert torch.equal(rig.get(22), ONES * 3)
+
+
+def test_what_a_failed_operator_may_have_written_is_void(rig: Rig) -> None:
+    rig.put(b14=torch.ones(3, dtype=torch.float64))
+    rig.do(Operate((2, 11, 14, 1, 11, 12, 20, 2, 12, 20), (1.0,)))
+    (failure,) = rig.failures
+    assert failure.operator == "aten.mul_.Tensor"
+    assert failure_of(rig, 11) == failure_of(rig, 20) == failure_of(rig, 12) == failure
+    assert torch.equal(rig.get(13), ONES)
+    rig.put(b11=ONES)
+    assert torch.equal(rig.get(11), ONES)
+
+
+def test_what_fails_to_write_to_a_view_voids_all_who_see_its_memory(rig: Rig) -> None:
+    rig.put(b14=torch.ones(3, dtype=torch.float64))
+    rig.do(Define(5, VIEW), Operate((5, 11, 20, 5, 11, 21, 5, 12, 22, 2, 20, 14)))
+    (failure,) = rig.failures
+    assert failure_of(rig, 11) == failure_of(rig, 20) == failure_of(rig, 21) == failure
+    assert torch.equal(rig.get(22), ONES.view(2, 2))
+
+
+def test_a_kernel_that_is_not_allowed_voids_what_it_would_have_written(rig: Rig) -> None:
+    rig.do(
+        Define(5, KernelSpec("aten.set_.source_Storage", (SlotArgument(0), SlotArgument(1)), {}, 2, 0)),
+        Define(6, KernelSpec("aten.save.default", (SlotArgument(0), "/tmp/x"), {}, 1, 0, (FOUR,))),
+        Operate((5, 11, 12, 6, 13, 30, 1, 11, 12, 20, 1, 12, 12, 21), (1.0, 1.0)),
+    )
+    assert all("allow-list" in failure.message for failure in rig.failures)
+    assert failure_of(rig, 11) == failure_of(rig, 20) == rig.failures[0]
+    assert failure_of(rig, 30) == rig.failures[1]
+    assert torch.equal(rig.get(21), ONES * 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        (Strided("float64", (5,), (1,)), r"returned torch.float64 \[4\] where torch.float64 \[5\]"),
+        (Strided("float32", (4,), (1,)), r"where torch.float32 \[4\]"),
+        (Strided("float64", (2, 2), (2, 1)), r"where torch.float64 \[2, 2\]"),
+    ],
+)
+def test_another_result_than_was_told_is_a_failure(rig: Rig, told: Strided, problem: str) -> None:
+    rig.do(Define(5, KernelSpec("aten.neg.default", (SlotArgument(0),), {}, 1, 0, (told,))), Operate((5, 11, 20)))
+    assert failure_of(rig, 20).kind == "operator"
+    with pytest.raises(Poisoned, match=problem):
+        rig.get(20)
+
+
+def test_a_view_is_never_laid_out_anew(rig: Rig) -> None:
+    told = Strided("float64", (2, 2), (1, 2))
+    rig.do(
+        Define(5, KernelSpec("aten.view.default", (SlotArgument(0), Items((2, 2))), {}, 1, 0, (told,))),
+        Operate((5, 11, 20)),
+    )
+    assert "view with strides [2, 1]" in failure_of(rig, 20).message
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        Operate((99, 1)), Operate((1,)), Operate((1, 11)), Operate((1, 11, 12), (1.0,)), Operate((1, 11, 12, 20)),
+        Operate((FREE,)), Operate((1, 11, 12, 20), (1.0, 2.0)), Operate((-1, 11, 12)), Operate((), (1.0,)),
+        Operate((1, 98, 12, 20), (1.0,)), Operate((50, 11, 20)),
+        Replay(1, (), ()), Replay(99, (), ()), Replay(51, (11,), (20,), (1.0,)), Replay(51, (11, 12), (20,)),
+        Replay(51, (11, 12), (), (1.0,)), Replay(51, (11, 12), (20,), (1.0, 2.0)), Replay(51, (11, 11), (20,), (1.0,)),
+        Replay(51, (11, 98), (20,), (1.0,)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(2), SlotArgument(1)), {}, 2, 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(-1), SlotArgument(1)), {}, 2, 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(0)}, 2, 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {"alpha": Hole(-1)}, 2, 1)),
+        Define(60, KernelSpec("aten.cat.default", (Items((SlotArgument(0), SlotArgument(7))),), {}, 1, 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, -1, 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)), {}, 2, 0, (FOUR, FOUR))),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
+        {}, 2, 0, (Strided("float64", (4,), ()),))),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
+        {}, 2, 0, (Strided("object", (4,), (1,)),))),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(1)),
+        {}, 2, 0, (Strided("float64", (-4,), (1,)),))),
+        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(99)}, 0, 0)),
+        Define(60, KernelSpec("aten.randn.generator", (Items((4,)),), {"generator": GeneratorArgument(1)}, 0, 0)),
+        Define(60, KernelSpec("aten.nothing.default", (), {}, 0, 0)),
+        Define(60, KernelSpec("", (), {}, 10**12, 10**12)),
+        Define(FREE, ADD), Define(60, GeneratorSpec(2**63 - 1)), Define(60, BlockSpec((99, 0, 1), 1, (), 0)),
+        Define(60, BlockSpec((1, 0, 1), 2, (), 1)), Define(60, BlockSpec((1, 0, 1, 3), 2, (), 1)),
+        Define(60, BlockSpec((1, 0, 1, 0), 2, (), 1)), Define(60, BlockSpec((1, 0, 2, 2), 2, (), 1)),
+        Define(60, BlockSpec((1, 0, -1, 2), 2, (), 1)), Define(60, BlockSpec((1, 0, 1, 2), 2, (), 0)),
+        Define(60, BlockSpec((1, 0, 1, 2), 2, (), 2)), Define(60, BlockSpec((1, 0, 1, 2), 2, (3,), 1)),
+        Define(60, BlockSpec((1, 0, 1, 2, FREE, 2), 2, (2,), 1)),
+        Define(60, BlockSpec((FREE, 0, 1, 0, 1, 2), 2, (2,), 1)),
+        Define(60, BlockSpec((1, 0, 1, 2, FREE), 2, (2,), 1)), Define(60, BlockSpec((FREE, 0, FREE, 0), 2, (), 0)),
+        Define(60, BlockSpec((), -1, (), 0)), Define(60, BlockSpec((), 10**15, (), 0)),
+        Define(60, BlockSpec((), 0, (-1,), 0)),
+        Define(60, KernelSpec("aten.add.Tensor", (SlotArgument(0), SlotArgument(0)), {}, 2, 0)),
+        Define(60, BlockSpec((), 0, (), 10**13)),
+        Define(60, KernelSpec("aten.neg.default", (SlotArgument(0),), {}, 1, 10**13)),
+        Define(60, BlockSpec((), 0, (), -3)), Define(60, BlockSpec((51,), 0, (), 0)),
+        Perform(ADD, (11, 12), (1.0,), 30), Perform(MUL_, (11,), (), 30), Perform(MUL_, (11, 98), (), 30),
+        Perform(KernelSpec("aten.save.default", (SlotArgument(0), "x"), {}, 1, 0), (11,), (), 30),
+        SetGenerator(98, 1), SetGenerator(1, 1), SetGenerator(0, None), SetGenerator(98, None),
+        KeepGenerator(98, 30), KeepGenerator(1, 30), SetGenerator(0, None, 11),
+    ],
+)  # fmt: skip
+def test_a_wrong_instruction_is_a_failure_and_the_machine_goes_on(rig: Rig, instruction: Any) -> None:
+    rig.do(Define(51, BlockSpec((1, 0, 1, 2), 2, (2,), 1)))
+    before = rig.machine.store.used_bytes
+    try:
+        rig.do(instruction)
+    except Poisoned:
+        assert isinstance(instruction, Perform | Ask)
+    if instruction == Define(60, GeneratorSpec(2**63 - 1)):
+        assert rig.failures == []
+        return
+    assert rig.failures
+    assert rig.failures[0].message
+    assert rig.machine.store.used_bytes <= before
+    rig.failures.clear()
+    rig.put(b61=ONES)
+    rig.do(Operate((1, 61, 61, 62), (1.0,)))
+    assert torch.equal(rig.get(62), ONES * 2)
+    assert rig.failures == []
+
+
+def test_arguments_of_other_kinds_are_the_operators_own_business(rig: Rig) -> None:
+    for number, kernel in enumerate(
+        (
+            KernelSpec("aten.neg.default", ("text",), {}, 0, 0, (FOUR,)),
+            KernelSpec("aten.neg.default", (), {"nothing": 3}, 0, 0, (FOUR,)),
+            KernelSpec("aten.neg.default", (Items((SlotArgument(0),)),), {}, 1, 0, (FOUR,)),
+            KernelSpec("aten.add.Tensor", (SlotArgument(0), Complex(1.0, 2.0)), {}, 1, 0, (FOUR,)),
+        ),
+        70,
+    ):
+        rig.do(Define(number, kernel), Operate((number, *(11,) * kernel.inputs, 100 + number)))
+        assert failure_of(rig, 100 + number).kind == "operator"
+
+
+def test_a_fault_voids_what_all_calls_would_have_written() -> None:
+    rig = Rig(faults=(Fault("error", "operate", 1), Fault("memory", "replay", 1)))
+    rig.do(Define(1, ADD), Define(2, MUL_), Define(9, BlockSpec((2, 0, 1, 1, 0, 1, 2, FREE, 1), 2, (2,), 1)))
+    rig.put(b11=ONES, b12=ONES, b13=ONES, b14=ONES)
+    rig.do(Operate((2, 11, 12, 1, 12, 12, 20, FREE, 12), (1.0,)))
+    assert failure_of(rig, 11) == failure_of(rig, 20) == rig.failures[0]
+    assert "no buffer 12" in failure_of(rig, 12).message
+    rig.failures.clear()
+    rig.do(Replay(9, (13, 14), (21,), (1.0,)))
+    assert [failure.kind for failure in rig.failures] == ["memory"]
+    assert failure_of(rig, 13) == failure_of(rig, 21) == rig.failures[0]
+    assert "no buffer 14" in failure_of(rig, 14).message
+
+
+def test_the_quota_names_the_operator() -> None:
+    rig = Rig(quota_bytes=3 * 32)
+    rig.do(Define(1, ADD))
+    rig.put(b11=ONES, b12=ONES)
+    rig.do(Operate((1, 11, 12, 20, 1, 11, 12, 21), (1.0, 1.0)))
+    (failure,) = rig.failures
+    assert (failure.kind, failure.operator) == ("memory", "aten.add.Tensor")
+    assert "quota" in failure.message
+    assert torch.equal(rig.get(20), ONES * 2)
+    assert failure_of(rig, 21) == failure
+    rig.do(Operate((FREE, 20, 1, 11, 12, 21), (1.0,)))
+    assert torch.equal(rig.get(21), ONES * 2)
+
+
+def test_what_grows_counts_against_the_quota() -> None:
+    rig = Rig(quota_bytes=100)
+    rig.put(b1=ONES)
+    rig.do(Define(1, KernelSpec("aten.resize_.default", (SlotArgument(0), Items((20,))), {}, 1, 0)), Operate((1, 1)))
+    assert [(failure.kind, failure.operator) for failure in rig.failures] == [("memory", "aten.resize_.default")]
+    assert rig.used == 0

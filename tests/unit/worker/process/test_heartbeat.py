@@ -1,0 +1,190 @@
+"""The watcher: who is let in, what counts as a stall, and when a worker ends itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onebox.wire import KeyPair, configure, decode_worker_message, encode, new_keys
+from onebox.wire.protocol.groups import LeaveGroup
+from onebox.wire.protocol.requests import Envelope
+from onebox.wire.protocol.responses import Heartbeat
+from onebox.worker.process import heartbeat
+from onebox.worker.process.heartbeat import HeartbeatThread, StallDetector
+from onebox.worker.programs.interpreter import WorkerProgress
+
+# ---- stalls
+
+
+def test_work_that_stands_still_is_a_stall_that_grows() -> None:
+    stall = StallDetector()
+    readings = [stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=100 + now) for now in (0, 1, 2, 2.5)]
+    assert readings == [0.0, 1.0, 2.0, 2.5]
+
+
+@pytest.mark.parametrize("changed", ["executed", "waiting", "processor_s", "disk_reads", "runnable"])
+def test_progress_waiting_and_computing_end_a_stall(changed: str) -> None:
+    stall = StallDetector()
+    still = {"executed": 5, "waiting": False, "processor_s": 1.0, "disk_reads": 7, "runnable": False}
+    for now in (0.0, 1.0, 2.0):
+        stall.reading(**still, now_s=now)  # type: ignore[arg-type]
+    other = {"executed": 6, "waiting": True, "processor_s": 1.9, "disk_reads": 8, "runnable": True}
+    moved = {**still, changed: other[changed]}
+    assert stall.reading(**moved, now_s=3.0) == 0.0  # type: ignore[arg-type]
+    assert stall.reading(**moved, now_s=4.0) == (0.0 if changed in ("waiting", "runnable") else 1.0)  # type: ignore[arg-type]
+
+
+def test_the_first_reading_is_never_a_stall() -> None:
+    assert StallDetector().reading(executed=0, waiting=False, processor_s=0.0, now_s=1e6) == 0.0
+
+
+def test_a_watcher_that_could_not_run_cannot_tell() -> None:
+    """As in a machine that was stopped for a while, or whose processors others had."""
+    stall = StallDetector()
+    readings = [stall.reading(executed=5, waiting=False, processor_s=1.0, now_s=now) for now in (0.0, 0.5, 60.0, 60.5)]
+    assert readings == [0.0, 0.5, 1.5, 2.0]
+
+
+def test_who_would_run_if_there_were_a_processor_is_told_from_who_waits() -> None:
+    """By the main thread, which here is the one that asks, and then waits for another one that asks."""
+    assert heartbeat._is_runnable()
+    found: list[bool] = []
+    asking = threading.Timer(0.1, lambda: found.append(heartbeat._is_runnable()))
+    asking.start()
+    asking.join()
+    assert found == [False]
+
+
+def test_the_watcher_itself_is_not_work() -> None:
+    stall = StallDetector()
+    for tick in range(9):
+        stalled_s = stall.reading(executed=3, waiting=False, processor_s=0.005 * tick, now_s=0.5 * tick)
+    assert stalled_s == 4.0
+
+
+Reading = tuple[int, bool, float, float]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.floats(0, 1), st.floats(0.01, 2)), max_size=30))
+def test_a_stall_is_never_longer_than_the_time_without_progress(steps: list[Reading]) -> None:
+    stall = StallDetector()
+    executed, processor_s, now_s, still_s = 0, 0.0, 0.0, 0.0
+    stall.reading(executed=0, waiting=False, processor_s=0.0, now_s=0.0)
+    for more, waiting, processor, elapsed in steps:
+        executed, processor_s, now_s = executed + more, processor_s + processor, now_s + elapsed
+        still_s = 0.0 if more or waiting else still_s + elapsed
+        found = stall.reading(executed=executed, waiting=waiting, processor_s=processor_s, now_s=now_s)
+        assert 0.0 <= found <= still_s + 1e-9
+
+
+# ---- the thread, over sockets of this process
+
+
+class Watched:
+    """A watcher with a lifeline."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.context = context
+        self.keys, self.client = new_keys(), new_keys()
+        self.lifeline, self.owner = os.pipe()
+        self.progress = WorkerProgress()
+        self.interrupted: list[int] = []
+        self.watcher = HeartbeatThread(
+            context,
+            keys=self.keys,
+            client_key=self.client.public,
+            address="127.0.0.1",
+            owner_descriptors=(self.lifeline,),
+            progress=self.progress,
+            interrupt=self.interrupted.append,
+        )
+        self.watcher.start()
+
+    def hear(self, keys: KeyPair | None, server_key: str | None = None, wait_s: float = 5.0) -> Heartbeat | None:
+        """Connect with keys (without any when ``None``) and return the first sign of life, if one comes."""
+        with self.context.socket(zmq.DEALER) as socket:
+            if keys is not None:
+                configure(socket, keys, server_key=server_key or self.keys.public)
+            socket.linger = 0
+            socket.connect(self.watcher.endpoint)
+            if not socket.poll(int(wait_s * 1000)):
+                return None
+            saying, _ = decode_worker_message(socket.recv_multipart())
+            assert isinstance(saying, Heartbeat)
+            return saying
+
+    def close(self) -> None:
+        self.watcher.stop()
+        os.close(self.lifeline)
+        os.close(self.owner)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    with zmq.Context() as context:
+        made = Watched(context)
+        yield made
+        made.close()
+        assert not made.watcher._thread.is_alive()
+
+
+def test_the_one_client_hears_that_the_worker_lives(watched: Watched) -> None:
+    watched.progress.executed, watched.progress.doing, watched.progress.waiting = 7, "call", True
+    beat = watched.hear(watched.client)
+    assert beat is not None
+    assert (beat.executed, beat.doing, beat.stalled_s) == (7, "call", 0.0)
+
+
+def test_strangers_hear_nothing(watched: Watched) -> None:
+    stranger = new_keys()
+    assert watched.hear(stranger, wait_s=0.4) is None, "a key of its own"
+    assert watched.hear(None, wait_s=0.4) is None, "no key at all"
+    assert watched.hear(watched.client, server_key=stranger.public, wait_s=0.4) is None, "another server's key"
+    assert watched.hear(KeyPair(watched.client.public, stranger.secret), wait_s=0.4) is None, "a key not its own"
+    assert watched.hear(watched.client) is not None, "and the client is still let in"
+
+
+def test_groups_that_are_to_wait_no_longer_are_heard_of_beside_the_queue(watched: Watched) -> None:
+    said = encode(Envelope(0, False, (LeaveGroup(3), LeaveGroup(5))))
+    with watched.context.socket(zmq.DEALER) as socket:
+        configure(socket, watched.client, server_key=watched.keys.public)
+        socket.connect(watched.watcher.endpoint)
+        socket.send(b"no message")
+        socket.send(said)
+        end_s = time.monotonic() + 20
+        while watched.interrupted != [3, 5] and time.monotonic() < end_s:
+            time.sleep(0.01)
+    assert watched.interrupted == [3, 5]
+
+
+def test_a_stall_is_told(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)  # this process is busy with the tests
+    monkeypatch.setattr(heartbeat, "_is_runnable", lambda: False)
+    watched.progress.executed, watched.progress.waiting = 1, False
+    end_s = time.monotonic() + 20
+    while time.monotonic() < end_s:
+        beat = watched.hear(watched.client)
+        if beat is not None and beat.stalled_s > 0.1:
+            return
+    raise AssertionError("a worker that does nothing was never said to be stalled")
+
+
+@pytest.mark.parametrize("how", ["closed", "written"])
+def test_a_worker_ends_with_its_owner(watched: Watched, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    assert not ended.wait(0.2)
+    if how == "closed":
+        os.close(watched.owner)
+        watched.owner = os.open(os.devnull, os.O_WRONLY)
+    else:
+        os.write(watched.owner, b"x")
+    assert ended.wait(30)

@@ -1,0 +1,265 @@
+"""The server of a worker, in a thread: one answer to each message, whatever the message is."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from onebox.wire import TensorSpec, configure, decode_worker_message, encode, from_frame, new_keys, to_frame
+from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous, TicketCancelled
+from onebox.wire.protocol.instructions import Ask, Call, Get, Reduce
+from onebox.wire.protocol.requests import PROTOCOL, Envelope, Instruction, Put, Shutdown
+from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Reply, Scalars, Tensors
+from onebox.worker import WorkerConfig
+from onebox.worker.process import main
+from onebox.worker.process.main import Ports, WorkerServer
+from onebox.worker.programs.interpreter import WorkerProgress
+from tests.unit.machines import define, elementwise
+
+SPEC = TensorSpec("float32", (2,))
+VALUES = torch.tensor([1.0, -2.0])
+
+
+class Client:
+    """A client of one worker, message by message."""
+
+    def __init__(self) -> None:
+        self.keys, self.server_keys = new_keys(), new_keys()
+        self.lifeline, self.owner = os.pipe()
+        self.folder = tempfile.TemporaryDirectory(prefix="onebox-")
+        keys = self.server_keys
+        config = WorkerConfig("cpu", 1, keys.public, keys.secret, self.keys.public, self.folder.name)
+        self.server = WorkerServer(config, (self.lifeline,))
+        self.thread = threading.Thread(target=self.server.serve, daemon=True)
+        self.thread.start()
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        configure(self.socket, self.keys, server_key=self.server_keys.public, queue=0)
+        self.socket.connect(self.server.ports.commands)
+        self.number = 0
+
+    def tell(self, *instructions: Instruction, frames: Sequence[Any] = (), answer: bool = True) -> int:
+        self.number += 1
+        self.socket.send_multipart([encode(Envelope(self.number, answer, instructions)), *frames])
+        return self.number
+
+    def hear(self, wait_s: float = 10.0) -> tuple[Any, Sequence[Any]]:
+        assert self.socket.poll(int(wait_s * 1000)), "the worker says nothing"
+        saying, frames = decode_worker_message(self.socket.recv_multipart())
+        return saying, frames
+
+    def ask(self, *instructions: Instruction, frames: Sequence[Any] = ()) -> Reply:
+        number = self.tell(*instructions, frames=frames)
+        reply, _ = self.hear()
+        assert isinstance(reply, Reply)
+        assert reply.number == number
+        return reply
+
+    def silent(self) -> bool:
+        """Tell whether the worker has nothing to say: the answer to the next question is the next thing it says."""
+        number = self.tell(Ask("scalars", ()))
+        reply, _ = self.hear()
+        return isinstance(reply, Reply) and reply.number == number
+
+    def close(self) -> None:
+        self.tell(Shutdown(), answer=False)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        self.context.destroy(linger=0)
+        os.close(self.lifeline)
+        os.close(self.owner)
+        self.folder.cleanup()
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    made = Client()
+    hello, _ = made.hear()
+    assert isinstance(hello, Hello)
+    made.hello = hello  # type: ignore[attr-defined]
+    yield made
+    made.close()
+
+
+def put(number: int = 1) -> Put:
+    return Put((number,), (SPEC,))
+
+
+FRAME = bytes(to_frame(VALUES))
+
+
+def test_first_words(client: Any) -> None:
+    assert client.hello.protocol == PROTOCOL
+    assert client.hello.torch == str(torch.__version__)
+    assert (client.hello.device, client.hello.threads) == ("cpu", 1)
+    assert client.hello.memory_bytes > 2**20
+    assert client.hello.name
+
+
+def test_an_answer_has_results_and_frames_in_order(client: Client) -> None:
+    client.tell(put(1), put(2), Get((2, 1)), Ask("scalars", ()), Get((1,)), frames=[FRAME, bytes(8)])
+    reply, frames = client.hear()
+    assert [type(result) for result in reply.results] == [Tensors, Scalars, Tensors]
+    assert [from_frame(SPEC, frame).tolist() for frame in frames] == [[0.0, 0.0], [1.0, -2.0], [1.0, -2.0]]
+
+
+def test_no_answer_where_none_is_asked_for(client: Client) -> None:
+    client.tell(put(), frames=[FRAME], answer=False)
+    assert client.silent()
+
+
+def test_a_failure_is_answered_also_where_no_answer_is_asked_for(client: Client) -> None:
+    number = client.tell(Call(9, (1,), (2,)), Call(9, (1,), (3,)), answer=False)
+    reply, _ = client.hear()
+    assert (reply.number, reply.results) == (number, ())
+    assert "definition 9" in reply.failure.message
+    assert client.silent(), "one failure a message"
+
+
+def test_a_question_about_something_void_stops_the_message(client: Client) -> None:
+    client.ask(Call(9, (1,), (2,)))
+    reply = client.ask(Get((2,)), put(5), frames=[FRAME])
+    assert reply.failure is not None
+    assert "definition 9" in reply.failure.message
+    assert client.ask(Ask("scalars", ())).failure is None
+
+
+@pytest.mark.parametrize(("frames", "message"), [(0, "fewer frames"), (2, "more frames")])
+def test_a_wrong_number_of_frames(client: Client, frames: int, message: str) -> None:
+    reply = client.ask(put(), frames=[FRAME] * frames)
+    assert reply.failure is not None
+    assert reply.failure.kind == "protocol"
+    assert message in reply.failure.message
+
+
+def test_junk_is_answered_and_the_next_message_is_served(client: Client) -> None:
+    chance = random.Random(3)
+    for _ in range(50):
+        client.socket.send_multipart([chance.randbytes(chance.randrange(40)) for _ in range(chance.randrange(1, 4))])
+        reply, _ = client.hear()
+        assert reply.number == 0, "it has none that can be known"
+        assert reply.failure.kind == "protocol"
+    client.ask(put(), frames=[FRAME])
+    assert client.silent()
+
+
+def test_junk_behind_a_failure_is_answered_too(client: Client) -> None:
+    """Both are read while the worker waits for a ticket; neither may hide the other."""
+    client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+    contribution, _ = client.hear()
+    assert isinstance(contribution, Contribution)
+    client.socket.send_multipart([b"junk"])
+    reply, _ = client.hear()
+    assert reply.number == 0
+    assert reply.failure is not None
+    client.socket.send_multipart([encode(Envelope(0, False, (TicketCancelled(contribution.ticket),)))])
+    reply, _ = client.hear()
+    assert reply.number == client.number
+    assert reply.failure.kind == "peer"
+
+
+def test_what_comes_while_it_waits_is_done_afterwards_in_order(client: Client) -> None:
+    client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+    contribution, _ = client.hear()
+    second = client.tell(put(2), Get((2,)), frames=[bytes(8)])
+    third = client.tell(Get((1,)))
+    total = bytes(to_frame(VALUES * 3))
+    client.socket.send_multipart([encode(Envelope(0, False, (Reduced(contribution.ticket),))), total])
+    replies = [client.hear() for _ in range(3)]
+    assert [reply.number for reply, _ in replies] == [second - 1, second, third]
+    assert [from_frame(SPEC, frames[0]).tolist() for _, frames in replies] == [[3.0, -6.0], [0.0, 0.0], [3.0, -6.0]]
+
+
+def test_the_wait_for_an_answer_ends_although_other_messages_keep_coming(client: Client) -> None:
+    client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 0.2), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+    contribution, _ = client.hear()
+    assert isinstance(contribution, Contribution)
+    for _ in range(500):
+        client.socket.send_multipart([encode(Envelope(0, False, ()))])
+        if client.socket.poll(20):
+            break
+    reply, _ = client.hear(0.0)
+    assert reply.failure.kind == "peer"
+    assert "did not come" in reply.failure.message
+
+
+def test_a_client_that_takes_nothing_ends_the_worker(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[bool] = []
+
+    def full(socket: Any, frames: Any, flags: int = 0, *, copy: bool = True) -> None:
+        waiting.append(client.server.machine.progress.waiting)
+        raise zmq.Again
+
+    assert 0 < client.server._socket.sndtimeo <= 600_000, "a wait with a bound"
+    with monkeypatch.context() as patch:
+        patch.setattr(main, "send", full)
+        patch.setattr(client.server.machine, "progress", WorkerProgress())  # its own thread waits for messages
+        with pytest.raises(SystemExit, match="has taken nothing"):
+            client.server.say(Left(1))
+    assert waiting == [False, True], "the second is no stall"
+
+
+def test_a_sum_of_another_size_is_refused(client: Client) -> None:
+    client.tell(put(), FormGroup(5, 0, 2, "client", "127.0.0.1", 5.0), Reduce((1,), 5), Get((1,)), frames=[FRAME])
+    contribution, _ = client.hear()
+    client.socket.send_multipart([encode(Envelope(0, False, (Reduced(contribution.ticket),))), bytes(4)])
+    reply, _ = client.hear()
+    assert reply.failure.kind == "protocol"
+
+
+def test_a_group_that_cannot_be_formed(client: Client) -> None:
+    client.tell(FormGroup(5, 0, 2, "gloo", "127.0.0.1", 5.0))
+    lookup, _ = client.hear()
+    while not (isinstance(lookup, Lookup) and lookup.action != "set"):
+        lookup, _ = client.hear()
+    client.socket.send_multipart([encode(Envelope(0, False, (TicketCancelled(lookup.ticket),)))])
+    heard = [client.hear()[0] for _ in range(2)]
+    assert {type(saying) for saying in heard} == {Left, Reply}
+    (reply,) = [saying for saying in heard if isinstance(saying, Reply)]
+    assert reply.failure is not None
+    assert reply.failure.kind == "peer"
+
+
+def test_an_answer_that_nobody_waits_for_changes_nothing(client: Client) -> None:
+    for instruction in (Rendezvous(99, b"x"), Reduced(98), TicketCancelled(97)):
+        client.socket.send_multipart([encode(Envelope(0, False, (instruction,)))])
+    assert client.silent()
+
+
+def test_a_failing_operator_names_its_shapes(client: Client) -> None:
+    mm = elementwise("aten.mm.default", SPEC, 2)
+    reply = client.ask(define(9, mm), put(), Call(9, (1, 1), (2,)), frames=[FRAME])
+    assert reply.failure is not None
+    assert (reply.failure.kind, reply.failure.operator) == ("operator", "aten.mm.default")
+    assert reply.failure.shapes == "float32[2], float32[2]"
+
+
+def test_configuration_and_ports_travel_as_strict_json() -> None:
+    keys = new_keys()
+    config = WorkerConfig("cpu", 2, keys.public, keys.secret, keys.public)
+    text = msgspec.json.encode(config)
+    assert msgspec.json.decode(text, type=WorkerConfig) == config
+    assert b"\n" not in text
+    for broken in (
+        b'{"commands": "a"}',
+        b'{"commands": "a", "beats": "b", "more": 3}',
+        b'{"commands": 1, "beats": ""}',
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(broken, type=Ports)
+
+
+def test_a_configuration_does_not_show_its_secret() -> None:
+    keys = new_keys()
+    config = WorkerConfig("cpu", 2, keys.public, keys.secret, keys.public)
+    assert keys.secret not in repr(config)
+    assert keys.secret not in f"{config}"

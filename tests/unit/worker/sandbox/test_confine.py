@@ -1,0 +1,263 @@
+"""What a process can still do once it has confined itself as a worker does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onebox.worker.sandbox import confine, landlock, seccomp
+
+SCRIPT = """
+import ctypes, json, mmap, os, resource, socket, subprocess, sys, threading
+from onebox.worker.sandbox.confine import confine
+
+private, writable, folder = sys.argv[1:]
+listener = socket.create_server(("127.0.0.1", 0))
+open_before = open(writable, "w")
+started, go_on = threading.Event(), threading.Event()
+threads = len(os.listdir("/proc/self/task"))
+found = {"done": confine("cpu", folder, memory_bytes=1 << 20)}
+
+def attempt(name, action):
+    try:
+        action()
+        found[name] = 0
+    except OSError as error:
+        found[name] = error.errno
+
+def read(path):
+    with open(path, "rb") as file:
+        file.read(1)
+
+def write(path, flags=0):
+    os.close(os.open(path, os.O_WRONLY | flags))
+
+def call(number, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "")
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+
+def thread(action):
+    errors = []
+    def run():
+        try:
+            action()
+        except OSError as error:
+            errors.append(error)
+    running = threading.Thread(target=run)
+    running.start()
+    running.join()
+    for error in errors:
+        raise error
+
+attempt("read private", lambda: read(private))
+attempt("read private in a thread", lambda: thread(lambda: read(private)))
+attempt("list private", lambda: os.listdir(os.path.dirname(private)))
+attempt("read a library", lambda: read(os.__file__))
+attempt("read /proc/self/maps", lambda: read("/proc/self/maps"))
+attempt("read /proc of the parent", lambda: read(f"/proc/{os.getppid()}/environ"))
+attempt("write /etc/passwd", lambda: write("/etc/passwd"))
+attempt("append", lambda: write(writable, os.O_APPEND))
+attempt("truncate", lambda: os.truncate(writable, 0))
+attempt("create", lambda: write(writable + "2", os.O_CREAT))
+attempt("create in shared memory", lambda: write("/dev/shm/onebox-confined", os.O_CREAT))
+attempt("remove", lambda: os.unlink(writable))
+attempt("rename", lambda: os.rename(writable, writable + "3"))
+attempt("make a folder", lambda: os.mkdir(folder + "/made"))
+attempt("bind in the folder", lambda: bind(folder + "/socket"))
+attempt("bind elsewhere", lambda: bind(os.path.dirname(writable) + "/socket"))
+attempt("write what is open", lambda: os.write(open_before.fileno(), b"x"))
+attempt("write /dev/null", lambda: write("/dev/null"))
+attempt("run", lambda: subprocess.run(["/bin/true"]))
+attempt("trace", lambda: call(101, 0, 0, 0, 0))
+attempt("new users", lambda: call(272, 0x10000000))
+attempt("signal", lambda: os.kill(os.getppid(), 0))
+attempt("signal itself", lambda: os.kill(os.getpid(), 0))
+attempt("connect", lambda: socket.create_connection(listener.getsockname()).close())
+attempt("connect to 22", lambda: socket.create_connection(("127.0.0.1", 22)).close())
+attempt("listen", lambda: socket.create_server(("127.0.0.1", 0)).close())
+attempt("listen on 22", lambda: socket.create_server(("127.0.0.1", 22)).close())
+attempt("take a little", lambda: mmap.mmap(-1, 1 << 29, mmap.MAP_PRIVATE))
+attempt("take much", lambda: mmap.mmap(-1, 3 << 30, mmap.MAP_PRIVATE))
+found["core"] = resource.getrlimit(resource.RLIMIT_CORE)
+found["threads"] = threads
+found["status"] = dict(line.rstrip().split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a confined process could do: by what it tried, 0 or the number of the error."""
+    home, folder, data = (tmp_path_factory.mktemp(name) for name in ("home", "sockets", "data"))
+    key = home / ".ssh" / "id_ed25519"
+    key.parent.mkdir()
+    key.write_text("secret")
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(key), str(data / "file"), str(folder)],
+        env={**os.environ, "HOME": str(home), "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    yield json.loads(run.stdout.splitlines()[-1])
+    assert not Path("/dev/shm/onebox-confined").exists()
+    assert sorted(path.name for path in data.iterdir()) == ["file"]
+
+
+def needs(abi: int) -> pytest.MarkDecorator:
+    """Skip a test where this kernel's Landlock is too old."""
+    have = landlock.version()
+    return pytest.mark.skipif(have < abi, reason=f"needs Landlock of version {abi}; here it is {have}")
+
+
+def test_no_capability_is_left_and_none_can_be_had(found: dict[str, Any]) -> None:
+    status = {name: value.strip() for name, value in found["status"].items()}
+    assert {status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+    assert status["NoNewPrivs"] == "1"
+    assert found["core"] == [0, 0]
+
+
+def test_it_says_what_it_has_done(found: dict[str, Any]) -> None:
+    expected = {part for part, can in confine.confinement().items() if can.startswith("on")}
+    assert {part for part, done in found["done"].items() if done == "on"} == expected & set(found["done"])
+    assert confine.failures(found["done"]) == []
+
+
+def test_no_thread_is_there_before_it(found: dict[str, Any]) -> None:
+    assert found["threads"] == 1, "what Landlock and capset do, they do to one thread"
+
+
+@needs(1)
+@pytest.mark.parametrize(
+    "what",
+    [
+        "read private",
+        "read private in a thread",
+        "list private",
+        "read /proc of the parent",
+        "write /etc/passwd",
+        "append",
+        "create",
+        "create in shared memory",
+        "remove",
+        "rename",
+        "make a folder",
+        "bind elsewhere",
+        pytest.param("truncate", marks=needs(3)),
+        pytest.param("connect to 22", marks=needs(4)),
+        pytest.param("listen on 22", marks=needs(4)),
+    ],
+)
+def test_what_it_cannot(found: dict[str, Any], what: str) -> None:
+    assert found[what] in (errno.EACCES, errno.EPERM)
+
+
+def test_memory_has_a_limit(found: dict[str, Any]) -> None:
+    assert (found["take a little"], found["take much"]) == (0, errno.ENOMEM)
+
+
+@needs(6)
+def test_others_get_no_signal(found: dict[str, Any]) -> None:
+    assert found["signal"] == errno.EPERM
+
+
+@pytest.mark.skipif(not seccomp.supported(), reason="no filter of system calls here")
+@pytest.mark.parametrize("what", ["run", "trace", "new users"])
+def test_calls_that_fail(found: dict[str, Any], what: str) -> None:
+    assert found[what] == errno.EPERM
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "read a library",
+        "read /proc/self/maps",
+        "bind in the folder",
+        "write what is open",
+        "write /dev/null",
+        "signal itself",
+        "connect",
+        "listen",
+    ],
+)
+def test_what_it_needs_works(found: dict[str, Any], what: str) -> None:
+    assert found[what] == 0
+
+
+# ---- what it says where the system is another
+
+
+@pytest.mark.parametrize(("abi", "off"), [(0, 4), (1, 3), (3, 3), (4, 2), (5, 1), (6, 0)])
+def test_what_a_kernel_cannot_do_is_said(abi: int, off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "version", lambda: abi)
+    said = confine.confinement()
+    assert sum(said[part].startswith("off: ") for part in ("files", "device files", "ports", "signals")) == off
+
+
+def test_what_fails_although_the_kernel_could_is_said() -> None:
+    done = dict.fromkeys(confine.confinement(), "on")
+    assert confine.failures(done) == []
+    assert confine.failures(done | {"capabilities": "off: no"}) == ["capabilities: off: no"]
+
+
+def test_the_rights_of_each_version() -> None:
+    assert [landlock.handled_files(abi).bit_count() for abi in (1, 2, 3, 4, 5, 6, 7)] == [13, 14, 15, 15, 16, 16, 16]
+
+
+def test_the_filter_refuses_its_calls_and_no_others() -> None:
+    for call in range(600):
+        expected = errno.EPERM if call in seccomp.REFUSED.values() else errno.ENOSYS if call == 435 else 0
+        assert verdict(call) == expected, call
+    assert verdict(56, first=0x10000000 | 17) == errno.EPERM
+    assert verdict(56, first=0x3D0F00) == 0, "threads are started"
+    assert verdict(1 | 0x40000000) == errno.EPERM
+    assert verdict(1, processor=0x40000003) is None, "i386 ends the process"
+
+
+def verdict(call: int, *, processor: int = 0xC000003E, first: int = 0) -> int | None:
+    """Run the filter as the kernel does; return the error of a call, 0 where it is allowed, or that it kills."""
+    code = lines(seccomp.program())
+    place, value = 0, 0
+    while True:
+        operation, yes, no, operand = code[place]
+        place += 1
+        if operation == 0x20:
+            value = {0: call, 4: processor, 16: first}[operand]
+        elif operation == 0x06:
+            return None if operand == 0x80000000 else operand & 0xFFFF if operand >> 16 == 5 else 0
+        else:
+            holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[operation]
+            place += yes if holds else no
+
+
+def lines(program: bytes) -> list[tuple[int, int, int, int]]:
+    """Take a filter apart."""
+    return [struct.unpack_from("=HBBI", program, start) for start in range(0, len(program), 8)]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="its numbers are those of x86-64")
+def test_the_numbers_are_those_of_this_system() -> None:
+    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("the kernel's headers are not installed")
+    numbers = dict(line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
+    known = {name: int(number) for name, number in numbers.items()}
+    for name, number in seccomp.REFUSED.items():
+        assert known.get(f"__NR_{name}", number) == number, name
