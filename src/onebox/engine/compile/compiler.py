@@ -35,14 +35,14 @@ from onebox.wire import DTYPES
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledStep:
-    """The routines for batches of one shape.
+    """Routines for batches of one shape.
 
     Args:
-        micro_batches: The parts of the batch.
-        routines: Of each worker; where steps overlap, those of a step that has one before it.
-        windows: Where steps overlap, the others, too.
-        reduction: How the losses of the parts make up that of the batch.
-        travelling: The weights of the parts, where they come with each batch.
+        micro_batches: Micro-batches of the batch.
+        routines: Routine of each worker; where steps overlap, the one for a step that follows another.
+        windows: The other kinds of windows, where steps overlap.
+        reduction: Reduction of the micro-batches' losses to the batch's loss.
+        travelling: Weights of the micro-batches, if they are sent with each batch.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -52,30 +52,32 @@ class CompiledStep:
     travelling: TravellingWeights | None = None
 
     def weights_of(self, batch: Batch) -> tuple[float, ...]:
-        """Return the weight of the loss of each part of a batch."""
+        """Return the loss weight of each micro-batch."""
         return weights_of(self.reduction, batch, self.micro_batches)
 
     def replaced(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor | None:
-        """Return what takes the place of a tensor of a micro-batch; ``None`` where it stays."""
+        """Return the replacement for a tensor of a micro-batch; ``None`` if it is unchanged."""
         if self.travelling is None:
             return None
         return self.travelling.replaced(batch, self.micro_batches, micro_batch, leaf)
 
     def leaf_of(self, batch: Batch, micro_batch: int, leaf: int) -> Tensor:
-        """Return a tensor of a micro-batch as workers get it; the one behind those of the batch is its weight."""
+        """Return a tensor of a micro-batch as workers receive it; the index after the batch's own tensors is its
+        weight.
+        """
         if self.travelling is not None and leaf == self.travelling.leaf:
             return self.travelling.tensor(batch, self.micro_batches, micro_batch)
         other, cut = self.replaced(batch, micro_batch, leaf), self.micro_batches[micro_batch]
         return batch.leaves[leaf][cut.start : cut.start + cut.size] if other is None else other
 
     def of(self, window: Window) -> Mapping[int, StepRoutine]:
-        """Return the routines of each worker for a kind of window; the only ones where steps do not overlap."""
+        """Return the routine of each worker for a kind of window; all kinds are the same where steps do not overlap."""
         if not self.windows:
             return self.routines
         return {worker: getattr(routines, window) for worker, routines in self.windows.items()}
 
     def earlier(self, worker: int) -> tuple[StepRoutine, ...]:
-        """Return what a worker has run before its routine, as far as that goes on with what it has left."""
+        """Return the routines that precede a worker's routine and whose state it continues."""
         return (self.windows[worker].fill, self.windows[worker].steady) if worker in self.windows else ()
 
     def all_of(self, worker: int) -> Sequence[StepRoutine]:
@@ -86,12 +88,12 @@ class CompiledStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What computes the losses and the gradients of a batch, and changes nothing.
+    """Routines that compute losses and gradients of a batch without changing any state.
 
     Args:
-        compiled: The routines; each answers with a squared 2-norm, then with losses.
+        compiled: The routines; each returns a squared 2-norm and then losses.
         constants: Tensors that they read, by buffer.
-        models: The programs of each size of a micro-batch.
+        models: The programs for each micro-batch size.
     """
 
     compiled: CompiledStep
@@ -145,7 +147,7 @@ class Compiler:
         self.devices = devices
         self.state = state
         self.windows = False
-        """Whether steps overlap from now on."""
+        """True if steps overlap from now on."""
         self._new = new
         self._numbers = numbers
         self._captures = captures
@@ -217,7 +219,8 @@ class Compiler:
         return self._compile(batch, plan, train=False)
 
     def probe(self, batch: Batch, sizes: Sequence[int]) -> Probe:
-        """Return routines that compute losses and gradients in eval mode, and change nothing; they are with nobody.
+        """Return routines, not installed anywhere, that compute losses and gradients in eval mode without changing any
+        state.
 
         Args:
             batch: The batch.
@@ -244,7 +247,7 @@ class Compiler:
         return Probe(compiled=compiled, constants=constants, models=[model.programs for model in models.values()])
 
     def labels(self, worker: int, routine: int) -> Sequence[InstructionLabel]:
-        """Return what the instructions of a routine of a worker are; nothing where there is none such."""
+        """Return the labels of the instructions of a worker's routine; empty if there is no such routine."""
         for compiled in self._compiled.values():
             for found in compiled.all_of(worker) if worker in compiled.routines else ():
                 if found.number == routine:
@@ -277,7 +280,7 @@ class Compiler:
 
     @property
     def gradients(self) -> dict[int, str]:
-        """The parameter of each buffer that a gradient comes to be in."""
+        """Parameter of each gradient buffer."""
         return self._lowering.gradients
 
     def _key(self, batch: Batch, plan: Plan, *, train: bool) -> Hashable:
@@ -308,10 +311,11 @@ class Compiler:
         return self._compiled[key]
 
     def _require_held(self, models: Mapping[int, PhasePrograms], doing: str) -> None:
-        """Refuse programs that read what their devices do not have: those hold what the first batch needed.
+        """Refuse programs that read state absent from their devices, which hold only the state that the first batch
+        needed.
 
         Raises:
-            CaptureError: What is missing.
+            CaptureError: State is missing; the message names it.
         """
         for parts in models.values():
             missing = self._lowering.missing(parts.programs)
@@ -326,7 +330,7 @@ class Compiler:
         """Refuse a capture in which other parameters have gradients than in the first: optimizers skip those without.
 
         Raises:
-            CaptureError: Which it is.
+            CaptureError: The set differs; the message names the parameter.
         """
         for parts in models.values():
             other = sorted(self._with_gradient ^ frozenset(parts.programs.with_gradient))

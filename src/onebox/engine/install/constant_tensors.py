@@ -1,4 +1,4 @@
-"""Tensors that are brought to workers beside the state: the constants of graphs, and leaves of batches."""
+"""Tensors uploaded to workers besides the state: constants of graphs, and leaves of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onebox.wire.protocol.requests import Put
 
 
 class ConstantTensors:
-    """Tensors that graphs hold themselves, on the workers.
+    """Constants of graphs on the workers.
 
     Args:
         pool: The pool.
@@ -23,12 +23,12 @@ class ConstantTensors:
 
     def __init__(self, pool: Pool, numbers: DefinitionNumbers) -> None:
         self._pool = pool
-        self.uploaded: dict[int, int] = {}  # from a buffer to its bytes
+        self.uploaded: dict[int, int] = {}  # from buffer to bytes
         self._numbers = numbers
         self._there: set[tuple[Hashable, int]] = set()
 
     def upload(self, key: Hashable, tensors: Mapping[str, Tensor], workers: Sequence[int]) -> None:
-        """Bring a graph's constants to workers, once."""
+        """Upload a graph's constants to workers, once."""
         lacking = [worker for worker in workers if (key, worker) not in self._there]
         self._there |= {(key, worker) for worker in lacking}
         numbers = self._numbers.constants(key, tensors)
@@ -43,7 +43,7 @@ class ConstantTensors:
 def put_leaves(pool: Pool, leaves: Sequence[Tensor]) -> tuple[Put, tuple[int, ...], list[Any]]:
     """Return the instruction that uploads tensors into new buffers, their numbers, and their elements.
 
-    Elements of dense tensors are not copied: they are not to be written to until the worker has them.
+    Elements of dense tensors are not copied: do not write to them until the worker has received them.
     """
     numbers = tuple(pool.new_number() for _ in leaves)
     specs: tuple[TensorSpec, ...] = tuple(spec_of(leaf) for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What workers have of programs and constants, whichever plan it came with: what is there is not sent again."""
+"""Program cache: programs and constants on the workers, from any plan, which need not be sent again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onebox.wire.protocol.requests import Put
 
 
 class ProgramCache:
-    """Programs by what they say, with the workers that have them; and the constants of graphs.
+    """Programs by content, with the workers that have them; and the constants of graphs.
 
     Args:
         pool: The pool.
@@ -30,7 +30,7 @@ class ProgramCache:
         self._there: dict[int, set[int]] = {}
 
     def store(self, worker: int, routine: StepRoutine) -> dict[int, int]:
-        """Bring a routine to a worker, with what of its programs is not there.
+        """Send a worker a routine, with the programs that it lacks.
 
         Returns:
             The bytes of its one-element buffers, by number.
@@ -47,10 +47,10 @@ class ProgramCache:
         return {number: spec.size_bytes for number, (_, spec) in routine.constants.items()}
 
     def keep(self, wanted: Mapping[int, Set[int]]) -> None:
-        """Let workers forget programs that are not wanted.
+        """Drop programs on workers that are no longer needed.
 
         Args:
-            wanted: For each worker the definitions that it may still need.
+            wanted: For each worker, the definitions that may still be needed.
 
         Raises:
             OneboxError: The pool is broken or closed.

@@ -27,11 +27,11 @@ from onebox.wire.protocol.instructions import GroupDelays
 
 
 class MemoryForecast(NamedTuple):
-    """What a plan takes, exactly.
+    """Exact memory requirement of a plan.
 
     Args:
-        peaks: The most bytes of each of its devices.
-        lack: What a host has not the memory for, in words; empty where all have.
+        peaks: Peak bytes of each device.
+        lack: Description of the host memory that is missing; empty if there is enough.
     """
 
     peaks: Mapping[int, int]
@@ -51,7 +51,7 @@ def count_memory(
     delay: GroupDelays = "none",
     links: LinkMap | None = None,
 ) -> MemoryForecast:
-    """Return what each device of a plan will use in a step at most, and what a host has not the memory for.
+    """Return the peak memory of each device of a plan in a step, and the host memory that is missing.
 
     Args and errors are those of :func:`forecast_memory`.
     """
@@ -78,7 +78,7 @@ def forecast_memory(
     overlap: bool = False,
     links: LinkMap | None = None,
 ) -> dict[int, int]:
-    """Return the most bytes that each device of a plan will use in a step, from buffer lifetimes alone.
+    """Return the peak memory of each device of a plan in a step, from buffer lifetimes alone.
 
     Args:
         plan: The plan.
@@ -88,17 +88,16 @@ def forecast_memory(
         batch: A batch.
         devices: All devices of the pool.
         captures: The captured model.
-        max_norm: For clipping; 0 for none.
-        ahead: How many batches like it lie there already for later steps.
-        delay: What is done about gradients that are late, if they are.
-        staleness: 1 where steps are computed with older weights under plans of one stage, too; an asynchronous plan
-            is for such steps only.
+        max_norm: Gradient clipping norm; 0 for none.
+        ahead: Number of similar batches that are uploaded in advance.
+        delay: Treatment of late gradients, if any.
+        staleness: 1 if steps use older weights under plans of one stage, too; asynchronous plans always do.
         overlap: Whether exact steps overlap.
         links: The pool's emulated links, if it has any.
 
     Raises:
         UsageError: The plan is for another model.
-        CaptureError: Replicas cannot share the model.
+        CaptureError: The model cannot be divided among replicas.
     """
     given = plan, model, loss, optimizer, batch, devices, captures, max_norm, delay
     compiler = _compiler(*given, late=staleness > 0, overlap=overlap, links=links)
@@ -117,7 +116,7 @@ def forecast_contents(
     max_norm: float = 0.0,
     delay: GroupDelays = "none",
 ) -> dict[int, InitialContents]:
-    """Return what each device of a plan will have when a step begins, from which its memory can be followed.
+    """Return the contents of each device of a plan at the beginning of a step, from which its memory can be simulated.
 
     Args and errors are those of :func:`forecast_memory`.
     """
