@@ -36,6 +36,7 @@ class Observed:
         run: The run on the pool.
         remote: The remote state.
         client: The local model's state.
+        planned: The future plan, as far as it is known before the first step.
     """
 
     seed: int
@@ -49,12 +50,11 @@ class Observed:
     loss_reduction: LossReduction
     pad: Buckets | None
 
-    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState) -> None:
+    def __init__(self, run: TrainingSession, remote: RemoteState, client: ClientState, planned: Plan | None) -> None:
         self._run = run
         self._client = client
         self._remote = remote
-        self._planned: Plan | None = None
-        """The future plan, as far as it is known before the first step."""
+        self._planned = planned
         self._closed = False
 
     def _batch(self, inputs: Any, targets: Any = None, samples: Any = None) -> Batch:

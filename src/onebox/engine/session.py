@@ -51,6 +51,8 @@ class TrainingSession:
         uploads: The uploads of batches.
         recover: Whether to recover from losses.
         snapshot_every: Steps between snapshots; ``None`` chooses an interval that keeps their cost low.
+        step: Number of steps done before, by the run that is resumed.
+        saved: Path of its checkpoint.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class TrainingSession:
         *,
         recover: bool,
         snapshot_every: int | None,
+        step: int = 0,
+        saved: Path | None = None,
     ) -> None:
-        self.steps_done = 0
+        self.steps_done = step
         self.plan: Plan | None = None
         self.error: Exception | None = None
-        self.saved: Path | None = None
+        self.saved = saved
         self.traces = StepTraces(settings.trace, uploads.beside_bytes)
         self.guard: RecoveryManager | None = None
         self._pool = pool
