@@ -12,7 +12,7 @@ from onebox.wire import Operator, Program, SlotArgument, TensorSpec, from_frame,
 from onebox.wire.protocol.instructions import Get
 from onebox.wire.protocol.requests import Define, Instruction, Put, StoredProgram
 from onebox.wire.protocol.responses import Result, Tensors, WorkerFailure
-from onebox.worker.comm.formation import RankLost
+from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.execution.executor import Executor
 from onebox.worker.faults import Fault, FaultInjector

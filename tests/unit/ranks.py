@@ -12,12 +12,12 @@ import torch
 from onebox.pool.client.rendezvous import KeyValues
 from onebox.wire.protocol.groups import EmulatedLink, FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Left, Lookup
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.shm.gpu_copy import ShmCopier
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
-from onebox.worker.comm.shm.segment import RankLost
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 
 

@@ -14,8 +14,8 @@ from onebox.wire.protocol.instructions import Call, OptimizerStep
 from onebox.wire.protocol.requests import Define, OptimizerSpec, StoredProgram
 from onebox.worker import device as module
 from onebox.worker.comm.shm import segment
-from onebox.worker.device import ComputeDevice, wait_until
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.device import ComputeDevice
+from onebox.worker.progress import WorkerProgress, wait_until
 from tests.unit.machines import Rig, define, elementwise
 
 SPEC = TensorSpec("float64", (2,))

@@ -1,7 +1,7 @@
-"""The channel: ZeroMQ sockets with CURVE encryption, and the coding of messages on them.
+"""The channel: ZeroMQ sockets with CURVE encryption, and the parts in which frames travel over them.
 
-A worker is the server: it binds, and lets in one client key. A message is one header frame (msgpack, strictly decoded)
-and any number of element frames. The header is bounded before it is decoded.
+A worker is the server: it binds, and lets in one client key. What the frames hold is decoded by
+:mod:`onebox.wire.protocol.codec`.
 
 ZeroMQ takes what a stranger announces before it knows who that is, up to the limit of a frame, so frames are small: a
 longer one travels in parts of :data:`PART_BYTES`, of which the last is shorter and may be empty. Between processes of
@@ -14,20 +14,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
 from msgspec import Struct
 
 from onebox.errors import UsageError, WireError
-from onebox.wire.protocol.requests import Envelope
-from onebox.wire.protocol.responses import WorkerMessage
-
-HEADER_BYTES = 64 << 20
-"""The most bytes of a header: a program of 100,000 operators takes about 10 MB."""
-
-FRAME_BYTES = 8 << 30
-"""The most bytes of one frame: one tensor."""
 
 PART_BYTES = 1 << 20
 """The most bytes that travel in one piece, which is also what a stranger's connection can make a worker hold. Small
@@ -37,15 +28,8 @@ parts are fast, too: one is encrypted while the other is on its way (64 MiB over
 _CURVE_BYTES = 1024
 """More than what CURVE adds to a part (RFC 26: 33 bytes)."""
 
-FRAMES = 65536
-"""The most frames of one message."""
-
 HANDSHAKE_MS = 3_000
 """How long a peer may take for the CURVE handshake; the client tries again."""
-
-_envelopes = msgspec.msgpack.Decoder(Envelope)
-_sayings = msgspec.msgpack.Decoder(WorkerMessage)
-_encoder = msgspec.msgpack.Encoder()
 
 RECONNECT_MS = 50
 RECONNECT_MOST_MS = 200
@@ -220,63 +204,3 @@ def _joined(parts: list[Any], count: int) -> Any:
         whole[start : start + len(part)] = part
         start += len(part)
     return whole
-
-
-def encode(message: Envelope | WorkerMessage) -> bytes:
-    """Return the header frame of a message.
-
-    Raises:
-        WireError: It is larger than a header may be, or holds a number or text that does not travel.
-    """
-    try:
-        header = _encoder.encode(message)
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise WireError(f"a message that cannot be encoded: {error}") from None
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"a header of {len(header)} bytes is over the limit of {HEADER_BYTES}")
-    return header
-
-
-def check_frames(frames: Frames) -> None:
-    """Require that element frames are within the limits, before they are sent: a worker drops what is over them.
-
-    Raises:
-        WireError: They are not.
-    """
-    if len(frames) >= FRAMES:
-        raise WireError(f"a message of {len(frames)} tensors; allowed are {FRAMES - 1}: send several messages")
-    largest = max((len(frame) for frame in frames), default=0)
-    if largest > FRAME_BYTES:
-        raise WireError(f"a tensor of {largest} bytes; allowed are {FRAME_BYTES}: cut it into smaller ones")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Any], parts: Frames, what: str) -> Any:
-    if not parts or len(parts) > FRAMES:
-        raise WireError(f"{what} of {len(parts)} frames; allowed are 1 to {FRAMES}")
-    header = memoryview(parts[0])
-    if len(header) > HEADER_BYTES:
-        raise WireError(f"{what} with a header of {len(header)} bytes; allowed are {HEADER_BYTES}")
-    try:
-        return decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"{what} that is not of this protocol: {error}") from None
-
-
-def decode_envelope(parts: Frames) -> tuple[Envelope, Frames]:
-    """Return a client's message and its element frames.
-
-    Raises:
-        WireError: It breaks the protocol or its limits.
-    """
-    envelope: Envelope = _decode(_envelopes, parts, "an envelope")
-    return envelope, parts[1:]
-
-
-def decode_worker_message(parts: Frames) -> tuple[WorkerMessage, Frames]:
-    """Return a worker's message and its element frames.
-
-    Raises:
-        WireError: It breaks the protocol or its limits.
-    """
-    saying: WorkerMessage = _decode(_sayings, parts, "a worker's message")
-    return saying, parts[1:]

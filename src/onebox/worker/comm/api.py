@@ -13,6 +13,10 @@ from onebox.wire.protocol.groups import Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Left, Lookup
 
 
+class RankLost(Exception):
+    """Another worker of a group went away."""
+
+
 class ReceivedTensor(NamedTuple):
     """What came from other ranks.
 

@@ -19,27 +19,16 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, dtype_name, from_frame, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Rendezvous
 from onebox.wire.protocol.responses import Contribution, Joined, Lookup
-from onebox.worker.comm.api import Begun, ClientChannel, Finish, ReceivedTensor, RowRange, WorkerGroup
+from onebox.worker.comm.api import Begun, ClientChannel, Finish, RankLost, ReceivedTensor, RowRange, WorkerGroup
 from onebox.worker.comm.emulated_links import EmulatedLinks
 from onebox.worker.comm.hybrid import HybridGroup
 from onebox.worker.comm.shm.gpu_copy import shm_copier_for
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.comm.shm.rendezvous import find_shm_peers
-from onebox.worker.comm.shm.segment import RankLost, supported
+from onebox.worker.comm.shm.segment import supported
 from onebox.worker.comm.torch_dist import TorchDistGroup
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import NoAddress, is_foreign
-
-__all__ = [
-    "ChannelStore",
-    "ClientChannel",
-    "ClientGroup",
-    "EmulatedLinks",
-    "PendingBucket",
-    "RankLost",
-    "WorkerGroup",
-    "form_group",
-]
 
 
 class ChannelStore(dist.Store):

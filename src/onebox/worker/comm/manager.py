@@ -10,10 +10,12 @@ from onebox.wire.protocol.groups import EmulatedLink, FormGroup
 from onebox.wire.protocol.instructions import Broadcast, Gather, Receive, Reduce, Send
 from onebox.wire.protocol.requests import Routine
 from onebox.wire.protocol.responses import Joined, Left, WorkerFailure
-from onebox.worker.comm.formation import ClientChannel, EmulatedLinks, RankLost, WorkerGroup, form_group
+from onebox.worker.comm.api import ClientChannel, RankLost, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import form_group
 from onebox.worker.comm.shm.group import ShmGroup
 from onebox.worker.memory.buffers import Poisoned
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import threads_on_all_cores
 from onebox.worker.system.tcp_connections import GroupSockets
 

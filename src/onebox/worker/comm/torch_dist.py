@@ -27,9 +27,8 @@ from onebox.worker.comm.agreement import (
     collective_fingerprint,
     fingerprint_elements,
 )
-from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
-from onebox.worker.comm.shm.segment import RankLost
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.network_interfaces import bind_nccl
 
 _CLOSE_S = 5.0

@@ -18,8 +18,9 @@ from onebox.worker.emulated import NoValues
 from onebox.worker.execution.errors import describe_failure
 from onebox.worker.memory.buffers import BufferStore, Poisoned, QuotaExceeded
 from onebox.worker.programs.blocks import CompiledBlock, Void
-from onebox.worker.programs.interpreter import OperatorFailed, WorkerProgress, describe
+from onebox.worker.programs.interpreter import OperatorFailed, describe
 from onebox.worker.programs.kernels import CompiledKernel, flatten, strided_of, written_inputs
+from onebox.worker.progress import WorkerProgress
 
 
 class VoidKernel:

@@ -20,7 +20,7 @@ from onebox.errors import WireError
 from onebox.wire import KeyPair, configure, decode_envelope, encode, listen, receive
 from onebox.wire.protocol.groups import LeaveGroup
 from onebox.wire.protocol.responses import Heartbeat
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from onebox.worker.system.cpu_affinity import use_all_cores
 
 HEARTBEAT_S = 0.5

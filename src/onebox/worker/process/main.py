@@ -25,7 +25,7 @@ from onebox.wire import Connection, KeyPair, codecs, configure, decode_envelope,
 from onebox.wire.protocol.groups import Reduced, Rendezvous, TicketCancelled
 from onebox.wire.protocol.requests import PROTOCOL, Envelope, Shutdown
 from onebox.wire.protocol.responses import Hello, Reply, Result, WorkerFailure, WorkerMessage
-from onebox.worker.comm.formation import RankLost
+from onebox.worker.comm.api import RankLost
 from onebox.worker.device import ComputeDevice
 from onebox.worker.emulated import EmulatedDevice
 from onebox.worker.execution.executor import Executor

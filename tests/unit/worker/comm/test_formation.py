@@ -22,17 +22,10 @@ from onebox.errors import WireError
 from onebox.wire import TensorSpec, spec_of, to_frame
 from onebox.wire.protocol.groups import FormGroup, Reduced, Rendezvous
 from onebox.wire.protocol.responses import Contribution
-from onebox.worker.comm.api import ReceivedTensor, RowRange
-from onebox.worker.comm.formation import (
-    ChannelStore,
-    ClientGroup,
-    EmulatedLinks,
-    PendingBucket,
-    RankLost,
-    WorkerGroup,
-    form_group,
-)
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.comm.api import RankLost, ReceivedTensor, RowRange, WorkerGroup
+from onebox.worker.comm.emulated_links import EmulatedLinks
+from onebox.worker.comm.formation import ChannelStore, ClientGroup, PendingBucket, form_group
+from onebox.worker.progress import WorkerProgress
 from tests.unit.programs import CPU
 from tests.unit.ranks import Hub
 

@@ -22,7 +22,7 @@ from onebox.wire.protocol.responses import Contribution, Hello, Left, Lookup, Re
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import Ports, WorkerServer
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))

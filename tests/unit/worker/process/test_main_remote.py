@@ -31,7 +31,7 @@ from onebox.wire.transport.reliable import Reliable
 from onebox.worker import WorkerConfig
 from onebox.worker.process import main
 from onebox.worker.process.main import WorkerServer
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
 from tests.unit.machines import define, elementwise
 
 SPEC = TensorSpec("float32", (2,))

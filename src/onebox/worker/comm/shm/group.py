@@ -28,7 +28,7 @@ from onebox.wire import DTYPES, TensorSpec, spec_of
 from onebox.wire.protocol.groups import FormGroup
 from onebox.wire.protocol.responses import Joined
 from onebox.worker.comm.agreement import collective_fingerprint
-from onebox.worker.comm.api import Begun, Finish, ReceivedTensor, RowRange, check_rows
+from onebox.worker.comm.api import Begun, Finish, RankLost, ReceivedTensor, RowRange, check_rows
 from onebox.worker.comm.emulated_links import EmulatedLinks, EmulatedRing
 from onebox.worker.comm.shm.arena import MemoryBlock
 from onebox.worker.comm.shm.collective import ShmCollective, code_of, disagreement, flat_spec, is_gather
@@ -37,9 +37,9 @@ from onebox.worker.comm.shm.gpu_sender import GpuShmSender
 from onebox.worker.comm.shm.layout import ShmMessage, check_dimensions
 from onebox.worker.comm.shm.receiver import PendingReceive, ShmReceiver
 from onebox.worker.comm.shm.rendezvous import ShmPeers, note_speed, speed_in
-from onebox.worker.comm.shm.segment import RankLost, sleep_until, wake_on_time
 from onebox.worker.comm.shm.sender import BlockRegion, ShmSender, region_of
-from onebox.worker.programs.interpreter import WorkerProgress
+from onebox.worker.progress import WorkerProgress
+from onebox.worker.system.clock import sleep_until, wake_on_time
 
 _COLLECTIVES = -1 << 62
 """The channel of sums, gathers and broadcasts."""

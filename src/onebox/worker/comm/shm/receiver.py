@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onebox.errors import WireError
 from onebox.wire import DTYPES, TensorSpec
+from onebox.worker.comm.api import RankLost
 from onebox.worker.comm.shm.layout import (
     CELL_BYTES,
     FIRST_CELLS,
@@ -28,7 +29,7 @@ from onebox.worker.comm.shm.layout import (
     ShmMessage,
     lane_start,
 )
-from onebox.worker.comm.shm.segment import SLICE_S, RankLost, SharedMemory
+from onebox.worker.comm.shm.segment import SLICE_S, SharedMemory
 
 _LENT_FROM_BYTES = 64 << 10
 """Tensors of so many bytes stay where they came: to copy fewer costs less than to look after them."""

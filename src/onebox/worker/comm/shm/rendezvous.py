@@ -7,26 +7,49 @@ says whose memory it has got. Two ranks share memory if each has that of the oth
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from struct import Struct
 
 from onebox.errors import WireError
 from onebox.wire.protocol.groups import FormGroup
-from onebox.worker.comm.api import KeyValueStore
+from onebox.worker.comm.api import KeyValueStore, RankLost
 from onebox.worker.comm.emulated_links import LinkSpeed
 from onebox.worker.comm.shm.descriptors import DescriptorExchange
-from onebox.worker.comm.shm.domain import shm_domain
 from onebox.worker.comm.shm.layout import FREE, LEFT
-from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, ProcessWatch, RankLost, SharedMemory
+from onebox.worker.comm.shm.segment import LEAST_BYTES, SPAN_BYTES, SharedMemory
+from onebox.worker.system.process_watch import ProcessWatch
 
 PATIENCE_S = 10.0
 """How long a descriptor may take to come from a rank of which it is known that it is there."""
 
 _SPEED = Struct("=q2d")
 """How many emulated links a rank has, and the slowest of them; in the free words of its control page."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SPACES = ("user", "pid", "net")
+"""Namespaces: of users; of processes, whose numbers say nothing outside; of networks, with the names of sockets."""
+
+
+@functools.cache
+def shm_domain() -> str:
+    """Return a word that processes have in common which run under one kernel, as one user, in the same namespaces.
+
+    What hosts are called says nothing: containers have names of their own, and one machine may go by several. Where
+    the system does not tell, the word is this process's alone.
+    """
+    try:
+        places = [os.readlink(f"/proc/self/ns/{space}") for space in _SPACES]
+        text = "\n".join([_BOOT.read_text().strip(), str(os.getuid()), *places])
+    except OSError:
+        text = secrets.token_hex(16)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ def find_shm_peers(form: FormGroup, keys: KeyValueStore, kind: str = "cpu") -> S
     together = agreed & memories.keys()
     return ShmPeers(
         {rank: memory for rank, memory in memories.items() if rank == form.rank or rank in together},
-        {rank: ProcessWatch(near[rank].process) for rank in together},
+        {rank: _watch(near[rank]) for rank in together},
         "cuda" in {kind, *(near[rank].kind for rank in together)},
         tuple(
             (rank, "it could not have this one's memory" if rank in memories else "its memory did not come")
@@ -147,7 +170,7 @@ def _exchange(
         others = [rank for rank in range(form.size) if rank != form.rank]
         cards = {rank: _Card.of(keys.get(f"memory/{rank}")) for rank in others}
         near = {rank: other for rank, other in cards.items() if other.place == card.place}
-        watches = {rank: ProcessWatch(other.process) for rank, other in near.items()}
+        watches = {rank: _watch(other) for rank, other in near.items()}
         names = {rank: other.post for rank, other in near.items()}
         inodes = {rank: other.inode for rank, other in near.items()}
         end_s = time.monotonic() + min(PATIENCE_S, form.timeout_s)
@@ -160,6 +183,13 @@ def _exchange(
         return near, post.exchange(own.descriptor, names, inodes, waiting)
     finally:
         post.close()
+
+
+def _watch(card: _Card) -> ProcessWatch:
+    try:
+        return ProcessWatch(card.process)
+    except ProcessLookupError as error:
+        raise RankLost(str(error)) from None
 
 
 def _ranks(text: bytes) -> set[int]:

@@ -16,11 +16,11 @@ import fcntl
 import mmap
 import os
 import platform
-import time
 import weakref
-from pathlib import Path
 
 import torch
+
+from onebox.worker.comm.api import RankLost
 
 SPAN_BYTES = 1 << 36
 """Address space of one memory: more than the main memory of most hosts, and 2,000 of them fit into a process."""
@@ -36,11 +36,6 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FUTEX = 202  # the number of the system call on x86-64
 _WAIT, _WAKE, _ALL = 0, 1, (1 << 31) - 1
 _MADV_REMOVE = 9
-_PR_SET_TIMERSLACK = 29
-
-
-class RankLost(Exception):
-    """Another worker of a group went away."""
 
 
 def supported() -> bool:
@@ -179,44 +174,3 @@ def _map(descriptor: int, size: int) -> ctypes.Array[ctypes.c_char]:
     mapped = (ctypes.c_char * size).from_address(address)
     weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
     return mapped
-
-
-class ProcessWatch:
-    """Tells whether a process is still there, even if its parent has not taken note of its end.
-
-    Args:
-        process: Its id.
-
-    Raises:
-        PeerLost: There is no such process.
-    """
-
-    def __init__(self, process: int) -> None:
-        self.process = process
-        self._began = self._read()
-        if not self._began:
-            raise RankLost(f"process {process} has ended")
-
-    def ended(self) -> bool:
-        """Tell whether it has ended."""
-        return self._read() != self._began
-
-    def _read(self) -> str:
-        """Return when the process began, or nothing if it has ended."""
-        try:
-            stat = Path(f"/proc/{self.process}/stat").read_text()
-        except OSError:
-            return ""
-        state, *rest = stat[stat.rindex(")") + 1 :].split()  # the name before may hold anything
-        return "" if state in "ZX" else rest[18]
-
-
-def sleep_until(end_ns: int) -> None:
-    """Sleep until a time of the monotonic clock."""
-    while (left_ns := end_ns - time.monotonic_ns()) > 0:
-        time.sleep(left_ns / 1e9)
-
-
-def wake_on_time() -> None:
-    """Let this thread's sleeps end when they are due, not up to 50 µs later for the sake of power."""
-    _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
