@@ -16,8 +16,8 @@ from onebox.plan.model.plan import ASYNC, MicroBatch
 from onebox.plan.model.problem import Problem
 from onebox.plan.model.schedule import Routes, Schedule
 from onebox.plan.model.shares import deal
+from onebox.plan.model.stage import OFFLOADING_POLICIES
 from onebox.plan.model.work import PlanWork
-from onebox.plan.policies.policy_costs import OFFLOADING_POLICIES
 from onebox.plan.schedules.async_window import steady_window
 from onebox.plan.schedules.blocks import block_schedule
 from onebox.plan.schedules.in_flight import depths

@@ -11,7 +11,10 @@ import torch
 
 from onebox.worker.system.instruction_sets import _MKL, VARIABLES, mkl_architecture, used_instruction_sets
 
-ASK = "from onebox.worker.system.instruction_sets import used_instruction_sets as ask; print(ask().aten, ask().onednn, sep='|')"
+ASK = """
+from onebox.worker.system.instruction_sets import used_instruction_sets
+print(used_instruction_sets().aten, used_instruction_sets().onednn, sep="|")
+"""
 
 
 def limited(aten: str, onednn: str) -> list[str]:
